@@ -1,0 +1,34 @@
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SEED ?= 1
+
+.PHONY: install train test lint help clean-venv
+
+help:
+	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
+	@echo "make test     install, then lint, type-check and run the tests"
+	@echo "make install  make .venv and install the project into it"
+
+install: $(STAMP)
+
+$(STAMP): setup.py constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: $(PYTHON) not found; pass PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: install
+	$(BIN)/python -m realhf.launch experiment=grpo_aws seed=$(SEED) trial_name=seed$(SEED)-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+clean-venv:
+	rm -rf $(VENV)

@@ -1,0 +1,240 @@
+"""Configuration dataclasses, read by Hydra as structured configs: an unknown or mistyped option is an error.
+
+Defaults here are the library's; ``configs/experiment/*.yaml`` holds what an experiment changes. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+
+class Mode(Enum):
+    """run trains; check validates and stops; graph prints the dataflow graph."""
+
+    run = "run"
+    check = "check"
+    graph = "graph"
+
+
+class RecoverMode(Enum):
+    """auto resumes from the last valid checkpoint if there is one; resume demands it; disabled starts afresh."""
+
+    auto = "auto"
+    resume = "resume"
+    disabled = "disabled"
+
+
+class LRSchedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW. Warm-up and decay are fractions of total_train_steps."""
+
+    lr: float = 1e-6
+    weight_decay: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-5
+    warmup_steps_proportion: float = 0.001
+    lr_scheduler_type: LRSchedule = LRSchedule.constant
+    gradient_clipping: float = 1.0
+
+
+@dataclass
+class ModelConfig:
+    """A model role. ``path``: 'builtin' (the small policy made here), a folder, or a hub id.
+    ``workers``: indices of the model workers that hold it."""
+
+    path: str = "builtin"
+    workers: list[int] = field(default_factory=lambda: [0])
+    backend: str = "torch"
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen reference policy: the actor's first weights."""
+
+    workers: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass
+class BuiltinModelConfig:
+    """The small policy for machines without downloads (a Qwen3 configuration)."""
+
+    vocab_size: int = 1024
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    intermediate_size: int = 384
+    max_positions: int = 1024
+
+
+@dataclass
+class WarmStartConfig:
+    """Supervised warm start of the built-in policy on episodes really played against MiniStack."""
+
+    episodes_per_task: int = 60
+    train_steps: int = 600
+    batch_size: int = 24
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=2.5e-3, weight_decay=0.01, warmup_steps_proportion=0.05,
+                                                lr_scheduler_type=LRSchedule.cosine, beta2=0.99)
+    )
+    cache_dir: str | None = None
+
+
+@dataclass
+class GenConfig:
+    """Sampling. Rewards and log-probabilities are those of exactly this distribution."""
+
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
+class PPOConfig:
+    """Policy-gradient options. ``algo`` names a preset; a None takes the preset's value (see
+    realhf.algorithms.presets)."""
+
+    algo: str = "grpo"
+    group_size: int = 8
+    adv_estimator: str | None = None
+    loss: str | None = None
+    ratio: str | None = None
+    loss_agg: str | None = None
+    eps_clip: float | None = None
+    eps_clip_higher: float | None = None
+    c_clip: float | None = None
+    kl_loss_coef: float | None = None
+    kl_ctl: float | None = None
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    adv_norm: bool = False
+    ppo_n_minibatches: int = 1
+    reward_scaling: float = 1.0
+    reward_bias: float = 0.0
+    max_reward_clip: float = 20.0
+    mask_too_long: bool = False
+    max_nonfinite_steps: int = 3
+
+
+@dataclass
+class MicroBatchConfig:
+    """n_mbs: at least this many microbatches; max_tokens_per_mb: cap of tokens in one (None: no cap)."""
+
+    n_mbs: int = 1
+    max_tokens_per_mb: int | None = 16384
+
+
+@dataclass
+class RolloutConfig:
+    """Multi-turn episodes. min_group_size: fewer valid rollouts give a group no gradient."""
+
+    max_turns: int = 6
+    max_total_tokens: int = 1024
+    min_group_size: int = 2
+    on_failure: str = "retry"
+    message_timeout_s: float = 60.0
+
+
+@dataclass
+class EnvConfig:
+    """The AWS environment server that the launcher starts. Port 0: any free port (range)."""
+
+    pool_size: int = 16
+    host: str = "127.0.0.1"
+    port: int = 0
+    ministack_base_port: int = 0
+    max_steps: int = 15
+    tiers: list[str] = field(default_factory=lambda: ["warmup", "beginner", "intermediate"])
+
+
+@dataclass
+class DatasetConfig:
+    """train_bs_n_seqs: samples (task groups, or SFT episodes) of one train step."""
+
+    train_bs_n_seqs: int = 16
+    curriculum: str = "learnability"
+
+
+@dataclass
+class EvaluationConfig:
+    """Held-out evaluation: episodes per task template at the training temperature, and greedy."""
+
+    episodes_per_task: int = 12
+    greedy_episodes_per_task: int = 6
+    every_steps: int = 0
+
+
+@dataclass
+class CheckpointConfig:
+    """ckpt_freq_steps: recovery checkpoint; keep: how many stay."""
+
+    ckpt_freq_steps: int = 5
+    keep: int = 2
+
+
+@dataclass
+class RpcConfig:
+    """Deadlines of the control plane, seconds."""
+
+    connect_timeout_s: float = 120.0
+    control_timeout_s: float = 30.0
+    call_timeout_s: float = 1800.0
+    heartbeat_s: float = 2.0
+    dead_after_s: float = 8.0
+    shm: bool = True
+
+
+@dataclass
+class MonitorConfig:
+    """What a person sees. progress: live display; episodes_per_step: sampled episodes written as text."""
+
+    progress: bool = True
+    tensorboard: bool = True
+    wandb: bool = False
+    episodes_per_step: int = 2
+
+
+@dataclass
+class ExperimentConfig:
+    """The whole configuration of ``python -m realhf.launch``."""
+
+    experiment: str = MISSING
+    experiment_name: str = "${experiment}"
+    trial_name: str = "default"
+    fileroot: str = "runs"
+    seed: int = 1
+    mode: Mode = Mode.run
+    recover_mode: RecoverMode = RecoverMode.auto
+    scheduler: str = "local"
+    total_train_steps: int = 60
+    torch_threads: int = 0
+
+    actor: ModelConfig = field(default_factory=ModelConfig)
+    ref: ReferenceConfig = field(default_factory=ReferenceConfig)
+    builtin: BuiltinModelConfig = field(default_factory=BuiltinModelConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    gen: GenConfig = field(default_factory=GenConfig)
+    mb_spec: MicroBatchConfig = field(default_factory=MicroBatchConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    exp_ctrl: CheckpointConfig = field(default_factory=CheckpointConfig)
+    rpc: RpcConfig = field(default_factory=RpcConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)

@@ -1,0 +1,93 @@
+"""What an experiment file returns: models, model function calls, a data source and how to evaluate.
+
+    # experiments/my_algorithm.py
+    def build(config: ExperimentConfig) -> ExperimentSpec: ...
+
+plus one YAML in ``configs/experiment/``. Nothing else needs an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realhf.api.config import OptimizerConfig
+from realhf.api.mfc import MFCDef
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model role: where its weights come from and which model workers hold it."""
+
+    role: str
+    path: str
+    workers: tuple[int, ...] = (0,)
+    trainable: bool = False
+    backend: str = "torch"
+    backend_args: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    optimizer: OptimizerConfig | None = None
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A registered data source and its arguments. ``worker`` is the model worker that stores its tensors."""
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()
+    worker: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationSpec:
+    """Held-out evaluation: an interface's ``evaluate`` on a model, before the first and after the last
+    step (and every ``every_steps`` if positive), outside the training buffer."""
+
+    role: str
+    interface: str
+    interface_args: Mapping[str, Any] = field(default_factory=dict)
+    every_steps: int = 0
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A process that must finish before the workers start, e.g. collecting demonstrations.
+    Run as ``python -m module *argv``; skipped when ``artifact`` exists."""
+
+    name: str
+    module: str
+    argv: tuple[str, ...]
+    artifact: Path
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class ExperimentSpec:
+    """The resolved experiment. ``before`` holds whole experiments that run first, each skipped when its
+    ``artifact`` exists; ``jobs`` are single processes that run first."""
+
+    name: str
+    models: Mapping[str, ModelSpec]
+    mfcs: tuple[MFCDef, ...]
+    source: SourceSpec
+    n_seqs: int
+    total_train_steps: int
+    seed: int
+    run_dir: Path
+    save_freq_steps: int = 0
+    evaluation: EvaluationSpec | None = None
+    needs_env: bool = False
+    jobs: tuple[JobSpec, ...] = ()
+    before: tuple[ExperimentSpec, ...] = ()
+    export_role: str | None = None
+    artifact: Path | None = None
+    log_keys: tuple[str, ...] = ()
+
+    @property
+    def n_model_workers(self) -> int:
+        """Model workers are numbered from 0; as many run as the highest index asks for."""
+        return 1 + max(index for model in self.models.values() for index in model.workers)

@@ -1,0 +1,154 @@
+"""Contracts of the things a model worker runs: engines, interfaces and their call context.
+
+Vocabulary: an *engine* holds the weights of one model role on one worker and knows how to train, score
+and generate; an *interface* is the algorithm of one model function call, written against the engine; a
+*backend* builds engines. No torch import at module level: the launcher reads these types too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.api.config import GenConfig
+    from realhf.api.experiment import ModelSpec
+
+
+@dataclass(frozen=True)
+class GenRequest:
+    """One sequence to continue. ``token_ids`` is the whole prefix; ``slot`` names the cache row that may
+    hold the keys and values of a prefix of it (the engine reuses what matches and computes the rest)."""
+
+    slot: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class GenOutput:
+    """What the engine sampled after the prefix of one request.
+
+    ``token_ids`` includes the stop id that ended it, if any. ``logprobs`` (natural log, fp32, of the
+    temperature-scaled distribution sampled from) and ``versions`` (policy version per token) have the
+    same length. ``finish_reason`` is ``stop``, ``length`` or ``interrupted``.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+class GenerationEngine(Protocol):
+    """Tokens in, tokens out; key-value rows are kept between calls until their slot is freed."""
+
+    def generate(
+        self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
+    ) -> list[GenOutput]:
+        """Continue every request, batched. Same seed, same requests, same weights: same tokens.
+
+        ``config.temperature == 0`` decodes greedily. Raises ValueError on a request with no tokens."""
+        ...
+
+    def free(self, slots: Sequence[int] | None = None) -> None:
+        """Forget the cached rows of these slots (all when None). Called at the end of an episode and
+        by the training engine after a weight update."""
+        ...
+
+
+LossFn = Callable[["Tensor", SequenceSample], "tuple[Tensor, dict[str, float]]"]
+"""(logprobs or logits of one microbatch, the microbatch) -> (summed loss, summed statistics)."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Statistics of one optimizer step. ``skipped`` is True when loss or gradient was not finite."""
+
+    stats: dict[str, float]
+    grad_norm: float
+    skipped: bool
+
+
+class Engine(Protocol):
+    """The weights of one model role on one worker. Raises on a wrong batch, never trains silently less."""
+
+    version: int
+
+    def train_batch(
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        *,
+        temperature: float,
+        mb_spec: MicroBatchSpec,
+        with_entropy: bool = False,
+    ) -> TrainResult:
+        """One optimizer step. Per microbatch the engine computes the shifted log-probabilities of
+        ``packed_input_ids`` (fp32, packed L-1 per sequence, logits divided by ``temperature``) and calls
+        ``loss_fn``; returned losses are summed over microbatches (the loss_fn normalises by totals of the
+        whole batch). A non-finite loss or gradient norm leaves weights and optimizer untouched."""
+        ...
+
+    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
+        """Shifted log-probabilities of the sample's own tokens, fp32, shape (sum of L-1,), no gradient."""
+        ...
+
+    def generator(self) -> GenerationEngine:
+        """The generation engine that shares this engine's weights."""
+        ...
+
+    def save_checkpoint(self, folder: Path) -> None: ...
+
+    def load_checkpoint(self, folder: Path) -> None: ...
+
+    def export_hf(self, folder: Path) -> None:
+        """Write weights, config and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` loads them."""
+        ...
+
+
+class Backend(Protocol):
+    """Builds an engine. Constructor kwargs come from ``ModelSpec.backend_args``."""
+
+    def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> Engine: ...
+
+
+@dataclass
+class Model:
+    """One model role as an interface sees it."""
+
+    role: str
+    engine: Engine
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """Everything about a call that is not in the sample. ``seed`` is derived from run seed, role and step;
+    ``endpoints`` maps a worker kind to its service addresses (``{"env": ["http://127.0.0.1:8000"]}``)."""
+
+    step: int
+    seed: int
+    mb_spec: MicroBatchSpec
+    run_dir: Path
+    endpoints: dict[str, list[str]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class ModelInterface(Protocol):
+    """The algorithm of a model function call. Built from the kwargs of ``MFCDef.interface_args``; any of
+    ``generate``, ``inference``, ``train_step`` and ``evaluate`` may be present.
+
+    ``generate``/``inference``: (model, sample, context) -> SequenceSample of new keys with the same ids in
+    the same order, and optionally a statistics dict: returns ``(sample, stats)``.
+    ``train_step``/``evaluate``: (model, sample, context) -> stats. Inputs are never mutated.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
