@@ -1,0 +1,258 @@
+"""The dataflow graph: model function calls joined by the keys they produce and consume.
+
+Edges are never written down, they follow from keys (spec dataflow, section 3). ``build_graph`` checks
+everything and reports all problems at once, each naming the model function call and the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import networkx as nx
+
+from realhf.api.mfc import MFCDef
+
+DATASET = "__dataset__"
+
+
+class GraphError(ValueError):
+    """The graph cannot run. ``problems`` lists every reason, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(f"the dataflow graph has {len(problems)} problem(s):\n{lines}")
+
+
+class DataFlowGraph:
+    """A checked graph; build it with ``build_graph``. ``warnings`` holds what is odd but allowed."""
+
+    def __init__(self, mfcs: Sequence[MFCDef], dataset_keys: Sequence[str], log_keys: Sequence[str]) -> None:
+        self.mfcs = tuple(mfcs)
+        self.dataset_keys = tuple(dataset_keys)
+        self.log_keys = tuple(log_keys)
+        self.warnings: tuple[str, ...] = ()
+        self._by_name = {mfc.name: mfc for mfc in self.mfcs}
+        self._producers: dict[str, list[str]] = {key: [DATASET] for key in self.dataset_keys}
+        for mfc in self.mfcs:
+            for key in mfc.output_keys:
+                self._producers.setdefault(key, []).append(mfc.name)
+        self._inputs = {mfc.name: self._bound_inputs(mfc) for mfc in self.mfcs}
+        self._consumers: dict[str, list[str]] = {}
+        for mfc in self.mfcs:
+            for key in self._inputs[mfc.name]:
+                self._consumers.setdefault(key, []).append(mfc.name)
+        self.nx = self._edges()
+
+    def _bound_inputs(self, mfc: MFCDef) -> tuple[str, ...]:
+        optional = (key for key in mfc.optional_input_keys if key in self._producers)
+        return (*mfc.input_keys, *optional)
+
+    def _edges(self) -> nx.MultiDiGraph:
+        graph = nx.MultiDiGraph()
+        graph.add_node(DATASET)
+        graph.add_nodes_from(mfc.name for mfc in self.mfcs)
+        for key, producers in self._producers.items():
+            for producer in producers:
+                for consumer in self._consumers.get(key, ()):
+                    graph.add_edge(producer, consumer, key=key)
+        return graph
+
+    def __getitem__(self, name: str) -> MFCDef:
+        return self._by_name[name]
+
+    @property
+    def n_seqs(self) -> int:
+        """N, the samples of one step: the largest ``n_seqs``."""
+        return max(mfc.n_seqs for mfc in self.mfcs)
+
+    def inputs(self, name: str) -> tuple[str, ...]:
+        """Keys the call waits for: its required inputs and those optional ones that somebody produces."""
+        return self._inputs[name]
+
+    def producers(self, key: str) -> tuple[str, ...]:
+        """Who makes ``key``: one name in a valid graph (``__dataset__`` for the source), or nobody."""
+        return tuple(self._producers.get(key, ()))
+
+    def consumers(self, key: str) -> tuple[str, ...]:
+        """Calls that read ``key``, in the order of definition."""
+        return tuple(self._consumers.get(key, ()))
+
+    def topological_levels(self) -> list[list[str]]:
+        """Calls grouped so that each group needs only earlier groups; calls of one group may overlap."""
+        calls = self.nx.subgraph([mfc.name for mfc in self.mfcs])
+        return [sorted(level) for level in nx.topological_generations(calls)]
+
+    def roots(self) -> list[str]:
+        """Calls that need nothing but the data source."""
+        return [n for n in self._by_name if all(p == DATASET for p in self.nx.predecessors(n))]
+
+    def leaves(self) -> list[str]:
+        """Calls whose outputs no other call reads."""
+        return [n for n in self._by_name if not list(self.nx.successors(n))]
+
+    def required_dataset_keys(self) -> list[str]:
+        """Keys the data source must deliver, sorted."""
+        return sorted(key for key in self.dataset_keys if key in self._consumers)
+
+    def summary(self) -> str:
+        """A text table, one call per line in topological order."""
+        rows = [("level", "call", "role", "method", "n_seqs", "inputs", "outputs")]
+        for depth, level in enumerate(self.topological_levels()):
+            for name in level:
+                mfc = self[name]
+                rows.append((str(depth), name, mfc.model_role, mfc.interface_type.value, str(mfc.n_seqs),
+                             ", ".join(self._inputs[name]) or "-", ", ".join(mfc.output_keys) or "-"))  # fmt: skip
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+    def _merged_edges(self) -> list[tuple[str, str, str]]:
+        merged: dict[tuple[str, str], list[str]] = {}
+        for source, target, key in sorted(self.nx.edges(keys=True)):
+            merged.setdefault((source, target), []).append(key)
+        return [(source, target, ", ".join(keys)) for (source, target), keys in merged.items()]
+
+    def to_mermaid(self) -> str:
+        """Mermaid flowchart text."""
+        lines = ["flowchart LR", "  dataset[(dataset)]"]
+        lines += [f'  {m.name}["{m.name}<br/>{m.model_role}.{m.interface_type.value}"]' for m in self.mfcs]
+        for source, target, keys in self._merged_edges():
+            lines.append(f'  {"dataset" if source == DATASET else source} -- "{keys}" --> {target}')
+        return "\n".join(lines) + "\n"
+
+    def to_dot(self) -> str:
+        """Graphviz text."""
+        lines = ["digraph dataflow {", "  rankdir=LR;", f'  "{DATASET}" [label="dataset", shape=cylinder];']
+        for m in self.mfcs:
+            lines.append(f'  "{m.name}" [label="{m.name}\\n{m.model_role}.{m.interface_type.value}", shape=box];')
+        lines += [f'  "{s}" -> "{t}" [label="{k}"];' for s, t, k in self._merged_edges()]
+        return "\n".join([*lines, "}"]) + "\n"
+
+    def to_json(self) -> str:
+        """JSON text: nodes with their roles and keys, and one edge per key."""
+        nodes = [
+            {
+                "name": m.name,
+                "role": m.model_role,
+                "method": m.interface_type.value,
+                "interface": m.interface,
+                "n_seqs": m.n_seqs,
+                "inputs": list(self._inputs[m.name]),
+                "outputs": list(m.output_keys),
+            }
+            for m in self.mfcs
+        ]
+        edges = [{"from": s, "to": t, "key": k} for s, t, k in sorted(self.nx.edges(keys=True))]
+        return json.dumps({"n_seqs": self.n_seqs, "nodes": nodes, "edges": edges}, indent=1)
+
+
+def build_graph(
+    mfcs: Iterable[MFCDef],
+    dataset_keys: Iterable[str],
+    log_keys: Iterable[str] = (),
+    *,
+    roles: Collection[str] | None = None,
+    strict: bool = False,
+) -> DataFlowGraph:
+    """Join the calls by their keys and check them.
+
+    ``roles`` are the model roles that exist (None: not checked). An output that nobody reads and that is not
+    in ``log_keys`` is a warning, or an error when ``strict``. Raises GraphError with every problem.
+    """
+    calls = tuple(mfcs)
+    if not calls:
+        raise GraphError(["there is no model function call"])
+    graph = DataFlowGraph(calls, tuple(dict.fromkeys(dataset_keys)), tuple(log_keys))
+    problems = [*_name_problems(graph), *_producer_problems(graph), *_input_problems(graph), *_cycles(graph)]
+    problems += [*_role_problems(graph, roles), *_output_problems(graph), *_count_problems(graph)]
+    graph.warnings = tuple(_unread_outputs(graph))
+    if strict:
+        problems += graph.warnings
+    if problems:
+        raise GraphError(problems)
+    return graph
+
+
+def _name_problems(graph: DataFlowGraph) -> list[str]:
+    counts = Counter(mfc.name for mfc in graph.mfcs)
+    return [f"{n} model function calls are named {name!r}" for name, n in counts.items() if n > 1]
+
+
+def _producer_problems(graph: DataFlowGraph) -> list[str]:
+    keys = {*graph.dataset_keys, *(key for mfc in graph.mfcs for key in mfc.output_keys)}
+    found = []
+    for key in sorted(keys):
+        producers = graph.producers(key)
+        if len(producers) > 1:
+            names = " and ".join("the dataset" if p == DATASET else repr(p) for p in producers)
+            found.append(f"key {key!r} has {len(producers)} producers: {names}")
+    return found
+
+
+def _input_problems(graph: DataFlowGraph) -> list[str]:
+    known = sorted({*graph.dataset_keys, *(key for mfc in graph.mfcs for key in mfc.output_keys)})
+    found = []
+    for mfc in graph.mfcs:
+        for key in mfc.input_keys:
+            if graph.producers(key):
+                continue
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            found.append(f"{mfc.name!r} needs key {key!r}, which no call and no dataset produces{hint}")
+    return found
+
+
+def _cycles(graph: DataFlowGraph) -> list[str]:
+    try:
+        edges = nx.find_cycle(graph.nx)
+    except nx.NetworkXNoCycle:
+        return []
+    path = "".join(f"{source} -[{key}]-> " for source, _, key in edges) + edges[0][0]
+    return [f"the calls form a cycle: {path}"]
+
+
+def _role_problems(graph: DataFlowGraph, roles: Collection[str] | None) -> list[str]:
+    if roles is None:
+        return []
+    return [
+        f"{mfc.name!r} runs on model role {mfc.model_role!r}, which has no model (models: "
+        f"{', '.join(sorted(roles)) or 'none'})"
+        for mfc in graph.mfcs
+        if mfc.model_role not in roles
+    ]
+
+
+def _output_problems(graph: DataFlowGraph) -> list[str]:
+    found = []
+    for mfc in graph.mfcs:
+        if mfc.interface_type.produces_keys:
+            continue
+        for key in mfc.output_keys:
+            readers = ", ".join(repr(name) for name in graph.consumers(key))
+            if readers:
+                method = mfc.interface_type.value
+                found.append(f"{mfc.name!r} is a {method} and cannot produce key {key!r}, read by {readers}")
+    return found
+
+
+def _count_problems(graph: DataFlowGraph) -> list[str]:
+    total = graph.n_seqs
+    return [
+        f"{mfc.name!r} takes n_seqs={mfc.n_seqs} samples, which does not divide the step's {total}"
+        for mfc in graph.mfcs
+        if total % mfc.n_seqs
+    ]
+
+
+def _unread_outputs(graph: DataFlowGraph) -> list[str]:
+    return [
+        f"{mfc.name!r} produces key {key!r}, which nobody reads and which is not in log_keys"
+        for mfc in graph.mfcs
+        for key in mfc.output_keys
+        if not graph.consumers(key) and key not in graph.log_keys
+    ]
