@@ -104,12 +104,20 @@ class DataFlowGraph:
         for depth, level in enumerate(self.topological_levels()):
             for name in level:
                 mfc = self[name]
-                rows.append((str(depth), name, mfc.model_role, mfc.interface_type.value, str(mfc.n_seqs),
-                             ", ".join(self._inputs[name]) or "-", ", ".join(mfc.output_keys) or "-"))  # fmt: skip
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+                rows.append(
+                    (
+                        str(depth),
+                        name,
+                        mfc.model_role,
+                        mfc.interface_type.value,
+                        str(mfc.n_seqs),
+                        ", ".join(self._inputs[name]) or "-",
+                        ", ".join(mfc.output_keys) or "-",
+                    )
+                )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)
 
     def _merged_edges(self) -> list[tuple[str, str, str]]:
         merged: dict[tuple[str, str], list[str]] = {}
@@ -129,7 +137,8 @@ class DataFlowGraph:
         """Graphviz text."""
         lines = ["digraph dataflow {", "  rankdir=LR;", f'  "{DATASET}" [label="dataset", shape=cylinder];']
         for m in self.mfcs:
-            lines.append(f'  "{m.name}" [label="{m.name}\\n{m.model_role}.{m.interface_type.value}", shape=box];')
+            label = f"{m.name}\\n{m.model_role}.{m.interface_type.value}"
+            lines.append(f'  "{m.name}" [label="{label}", shape=box];')
         lines += [f'  "{s}" -> "{t}" [label="{k}"];' for s, t, k in self._merged_edges()]
         return "\n".join([*lines, "}"]) + "\n"
 
