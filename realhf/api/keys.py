@@ -1,0 +1,121 @@
+"""Names of sample fields: element types, length rules and meaning (dataflow spec section 2).
+
+For a sequence of ``L`` tokens a key of rule ``L`` indexes tokens; rule ``L-1`` ("shifted") puts at position
+``t`` the quantity for predicting token ``t+1``; rule ``1`` is one value per sequence; ``free`` has its own
+lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+ITEMSIZE = MappingProxyType(
+    {"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+)
+"""Bytes of one element by dtype tag; the whitelist of tags everywhere."""
+
+TORCH_NAMES = MappingProxyType(
+    {
+        "bool": "bool",
+        "u8": "uint8",
+        "i16": "int16",
+        "i32": "int32",
+        "i64": "int64",
+        "f16": "float16",
+        "bf16": "bfloat16",
+        "f32": "float32",
+        "f64": "float64",
+    }
+)
+"""Tag -> attribute of the torch module."""
+
+_TAG_OF_TORCH = MappingProxyType({f"torch.{name}": tag for tag, name in TORCH_NAMES.items()})
+
+RULES = ("L", "L-1", "1", "free")
+
+
+def dtype_tag(dtype: object) -> str:
+    """Tag of a torch dtype. Raises ValueError for one that samples cannot hold."""
+    tag = _TAG_OF_TORCH.get(str(dtype))
+    if tag is None:
+        raise ValueError(f"dtype {dtype} is not supported in a sample; supported: {', '.join(ITEMSIZE)}")
+    return tag
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """One registered key: ``dtype`` is a tag of ITEMSIZE, ``rule`` one of RULES."""
+
+    name: str
+    dtype: str
+    rule: str
+    trailing: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"key {self.name!r}: unknown dtype tag {self.dtype!r}")
+        if self.rule not in RULES:
+            raise ValueError(f"key {self.name!r}: unknown length rule {self.rule!r}, one of {RULES}")
+
+    def lengths(self, tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Lengths of this key for sequences of the given token counts (outer: samples, inner: sequences).
+
+        Raises ValueError when the rule is ``free`` or an ``L-1`` key meets an empty sequence."""
+        if self.rule == "free":
+            raise ValueError(f"key {self.name!r} has free lengths: give them explicitly")
+        if self.rule == "1":
+            return [[1] * len(group) for group in tokens]
+        shift = 1 if self.rule == "L-1" else 0
+        if shift and any(length < 1 for group in tokens for length in group):
+            raise ValueError(f"key {self.name!r} needs sequences of at least one token")
+        return [[length - shift for length in group] for group in tokens]
+
+
+STANDARD_KEYS: tuple[KeySpec, ...] = (
+    KeySpec("packed_prompts", "i64", "free"),
+    KeySpec("task_ids", "i64", "free"),
+    KeySpec("packed_input_ids", "i64", "L"),
+    KeySpec("prompt_mask", "bool", "L"),
+    KeySpec("loss_mask", "bool", "L"),
+    KeySpec("packed_logprobs", "f32", "L-1"),
+    KeySpec("packed_versions", "i32", "L-1"),
+    KeySpec("version_start", "i64", "1"),
+    KeySpec("version_end", "i64", "1"),
+    KeySpec("seq_no_eos_mask", "bool", "1"),
+    KeySpec("rewards", "f32", "1"),
+    KeySpec("dense_rewards", "f32", "L-1"),
+    KeySpec("packed_ref_logprobs", "f32", "L-1"),
+    KeySpec("proximal_logprobs", "f32", "L-1"),
+    KeySpec("values", "f32", "L"),
+    KeySpec("advantages", "f32", "L-1"),
+    KeySpec("returns", "f32", "L-1"),
+    KeySpec("kl_rewards", "f32", "L-1"),
+    KeySpec("outcome", "u8", "1"),
+)
+"""The keys of spec section 2; ``task_ids`` is one value per sample, hence free of sequence lengths."""
+
+
+class KeyTable:
+    """The keys an experiment knows: the standard ones and those it registers itself."""
+
+    def __init__(self, specs: Iterable[KeySpec] = STANDARD_KEYS) -> None:
+        self._specs: dict[str, KeySpec] = {}
+        for spec in specs:
+            self.register(spec)
+
+    def register(self, spec: KeySpec) -> None:
+        """Add a key. Raises ValueError when the name is taken by a different specification."""
+        known = self._specs.setdefault(spec.name, spec)
+        if known != spec:
+            raise ValueError(f"key {spec.name!r} is already registered as {known}")
+
+    def __getitem__(self, name: str) -> KeySpec:
+        try:
+            return self._specs[name]
+        except KeyError:
+            raise KeyError(f"key {name!r} is not registered: give its dtype and lengths explicitly") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs

@@ -1,0 +1,95 @@
+"""Sequence lengths of one key of a sample, kept flat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Lengths:
+    """``values`` int64 (n sequences,): rows of every sequence; ``offsets`` int64 (n samples + 1,): where
+    each sample's sequences begin. Immutable. Raises ValueError on a negative length or offsets that do not
+    rise from 0 to ``len(values)``."""
+
+    __slots__ = ("_rows", "offsets", "values")
+
+    def __init__(self, values: IntArray, offsets: IntArray) -> None:
+        if values.size and values.min() < 0:
+            raise ValueError("sequence lengths must be >= 0")
+        if not offsets.size or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+            raise ValueError("offsets of sequence lengths do not cover them in order")
+        self.values, self.offsets = values, offsets
+        self._rows: IntArray | None = None
+
+    @staticmethod
+    def of(nested: Sequence[Sequence[int]]) -> Lengths:
+        """From a list of samples of sequence lengths."""
+        flat = np.array([int(length) for inner in nested for length in inner], dtype=np.int64)
+        return Lengths(flat, _cumulated(np.array([len(inner) for inner in nested], dtype=np.int64)))
+
+    @staticmethod
+    def join(parts: Sequence[Lengths]) -> Lengths:
+        counts = np.concatenate([np.diff(part.offsets) for part in parts])
+        return Lengths(np.concatenate([part.values for part in parts]), _cumulated(counts))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Lengths):
+            return NotImplemented
+        return np.array_equal(self.values, other.values) and np.array_equal(self.offsets, other.offsets)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def nested(self) -> list[list[int]]:
+        values = self.values.tolist()
+        return [values[a:b] for a, b in pairwise(self.offsets.tolist())]
+
+    def total(self) -> int:
+        """Rows of the packed tensor."""
+        return int(self.cumulated()[-1])
+
+    def cumulated(self) -> IntArray:
+        """First row of every sequence and the total: int64 (n sequences + 1,)."""
+        if self._rows is None:
+            self._rows = _cumulated(self.values)
+        return self._rows
+
+    def rows(self) -> IntArray:
+        """First row of every sample and the total: int64 (n samples + 1,)."""
+        return self.cumulated()[self.offsets]
+
+    def take(self, samples: IntArray) -> Lengths:
+        """Lengths of the samples at these positions."""
+        starts = self.offsets[samples]
+        counts = self.offsets[samples + 1] - starts
+        return Lengths(self.values[ranges(starts, counts)], _cumulated(counts))
+
+    def take_rows(self, samples: IntArray) -> IntArray:
+        """Row numbers of the samples at these positions, in their order."""
+        starts = self.cumulated()[self.offsets[samples]]
+        return ranges(starts, self.cumulated()[self.offsets[samples + 1]] - starts)
+
+    def row_span(self, first: int, last: int) -> tuple[int, int]:
+        """Begin and end row of the samples ``first`` to ``last`` inclusive."""
+        rows = self.cumulated()
+        return int(rows[self.offsets[first]]), int(rows[self.offsets[last + 1]])
+
+
+def ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """Concatenation of ``arange(start, start + count)`` over the pairs."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+
+
+def _cumulated(values: IntArray) -> IntArray:
+    out = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=out[1:])
+    return out

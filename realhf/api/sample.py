@@ -1,0 +1,442 @@
+"""SequenceSample: a batch of samples as packed tensors, or their metadata only (dataflow spec section 2).
+
+Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. Key ``k`` is one
+tensor without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0, ...
+
+Instances are immutable. Operations never write to tensors and may share storage between samples, so a
+tensor that has been put into a sample must not be written to. torch is imported only by operations that
+touch tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from realhf.api.keys import ITEMSIZE, dtype_tag
+from realhf.api.lengths import IntArray, Lengths
+from realhf.api.partition import balanced_parts, capped_bins
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_ID_BYTES = 256
+
+_log = logging.getLogger(__name__)
+
+
+class DuplicateKeyError(ValueError):
+    """A key that a sample already has was added again."""
+
+
+@dataclass(frozen=True)
+class MicroBatchSpec:
+    """How a batch is cut: at least ``n_mbs`` parts, each of at most ``max_tokens_per_mb`` tokens of the
+    longest key (a single sample above the cap is a part of its own)."""
+
+    n_mbs: int = 1
+    max_tokens_per_mb: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_mbs < 1:
+            raise ValueError(f"n_mbs must be at least 1, got {self.n_mbs}")
+        if self.max_tokens_per_mb is not None and self.max_tokens_per_mb < 1:
+            raise ValueError(f"max_tokens_per_mb must be positive or None, got {self.max_tokens_per_mb}")
+
+
+def inverse_perm(perm: Sequence[int]) -> list[int]:
+    """The permutation that undoes ``perm``."""
+    inverse = [0] * len(perm)
+    for position, index in enumerate(perm):
+        inverse[index] = position
+    return inverse
+
+
+class SequenceSample:
+    """A batch of samples; ``data is None`` means metadata only. Raises ValueError when a part of the
+    constructor's input contradicts another (spec section 2, the table of invariants)."""
+
+    __slots__ = ("_data", "_dtypes", "_ids", "_lengths", "_metadata", "_trailing")
+
+    _ids: tuple[str, ...]
+    _lengths: dict[str, Lengths]
+    _dtypes: dict[str, str]
+    _trailing: dict[str, tuple[int, ...]]
+    _data: dict[str, Tensor] | None
+    _metadata: dict[str, list[Any]]
+
+    def __init__(
+        self,
+        ids: Sequence[Any],
+        seqlens: Mapping[str, Sequence[Sequence[int]]],
+        dtypes: Mapping[str, str],
+        trailing_shapes: Mapping[str, Sequence[int]],
+        data: Mapping[str, Tensor] | None = None,
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        self._ids = _checked_ids(ids)
+        for name, mapping in (("dtypes", dtypes), ("trailing_shapes", trailing_shapes), ("data", data)):
+            if mapping is not None and set(mapping) != set(seqlens):
+                odd = sorted(set(mapping) ^ set(seqlens))
+                raise ValueError(f"keys of {name} differ from keys of seqlens: {odd}")
+        self._lengths = {k: Lengths.of(v) for k, v in seqlens.items()}
+        self._dtypes = dict(dtypes)
+        self._trailing = {k: tuple(int(d) for d in v) for k, v in trailing_shapes.items()}
+        self._metadata = {k: list(v) for k, v in (metadata or {}).items()}
+        self._data = None if data is None else {k: v.contiguous() for k, v in data.items()}
+        self._check()
+
+    @classmethod
+    def from_tensors(
+        cls,
+        ids: Sequence[Any],
+        tensors: Mapping[str, Tensor],
+        seqlens: Mapping[str, Sequence[Sequence[int]]],
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> SequenceSample:
+        """Sample with data; dtypes and trailing shapes are those of the tensors."""
+        dtypes = {k: dtype_tag(t.dtype) for k, t in tensors.items()}
+        trailing = {k: tuple(t.shape[1:]) for k, t in tensors.items()}
+        return cls(ids, seqlens, dtypes, trailing, data=tensors, metadata=metadata)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        ids: Sequence[str],
+        lengths: Mapping[str, Lengths],
+        dtypes: Mapping[str, str],
+        trailing_shapes: Mapping[str, tuple[int, ...]],
+        data: Mapping[str, Tensor] | None,
+        metadata: Mapping[str, Sequence[Any]],
+    ) -> SequenceSample:
+        """Same as the constructor with lengths already flat (the decoder's entrance); validated."""
+        self = cls._build(_checked_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {})
+        self._data = None if data is None else dict(data)
+        self._metadata = {k: list(v) for k, v in metadata.items()}
+        self._check()
+        return self
+
+    @classmethod
+    def _build(
+        cls,
+        ids: tuple[str, ...],
+        lengths: dict[str, Lengths],
+        dtypes: dict[str, str],
+        trailing: dict[str, tuple[int, ...]],
+        data: dict[str, Tensor] | None,
+        metadata: dict[str, list[Any]],
+    ) -> SequenceSample:
+        self = object.__new__(cls)
+        self._ids, self._lengths, self._dtypes = ids, lengths, dtypes
+        self._trailing, self._data, self._metadata = trailing, data, metadata
+        return self
+
+    def _check(self) -> None:
+        count = len(self._ids)
+        for key, lengths in self._lengths.items():
+            if len(lengths) != count:
+                raise ValueError(f"key {key!r}: {len(lengths)} length lists for {count} ids")
+            if self._dtypes[key] not in ITEMSIZE:
+                raise ValueError(f"key {key!r}: unknown dtype tag {self._dtypes[key]!r}")
+            if any(dim < 0 for dim in self._trailing[key]):
+                raise ValueError(f"key {key!r}: negative trailing dimension in {self._trailing[key]}")
+            if self._data is not None:
+                self._check_tensor(key, self._data[key])
+        for key, column in self._metadata.items():
+            if len(column) != count:
+                raise ValueError(f"metadata {key!r} has {len(column)} items for {count} ids")
+            for item in column:
+                if item is not None and not isinstance(item, (str, int, float, bool, bytes)):
+                    raise ValueError(f"metadata {key!r} holds a {type(item).__name__}; scalars only")
+
+    def _check_tensor(self, key: str, tensor: Tensor) -> None:
+        shape = (self.n_tokens(key), *self._trailing[key])
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"key {key!r}: tensor of shape {tuple(tensor.shape)}, lengths say {shape}")
+        if dtype_tag(tensor.dtype) != self._dtypes[key]:
+            raise ValueError(f"key {key!r}: tensor of {tensor.dtype}, declared {self._dtypes[key]}")
+
+    # ---- reading
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self._ids
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset(self._lengths)
+
+    @property
+    def seqlens(self) -> dict[str, list[list[int]]]:
+        """Lengths as nested lists, built on every access; ``lengths(key)`` is the flat form."""
+        return {key: lengths.nested() for key, lengths in self._lengths.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return dict(self._dtypes)
+
+    @property
+    def trailing_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._trailing)
+
+    @property
+    def data(self) -> dict[str, Tensor] | None:
+        return None if self._data is None else dict(self._data)
+
+    @property
+    def metadata(self) -> dict[str, list[Any]]:
+        return {key: list(column) for key, column in self._metadata.items()}
+
+    def lengths(self, key: str) -> Lengths:
+        return self._lengths[self._known(key)]
+
+    def _known(self, key: str) -> str:
+        if key not in self._lengths:
+            raise KeyError(f"sample has no key {key!r}; it has {sorted(self._lengths)}")
+        return key
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Packed tensor of a key. Raises ValueError on a metadata-only sample."""
+        self._known(key)
+        if self._data is None:
+            raise ValueError(f"sample holds metadata only: no data for key {key!r}")
+        return self._data[key]
+
+    def __repr__(self) -> str:
+        sizes = {key: self.n_tokens(key) for key in sorted(self._lengths)}
+        kind = "meta" if self._data is None else "data"
+        return f"SequenceSample({len(self)} samples, {kind}, rows={sizes})"
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> bool:
+        """Bit-exact equality of everything, NaN payloads included."""
+        if not isinstance(other, SequenceSample):
+            return NotImplemented
+        if (self._ids, self._dtypes, self._trailing, self._metadata) != (
+            other._ids,
+            other._dtypes,
+            other._trailing,
+            other._metadata,
+        ) or (self._data is None) != (other._data is None):
+            return False
+        if self._lengths != other._lengths:
+            return False
+        return self._data is None or all(_same_bits(t, other[k]) for k, t in self._data.items())
+
+    def n_tokens(self, key: str) -> int:
+        """Rows of the packed tensor of a key."""
+        return self.lengths(key).total()
+
+    def sample_tokens(self, key: str) -> IntArray:
+        """Rows of every sample: int64 (n samples,)."""
+        return np.diff(self.lengths(key).rows())
+
+    def cu_seqlens(self, key: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Cumulative sequence lengths: int32 (n sequences + 1,), first 0."""
+        return self.lengths(key).cumulated().astype(np.int32)
+
+    def sequence_index(self, key: str) -> IntArray:
+        """Sequence number of every row: int64 (n tokens,)."""
+        values = self.lengths(key).values
+        return np.repeat(np.arange(len(values), dtype=np.int64), values)
+
+    def group_index(self, key: str) -> IntArray:
+        """Sample number of every sequence: int64 (n sequences,)."""
+        offsets = self.lengths(key).offsets
+        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(offsets))
+
+    # ---- choosing
+
+    def meta(self) -> SequenceSample:
+        """The same without data."""
+        return self._build(self._ids, self._lengths, self._dtypes, self._trailing, None, self._metadata)
+
+    def select(self, keys: Iterable[str]) -> SequenceSample:
+        """Only these keys. Raises KeyError on one that is absent."""
+        names = sorted({self._known(key) for key in keys})
+        return self._with_keys({name: name for name in names})
+
+    def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
+        """Rename keys (old -> new). Raises DuplicateKeyError when two keys would share a name."""
+        for key in mapping:
+            self._known(key)
+        targets = {key: mapping.get(key, key) for key in self._lengths}
+        if len(set(targets.values())) != len(targets):
+            raise DuplicateKeyError(f"renaming {dict(mapping)} gives two keys the same name")
+        return self._with_keys(targets)
+
+    def _with_keys(self, targets: Mapping[str, str]) -> SequenceSample:
+        data = None if self._data is None else {new: self._data[old] for old, new in targets.items()}
+        return self._build(
+            self._ids,
+            {new: self._lengths[old] for old, new in targets.items()},
+            {new: self._dtypes[old] for old, new in targets.items()},
+            {new: self._trailing[old] for old, new in targets.items()},
+            data,
+            self._metadata,
+        )
+
+    def select_ids(self, index: Sequence[int]) -> SequenceSample:
+        """The samples at these positions, in this order. Raises ValueError on a repeated or bad position."""
+        positions = np.asarray(list(index), dtype=np.int64)
+        if not len(positions) or len(np.unique(positions)) != len(positions):
+            raise ValueError("positions must be non-empty and distinct")
+        if positions.min() < 0 or positions.max() >= len(self):
+            raise ValueError(f"positions {positions.tolist()} out of range for {len(self)} samples")
+        data = None
+        if self._data is not None:
+            data = {k: _take_rows(t, self._lengths[k], positions) for k, t in self._data.items()}
+        return self._build(
+            tuple(self._ids[i] for i in positions),
+            {k: lengths.take(positions) for k, lengths in self._lengths.items()},
+            self._dtypes,
+            self._trailing,
+            data,
+            {k: [column[i] for i in positions] for k, column in self._metadata.items()},
+        )
+
+    def unpack(self) -> list[SequenceSample]:
+        """One sample per id; tensors are views. ``gather(s.unpack()) == s``."""
+        return [self.select_ids([i]) for i in range(len(self))]
+
+    def reorder(self, perm: Sequence[int]) -> SequenceSample:
+        """Sample ``perm[i]`` moves to position ``i``. Raises ValueError unless a permutation."""
+        if len(perm) != len(self):
+            raise ValueError(f"permutation of {len(perm)} for {len(self)} samples")
+        return self.select_ids(perm)
+
+    def shuffled(self, seed: int) -> SequenceSample:
+        """Reordered by a permutation that depends on ``seed`` and length only."""
+        return self.reorder(np.random.default_rng(seed).permutation(len(self)).tolist())
+
+    def to(self, device: Any) -> SequenceSample:
+        data = None if self._data is None else {k: t.to(device) for k, t in self._data.items()}
+        return self._build(self._ids, self._lengths, self._dtypes, self._trailing, data, self._metadata)
+
+    # ---- joining and cutting
+
+    def update(self, other: SequenceSample) -> SequenceSample:
+        """This sample with the other's keys added. Ids must agree in order (ValueError), keys must be new
+        (DuplicateKeyError); metadata of the other replaces that of the same name."""
+        if self._ids != other._ids:
+            raise ValueError("update needs the same ids in the same order; reorder first")
+        repeated = sorted(self.keys & other.keys)
+        if repeated:
+            raise DuplicateKeyError(f"sample already has keys {repeated}")
+        if (self._data is None) != (other._data is None):
+            raise ValueError("cannot join a metadata-only sample with one that has data")
+        data = None if self._data is None or other._data is None else {**self._data, **other._data}
+        return self._build(
+            self._ids,
+            {**self._lengths, **other._lengths},
+            {**self._dtypes, **other._dtypes},
+            {**self._trailing, **other._trailing},
+            data,
+            {**self._metadata, **other._metadata},
+        )
+
+    @staticmethod
+    def gather(
+        samples: Sequence[SequenceSample],
+        keys: Iterable[str] | None = None,
+        *,
+        allow_metadata_loss: bool = False,
+    ) -> SequenceSample:
+        """Concatenate. Raises ValueError when ids repeat or parts disagree in keys, dtypes, trailing shapes,
+        presence of data or (unless ``allow_metadata_loss``) metadata names."""
+        if not samples:
+            raise ValueError("gather needs at least one sample")
+        parts = list(samples) if keys is None else [s.select(names) for names in [set(keys)] for s in samples]
+        first = parts[0]
+        shared = set(first._metadata)
+        for part in parts[1:]:
+            if part._dtypes != first._dtypes or part._trailing != first._trailing:
+                raise ValueError(f"parts disagree in keys, dtypes or trailing shapes: {first} and {part}")
+            if (part._data is None) != (first._data is None):
+                raise ValueError("some parts hold data and some metadata only")
+            if set(part._metadata) != shared and not allow_metadata_loss:
+                raise ValueError(f"parts disagree in metadata: {sorted(set(part._metadata) ^ shared)}")
+            shared &= set(part._metadata)
+        ids = _checked_ids([i for part in parts for i in part._ids])
+        data = None if first._data is None else {k: _join_rows([p[k] for p in parts]) for k in first._data}
+        lengths = {k: Lengths.join([p._lengths[k] for p in parts]) for k in first._lengths}
+        metadata = {k: [x for p in parts for x in p._metadata[k]] for k in first._metadata if k in shared}
+        return SequenceSample._build(ids, lengths, first._dtypes, first._trailing, data, metadata)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> list[SequenceSample]:
+        """Cut into the given index lists. Raises ValueError unless they are an exact partition."""
+        if sorted(i for part in parts for i in part) != list(range(len(self))):
+            raise ValueError(f"parts are not an exact partition of {len(self)} samples")
+        return [self.select_ids(part) for part in parts]
+
+    def costs(self) -> list[int]:
+        """Tokens per sample of the key with the most tokens (1 each when there is no key)."""
+        if not self._lengths:
+            return [1] * len(self)
+        longest = max(sorted(self._lengths), key=self.n_tokens)
+        return self.sample_tokens(longest).tolist()
+
+    def split_balanced(
+        self, n: int, costs: Sequence[int] | None = None
+    ) -> tuple[list[SequenceSample], list[int], list[int]]:
+        """Cut into ``n`` parts of about equal cost. Returns (parts, forward, backward):
+        ``gather(parts) == reorder(forward)`` and ``gather(parts).reorder(backward)`` is this sample."""
+        parts = balanced_parts(self.costs() if costs is None else costs, n)
+        forward = [i for part in parts for i in part]
+        return self.split(parts), forward, inverse_perm(forward)
+
+    def split_microbatches(self, spec: MicroBatchSpec) -> list[SequenceSample]:
+        """Cut by first fit decreasing (see MicroBatchSpec). Never drops or truncates; a sample above the cap
+        is logged. With fewer samples than ``n_mbs`` every sample is a microbatch."""
+        costs = self.costs()
+        cap = spec.max_tokens_per_mb
+        above = sum(cost > cap for cost in costs) if cap is not None else 0
+        if above:
+            _log.warning("%d samples are longer than max_tokens_per_mb=%s: one microbatch each", above, cap)
+        return self.split(capped_bins(costs, cap, spec.n_mbs))
+
+
+def _checked_ids(ids: Sequence[Any]) -> tuple[str, ...]:
+    out = tuple(str(i) for i in ids)
+    if not out:
+        raise ValueError("a sample needs at least one id")
+    if len(set(out)) != len(out):
+        repeated = next(i for n, i in enumerate(out) if i in out[:n])
+        raise ValueError(f"id {repeated!r} occurs twice")
+    for i in out:
+        if len(i) * 4 > MAX_ID_BYTES and len(i.encode()) > MAX_ID_BYTES:
+            raise ValueError(f"id {i[:40]!r}... is longer than {MAX_ID_BYTES} bytes")
+    return out
+
+
+def _join_rows(tensors: Sequence[Tensor]) -> Tensor:
+    import torch
+
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
+    """Rows of the samples at ``positions``; a view when they are one run."""
+    if len(positions) == 1 or bool((np.diff(positions) == 1).all()):
+        begin, end = lengths.row_span(int(positions[0]), int(positions[-1]))
+        return tensor[begin:end]
+    import torch
+
+    return tensor.index_select(0, torch.from_numpy(lengths.take_rows(positions)).to(tensor.device))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    import torch
+
+    if not a.numel():
+        return True
+    flat_a, flat_b = a.cpu().reshape(-1), b.cpu().reshape(-1)
+    return torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8))
