@@ -11,6 +11,10 @@ from enum import Enum
 from omegaconf import MISSING
 
 
+class ConfigError(ValueError):
+    """A mistake in the configuration; the message names the option and fits on a terminal line."""
+
+
 class Mode(Enum):
     """run trains; check validates and stops; graph prints the dataflow graph."""
 
@@ -201,19 +205,23 @@ class RpcConfig:
 
 @dataclass
 class MonitorConfig:
-    """What a person sees. progress: live display; episodes_per_step: sampled episodes written as text."""
+    """What a person sees. progress: live display; episodes_per_step: sampled episodes written as text;
+    plot_every_steps: how often the pictures are drawn again (0: only at the end)."""
 
     progress: bool = True
     tensorboard: bool = True
     wandb: bool = False
     episodes_per_step: int = 2
+    plot_every_steps: int = 10
 
 
 @dataclass
 class ExperimentConfig:
-    """The whole configuration of ``python -m realhf.launch``."""
+    """The whole configuration of ``python -m realhf.launch``. ``torch_threads`` 0: all cores, shared by the
+    model workers. ``experiment_path``: an experiment file outside the package (its YAML lies beside it)."""
 
     experiment: str = MISSING
+    experiment_path: str | None = None
     experiment_name: str = "${experiment}"
     trial_name: str = "default"
     fileroot: str = "runs"

@@ -1,0 +1,59 @@
+"""Dataclasses to plain JSON values and back, so that one process can hand a specification to another."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """Maps, lists and scalars only. Raises TypeError on what JSON cannot hold."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return to_plain(value.value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (Sequence, frozenset, set)):
+        return [to_plain(item) for item in value]
+    raise TypeError(f"{type(value).__name__} has no plain form: {value!r}")
+
+
+def from_plain(kind: type[T], value: Any) -> T:
+    """The inverse of ``to_plain`` for a value of type ``kind``, read from its type hints."""
+    return _read(kind, value)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _read_union(args, value)
+    if origin is tuple:
+        return tuple(_read(args[0] if args else Any, item) for item in value)
+    if origin is list:
+        return [_read(args[0], item) for item in value]
+    if origin is not None and issubclass(origin, Mapping):
+        return {key: _read(args[1], item) for key, item in value.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _read(hints[name], item) for name, item in value.items()})
+    if isinstance(kind, type) and issubclass(kind, (Enum, Path)):
+        return kind(value)
+    return value
+
+
+def _read_union(args: tuple[Any, ...], value: Any) -> Any:
+    if value is None:
+        return None
+    return _read(next(kind for kind in args if kind is not type(None)), value)

@@ -1,0 +1,138 @@
+"""Checks across options, made before any process starts. Every problem is reported, one line each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode
+
+BUILTIN = "builtin"
+DTYPES = ("float32", "bfloat16", "float16")
+TASK_DIR = Path(__file__).resolve().parent / "env" / "tasks"
+
+AT_LEAST: dict[str, float] = {
+    "total_train_steps": 1, "torch_threads": 0, "ppo.group_size": 1, "ppo.ppo_n_minibatches": 1,
+    "ppo.max_nonfinite_steps": 1, "ppo.entropy_coef": 0, "ppo.max_reward_clip": 0, "gen.max_new_tokens": 1,
+    "gen.min_new_tokens": 0, "gen.top_k": 0, "mb_spec.n_mbs": 1, "rollout.max_turns": 1,
+    "rollout.max_total_tokens": 1, "rollout.min_group_size": 1, "env.pool_size": 1, "env.max_steps": 1,
+    "dataset.train_bs_n_seqs": 1, "evaluation.episodes_per_task": 0, "evaluation.greedy_episodes_per_task": 0,
+    "evaluation.every_steps": 0, "exp_ctrl.ckpt_freq_steps": 1, "exp_ctrl.keep": 1,
+    "warm_start.episodes_per_task": 1, "warm_start.train_steps": 1, "warm_start.batch_size": 1,
+    "monitor.episodes_per_step": 0, "monitor.plot_every_steps": 0, "actor.optimizer.gradient_clipping": 0,
+    "actor.optimizer.weight_decay": 0,
+}
+POSITIVE = ("actor.optimizer.lr", "warm_start.optimizer.lr", "gen.temperature", "rollout.message_timeout_s",
+            "rpc.connect_timeout_s", "rpc.control_timeout_s", "rpc.call_timeout_s", "rpc.heartbeat_s",
+            "rpc.dead_after_s")
+PORTS = ("env.port", "env.ministack_base_port")
+
+
+def check_config(config: ExperimentConfig) -> None:
+    """Raise ConfigError that lists everything wrong with the values themselves."""
+    problems = [*_ranges(config), *_names(config), *_sizes(config), *_model_path("actor", config.actor)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _value(config: ExperimentConfig, option: str) -> float:
+    value: object = config
+    for part in option.split("."):
+        value = getattr(value, part)
+    assert isinstance(value, (int, float))
+    return value
+
+
+def _ranges(config: ExperimentConfig) -> Iterator[str]:
+    for option, least in AT_LEAST.items():
+        if _value(config, option) < least:
+            yield f"{option}={_value(config, option)}: must be at least {least:g}"
+    for option in POSITIVE:
+        if _value(config, option) <= 0:
+            yield f"{option}={_value(config, option)}: must be positive"
+    for option in PORTS:
+        if not 0 <= _value(config, option) < 65536:
+            yield f"{option}={_value(config, option)}: a port lies between 0 (any free one) and 65535"
+    if not 0 < config.gen.top_p <= 1:
+        yield f"gen.top_p={config.gen.top_p}: must lie in (0, 1]"
+    for role, workers in (("actor", config.actor.workers), ("ref", config.ref.workers)):
+        if not workers or min(workers) < 0 or len(set(workers)) < len(workers):
+            yield f"{role}.workers={workers}: give different indices of model workers, from 0"
+    for option, text in (("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
+        if not re.fullmatch(r"[\w.-]+", text) or text.startswith("."):
+            yield f"{option}={text!r}: use letters, digits, '_', '-' and '.'; it names a folder"
+
+
+def _names(config: ExperimentConfig) -> Iterator[str]:
+    from realhf.api.registry import advantage_estimators, backends, policy_losses
+
+    known = {
+        "actor.backend": (config.actor.backend, list(backends)),
+        "actor.dtype": (config.actor.dtype, list(DTYPES)),
+        "ppo.adv_estimator": (config.ppo.adv_estimator, list(advantage_estimators)),
+        "ppo.loss": (config.ppo.loss, list(policy_losses)),
+        "dataset.curriculum": (config.dataset.curriculum, ["learnability", "priority"]),
+        "scheduler": (config.scheduler, ["local"]),
+    }
+    for option, (value, allowed) in known.items():
+        # A user's experiment file registers names of its own when it is imported, after this check.
+        if value is not None and value not in allowed and not config.experiment_path:
+            yield f"{option}={value}: unknown (known: {', '.join(allowed)})"
+    tiers = sorted(path.stem for path in TASK_DIR.glob("*.yaml"))
+    for tier in config.env.tiers:
+        if tier not in tiers:
+            yield f"env.tiers: unknown tier {tier!r} (known: {', '.join(tiers)})"
+    if not config.env.tiers:
+        yield "env.tiers=[]: name at least one tier"
+
+
+def _sizes(config: ExperimentConfig) -> Iterator[str]:
+    heads, hidden = config.builtin.num_heads, config.builtin.hidden_size
+    if config.actor.path == BUILTIN:
+        if heads < 1 or hidden % heads or (hidden // heads) % 2:
+            yield (f"builtin.hidden_size={hidden}: must be num_heads={heads} times an even head width")
+        if config.rollout.max_total_tokens > config.builtin.max_positions:
+            yield (f"rollout.max_total_tokens={config.rollout.max_total_tokens}: the built-in policy has "
+                   f"builtin.max_positions={config.builtin.max_positions}")
+    if config.rollout.min_group_size > config.ppo.group_size:
+        yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than "
+               f"ppo.group_size={config.ppo.group_size}")
+    if config.gen.min_new_tokens > config.gen.max_new_tokens:
+        yield f"gen.min_new_tokens={config.gen.min_new_tokens}: larger than gen.max_new_tokens"
+    if config.rpc.dead_after_s <= config.rpc.heartbeat_s:
+        yield f"rpc.dead_after_s={config.rpc.dead_after_s}: must be longer than rpc.heartbeat_s"
+    if config.recover_mode is RecoverMode.resume and not (run_folder(config) / "checkpoints").is_dir():
+        yield f"recover_mode=resume: no checkpoint in {run_folder(config)}"
+
+
+def run_folder(config: ExperimentConfig) -> Path:
+    """<fileroot>/<experiment_name>/<trial_name>, absolute."""
+    return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name
+
+
+def _model_path(role: str, model: ModelConfig) -> Iterator[str]:
+    """A folder must hold a model whose tokenizer has a chat template; ``owner/name`` may be a hub id."""
+    folder = Path(model.path).expanduser()
+    if model.path == BUILTIN:
+        return
+    if not folder.is_dir():
+        if model.path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.path):
+            yield f"{role}.path={model.path}: no such folder"
+        elif "/" not in model.path:
+            yield f"{role}.path={model.path}: no such folder (and a hub id reads owner/name)"
+        return
+    if not (folder / "config.json").is_file():
+        yield f"{role}.path={model.path}: the folder holds no config.json, so no model"
+    elif not _has_chat_template(folder):
+        yield f"{role}.path={model.path}: the tokenizer has no chat template; use an instruction-tuned model"
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError):
+        return False

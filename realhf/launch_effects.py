@@ -1,0 +1,61 @@
+"""Options without effect: what the command line set and nobody read while the experiment was built.
+
+An experiment file reads the options it needs from a *watched* configuration. An option of an experiment
+section that was set and not read does nothing, and saying so is kinder than obeying in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from realhf.api.config import ConfigError, ExperimentConfig
+
+T = TypeVar("T")
+
+LAUNCHER_OPTIONS = frozenset({
+    "experiment", "experiment_path", "experiment_name", "trial_name", "fileroot", "seed", "mode",
+    "recover_mode", "scheduler", "torch_threads",
+})
+LAUNCHER_SECTIONS = ("exp_ctrl.", "rpc.", "monitor.")
+
+
+def watched(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:
+    """A copy of ``config`` and the set to which every option is added when it is read from the copy."""
+    reads: set[str] = set()
+    return _watch(config, "", reads), reads
+
+
+def _watch(section: T, prefix: str, reads: set[str]) -> T:
+    kind = type(section)
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+
+    def recording_get(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name in names and not is_dataclass(value):
+            reads.add(f"{prefix}{name}")
+        return value
+
+    values = {name: getattr(section, name) for name in names}
+    for name, value in values.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            values[name] = _watch(value, f"{prefix}{name}.", reads)
+    watching = type(f"Watched{kind.__name__}", (kind,), {"__getattribute__": recording_get})
+    return watching(**values)
+
+
+def check_effects(
+    overridden: Iterable[str], reads: set[str], experiment: str, reasons: Mapping[str, str]
+) -> None:
+    """Raise ConfigError for options that were set and not read. ``reasons`` maps a prefix of an option
+    to the words that explain why it is not read."""
+    idle = [name for name in overridden
+            if name not in reads and name not in LAUNCHER_OPTIONS and not name.startswith(LAUNCHER_SECTIONS)]
+    if not idle:
+        return
+    lines = []
+    for name in idle:
+        why = next((f": {text}" for prefix, text in reasons.items() if name.startswith(prefix)), "")
+        lines.append(f"option {name} has no effect in experiment {experiment}{why}")
+    raise ConfigError("\n".join(lines))
