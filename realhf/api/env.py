@@ -77,6 +77,7 @@ class RolloutOutcome:
     task_id: int
     tier: str
     seed: int
+    task_text: str = ""
     message: str = ""
     timings: dict[str, float] = field(default_factory=dict)
 

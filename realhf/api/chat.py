@@ -1,0 +1,83 @@
+"""Conversations as token ids, through the tokenizer's own chat template.
+
+The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's text
+*around* them. The text that follows a policy turn is found once per observation by rendering a
+conversation in which a marker stands for the policy's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+SYSTEM_PROMPT = (
+    "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
+    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done."
+)
+_MARKER = "\u2e28policy-turn\u2e29"
+
+
+class ChatTemplateError(ValueError):
+    """The tokenizer has no chat template, or one that drops the policy's words."""
+
+
+class TemplateChat:
+    """``realhf.api.env.ChatFormat`` over a Hugging Face tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, system_prompt: str | None = SYSTEM_PROMPT) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            name = getattr(tokenizer, "name_or_path", "") or "of actor.path"
+            raise ChatTemplateError(f"the tokenizer {name!r} has no chat template; use an instruction-tuned model "
+                                    "or add a chat_template to its tokenizer")
+        self._tokenizer = tokenizer
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._turn_end = self._text_after_marker([], generation=False)
+        self.stop_ids: tuple[int, ...] = self._find_stop_ids()
+
+    def first(self, task: str) -> list[int]:
+        """Ids up to the point where the policy speaks for the first time."""
+        return self._ids(self._render([*self._system, {"role": "user", "content": task}], generation=True))
+
+    def following(self, observation: str, *, ended: bool) -> list[int]:
+        """Ids between two policy turns. ``ended``: the policy itself sampled the end of its turn."""
+        text = self._text_after_marker([{"role": "user", "content": observation}], generation=True)
+        ids = self._ids(text)
+        if ended and ids and ids[0] in self.stop_ids:
+            del ids[0]
+        return ids
+
+    def closing(self) -> list[int]:
+        """Ids that end a policy turn in a demonstration: the first is a stop id."""
+        return self._ids(self._turn_end)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a demonstrated policy turn, without its end."""
+        return self._ids(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a policy turn; stop ids are left out, other special tokens stay visible."""
+        stop = set(self.stop_ids)
+        return self._tokenizer.decode([i for i in token_ids if i not in stop], skip_special_tokens=False)
+
+    def _render(self, messages: list[dict[str, str]], *, generation: bool) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+
+    def _text_after_marker(self, tail: list[dict[str, str]], *, generation: bool) -> str:
+        head = [*self._system, {"role": "user", "content": "task"}, {"role": "assistant", "content": _MARKER}]
+        _, found, after = self._render([*head, *tail], generation=generation).partition(_MARKER)
+        if not found:
+            raise ChatTemplateError("the chat template does not show the assistant's words")
+        return after
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _find_stop_ids(self) -> tuple[int, ...]:
+        closing = self._ids(self._turn_end)
+        special = set(self._tokenizer.all_special_ids)
+        stops = [i for i in closing[:1] if i in special]
+        if self._tokenizer.eos_token_id is not None:
+            stops.append(self._tokenizer.eos_token_id)
+        if not stops:
+            raise ChatTemplateError("the tokenizer has neither an end-of-sequence token nor one that ends a turn")
+        return tuple(dict.fromkeys(stops))

@@ -1,0 +1,124 @@
+"""The built-in policy: a small Qwen3 transformer and a BPE tokenizer trained on demonstrations.
+
+    python -m realhf.backends.builtin_policy --demonstrations demos.jsonl --out DIR
+
+For machines without downloads. The result is an ordinary Hugging Face folder with random weights;
+nothing after this point knows that it is not a hub model.
+
+Copying a resource name is the hardest thing such a model must learn, so the tokenizer keeps every word of a
+name one token with the same id wherever it stands (`-otter` after a space, a quote or a colon), and spends its
+merges on what commands repeat: `aws s3api create-bucket`, ` --bucket `, an ARN prefix. Words of prose carry
+their space, as usual; the first word of a hyphenated name does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from realhf.api.config import BuiltinModelConfig
+
+PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+SPLIT_PATTERN = (
+    r"aws [a-z0-9-]+ [a-z0-9-]+"
+    r"| ?--[a-z0-9-]+ ?"
+    r"|arn:aws:[a-z0-9-]+:[a-z0-9-]*:\d*:"
+    r"| ?[A-Za-z]+(?![A-Za-z-])"
+    r"|-?[A-Za-z]+|-?\d+|[^\sA-Za-z0-9-]+|-+|\s"
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -> Any:
+    """A byte-level BPE of ``vocab_size`` ids with a chat template, as a ``PreTrainedTokenizerFast``."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([  # type: ignore[assignment]
+        pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, USER, ASSISTANT, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT], model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
+    """A randomly initialised ``Qwen3ForCausalLM`` in float32 with tied embeddings."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
+        bos_token_id=None,
+    ))
+
+
+def demonstration_texts(path: Path) -> Iterator[str]:
+    """The text of every message of a JSONL file of demonstrations."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield from (message["content"] for message in json.loads(line)["messages"])
+
+
+def build_builtin_policy(demonstrations: Path, out: Path, config: BuiltinModelConfig, seed: int) -> None:
+    """Write tokenizer and random weights to ``out`` (made whole or not at all)."""
+    tokenizer = train_tokenizer(demonstration_texts(demonstrations), config.vocab_size, config.max_positions)
+    model = build_model(config, config.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(partial, out)
+
+
+def main() -> None:
+    defaults = BuiltinModelConfig()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demonstrations", type=Path, required=True, help="JSONL with a 'messages' list per line")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=1)
+    for name, value in vars(defaults).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+    args = parser.parse_args()
+    config = BuiltinModelConfig(**{name: getattr(args, name) for name in vars(defaults)})
+    build_builtin_policy(args.demonstrations, args.out, config, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Success of a set of episodes, overall and by tier, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from realhf.api.env import RolloutOutcome
+
+
+def evaluation_report(outcomes: Sequence[RolloutOutcome]) -> dict[str, dict[str, Any]]:
+    """{"overall" or tier: {success, low, high, reward, turns, episodes, failed}}.
+
+    Failed episodes (environment errors) are counted in ``failed`` and enter no mean; ``low`` and ``high`` are the
+    95 % Wilson interval of the success rate.
+    """
+    report = {"overall": _summary(outcomes)}
+    for tier in sorted({outcome.tier for outcome in outcomes if outcome.tier}):
+        report[tier] = _summary([outcome for outcome in outcomes if outcome.tier == tier])
+    return report
+
+
+def wilson_interval(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % score interval of a proportion (Wilson 1927); (0, 1) without observations."""
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _summary(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
+    valid = [outcome for outcome in outcomes if outcome.valid]
+    n = len(valid)
+    successes = sum(outcome.achieved for outcome in valid)
+    low, high = wilson_interval(successes, n)
+    return {
+        "success": successes / n if n else 0.0,
+        "low": low,
+        "high": high,
+        "reward": sum(outcome.reward or 0.0 for outcome in valid) / n if n else 0.0,
+        "turns": sum(len(outcome.turns) for outcome in valid) / n if n else 0.0,
+        "episodes": n,
+        "failed": len(outcomes) - n,
+    }

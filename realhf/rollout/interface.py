@@ -1,0 +1,175 @@
+"""The ``actor_gen`` model function call: groups of multi-turn episodes played by the actor."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from realhf.api.chat import TemplateChat
+from realhf.api.config import GenConfig
+from realhf.api.env import RolloutOutcome
+from realhf.api.model import CallContext, GenOutput, GenRequest, Model
+from realhf.api.sample import SequenceSample
+from realhf.rollout.evaluation import evaluation_report
+from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.rollout_sample import outcomes_to_sample
+from realhf.rollout.transcript import transcript
+
+
+class EnginePolicy:
+    """What a pool asks for tokens: the generation engine of a model, its chat format and a seed."""
+
+    def __init__(self, model: Model, config: GenConfig, seed: int) -> None:
+        self.chat = TemplateChat(model.tokenizer)
+        self.seconds = 0.0
+        self.tokens = 0
+        self._generator = model.engine.generator()
+        self._config = config
+        self._seed = seed
+
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """One batched generation; ``round_index`` makes the seed of every round its own."""
+        began = time.perf_counter()
+        outputs = self._generator.generate(
+            requests, self._config, stop_ids=self.chat.stop_ids, seed=(self._seed * 1_000_003 + round_index) % 2**63
+        )
+        self.seconds += time.perf_counter() - began
+        self.tokens += sum(len(output.token_ids) for output in outputs)
+        return outputs
+
+    def free(self, slots: Sequence[int]) -> None:
+        """The episodes in these cache slots are over."""
+        self._generator.free(slots)
+
+
+class EnvRolloutInterface:
+    """``generate`` plays the groups of a training step, ``evaluate`` held-out episodes of every task.
+
+    Args:
+        group_size: rollouts G of one task.
+        sessions: environment sessions played at once.
+        gen: fields of ``GenConfig``.
+        max_turns, max_total_tokens, message_timeout_s, on_failure: see ``RolloutConfig``.
+        transcripts: how many episodes of a step are returned as text.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        sessions: int,
+        gen: Mapping[str, Any],
+        max_turns: int = 6,
+        max_total_tokens: int = 1024,
+        message_timeout_s: float = 60.0,
+        on_failure: str = "retry",
+        transcripts: int = 2,
+    ) -> None:
+        self._group_size = group_size
+        self._gen = GenConfig(**gen)
+        self._transcripts = transcripts
+        self._sessions = sessions
+        self._pool_args = {
+            "max_turns": max_turns, "max_total_tokens": max_total_tokens,
+            "message_timeout_s": message_timeout_s, "on_failure": on_failure,
+        }
+        self._pool: MultiTurnEnvPool | None = None
+
+    def generate(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> tuple[SequenceSample, dict[str, Any]]:
+        """Play ``group_size`` rollouts of each sample's task (metadata ``task``: JSON, ``task_seed``)."""
+        tasks = [{"task": json.loads(task)} for task in sample.metadata["task"]]
+        seeds = [int(seed) for seed in sample.metadata["task_seed"]]
+        policy = EnginePolicy(model, self._gen, context.seed)
+        pool = self._connected_pool(context)
+        groups, stats = self._play(pool, policy, tasks, seeds, self._group_size)
+        stats["episodes"] = [
+            transcript(group[0], header=f"step {context.step}, sample {sample_id}")
+            for sample_id, group in list(zip(sample.ids, groups, strict=True))[: self._transcripts]
+        ]
+        return outcomes_to_sample(sample.ids, groups), stats
+
+    def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
+        """Success on held-out instances, sampled and greedy.
+
+        ``args``: ``tasks`` [(task_id, tier)], ``split``, ``episodes_per_task``, ``greedy_episodes_per_task``.
+        Returns {"sampled": {"overall": {success, episodes, ...}, tier: ...}, "greedy": {...}}.
+        """
+        report = {}
+        for name, count, temperature in (
+            ("sampled", int(args["episodes_per_task"]), self._gen.temperature),
+            ("greedy", int(args["greedy_episodes_per_task"]), 0.0),
+        ):
+            if count < 1:
+                continue
+            tasks = [
+                {"task_id": task_id, "split": args["split"]} for task_id, _ in args["tasks"] for _ in range(count)
+            ]
+            seeds = [seed for _ in args["tasks"] for seed in range(count)]
+            config = GenConfig(**{**vars(self._gen), "temperature": temperature})
+            policy = EnginePolicy(model, config, context.seed)
+            groups, _ = self._play(self._connected_pool(context), policy, tasks, seeds, 1)
+            report[name] = evaluation_report([outcome for group in groups for outcome in group])
+        return report
+
+    def close(self) -> None:
+        """Close the environment sessions."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+    def _play(
+        self, pool: MultiTurnEnvPool, policy: EnginePolicy, tasks: list[dict[str, Any]], seeds: list[int], group: int
+    ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
+        began = time.perf_counter()
+        groups = pool.run_groups(tasks, policy, group_size=group, seeds=seeds)
+        total = time.perf_counter() - began
+        outcomes = [outcome for members in groups for outcome in members]
+        stats: dict[str, Any] = rollout_statistics(outcomes)
+        stats |= {
+            "rollout_seconds": total,
+            "generation_seconds": policy.seconds,
+            "env_seconds": total - policy.seconds,
+            "generated_tokens": policy.tokens,
+        }
+        return groups, stats
+
+    def _connected_pool(self, context: CallContext) -> MultiTurnEnvPool:
+        if self._pool is None:
+            urls = context.endpoints.get("env") or []
+            if not urls:
+                raise RuntimeError("no environment server is registered; actor_gen needs one (kind 'env')")
+            self._pool = MultiTurnEnvPool(urls[0], self._sessions, **self._pool_args)
+            self._pool.connect()
+        return self._pool
+
+
+def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, float]:
+    """Means over valid episodes, success by tier, and the number of failed ones by status."""
+    valid = [outcome for outcome in outcomes if outcome.valid]
+    stats = {
+        "reward": _mean([outcome.reward or 0.0 for outcome in valid]),
+        "success": _mean([float(outcome.achieved) for outcome in valid]),
+        "turns": _mean([float(len(outcome.turns)) for outcome in valid]),
+        "rollouts": float(len(outcomes)),
+        "failed_rollouts": float(len(outcomes) - len(valid)),
+    }
+    for tier in sorted({outcome.tier for outcome in valid}):
+        stats[f"success/{tier}"] = _mean([float(outcome.achieved) for outcome in valid if outcome.tier == tier])
+    for outcome in outcomes:
+        if not outcome.valid:
+            stats[f"failed/{outcome.status}"] = stats.get(f"failed/{outcome.status}", 0.0) + 1.0
+    return stats
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,69 @@
+"""A conversation grows by ids around what the policy sampled, through any chat template."""
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from realhf.api.chat import ChatTemplateError, TemplateChat
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2_LIKE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+
+
+def tokenizer(template: str | None, eos: str) -> PreTrainedTokenizerFast:
+    """Byte-level, so that every text has ids and every id a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    from tokenizers.decoders import ByteLevel
+
+    inner.decoder = ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=eos, additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = template
+    return fast
+
+
+@pytest.mark.parametrize(("template", "eos"), [(CHATML, "<|im_end|>"), (LLAMA2_LIKE, "</s>")])
+def test_pieces_join_to_the_templates_own_rendering(template: str, eos: str) -> None:
+    tok = tokenizer(template, eos)
+    chat = TemplateChat(tok, system_prompt=None)
+    turn = [*chat.encode("aws s3 ls"), chat.stop_ids[0]]
+    pieces = [*chat.first("List the buckets"), *turn, *chat.following("none", ended=True), *chat.encode("aws sts x")]
+    whole = tok.apply_chat_template(
+        [
+            {"role": "user", "content": "List the buckets"},
+            {"role": "assistant", "content": "aws s3 ls"},
+            {"role": "user", "content": "none"},
+        ],
+        tokenize=False, add_generation_prompt=True,
+    ) + "aws sts x"
+    assert tok.decode(pieces, skip_special_tokens=False) == whole
+
+
+def test_a_turn_cut_by_length_is_ended_by_us() -> None:
+    chat = TemplateChat(tokenizer(CHATML, "<|im_end|>"), system_prompt=None)
+    assert chat.following("x", ended=False) == [chat.stop_ids[0], *chat.following("x", ended=True)]
+
+
+def test_decode_hides_the_stop_token_only() -> None:
+    chat = TemplateChat(tokenizer(CHATML, "<|im_end|>"))
+    assert chat.decode([*chat.encode("aws s3 ls <|im_start|>"), *chat.stop_ids]) == "aws s3 ls <|im_start|>"
+
+
+def test_a_tokenizer_without_template_is_named() -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        TemplateChat(tokenizer(None, "<|im_end|>"))
+
+
+def test_the_system_prompt_reaches_the_first_ids() -> None:
+    tok = tokenizer(CHATML, "<|im_end|>")
+    assert "be brief" in tok.decode(TemplateChat(tok, system_prompt="be brief").first("hello"))

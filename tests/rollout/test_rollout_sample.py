@@ -1,0 +1,56 @@
+"""Packed keys of rollouts: shapes, alignment of shifted keys, and failures that are not rewards."""
+
+import json
+
+import pytest
+import torch
+
+from realhf.api.env import RolloutOutcome
+from realhf.rollout.rollout_sample import outcomes_to_sample
+
+
+def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env: int = 2, reward: float = 1.0):
+    """prompt ids 1.., then `sampled` policy tokens, `env` environment tokens, `sampled` policy tokens."""
+    mask = [True] * sampled + [False] * env + [True] * sampled
+    failed = status == "env_error"
+    return RolloutOutcome(
+        status=status, prompt_ids=list(range(1, prompt + 1)), completion_ids=list(range(100, 100 + len(mask))),
+        logprobs=[-0.5 if m else 0.0 for m in mask], versions=[7 if m else -1 for m in mask], loss_mask=mask,
+        reward=None if failed else reward, achieved=status == "achieved", progress=1.0, turns=(), task_id=1,
+        tier="warmup", seed=0,
+    )
+
+
+def test_shifted_keys_sit_before_the_token_they_predict() -> None:
+    sample = outcomes_to_sample(["a"], [[outcome(), outcome(prompt=1, sampled=1, env=0)]])
+    assert sample.seqlens["packed_input_ids"] == [[9, 3]]
+    assert sample.seqlens["packed_logprobs"] == [[8, 2]]
+    mask, logprobs, versions = sample["loss_mask"], sample["packed_logprobs"], sample["packed_versions"]
+    shifted_mask = torch.cat([mask[1:9], mask[10:12]])
+    assert torch.equal(logprobs != 0, shifted_mask)
+    assert torch.equal(versions == 7, shifted_mask)
+    assert sample["packed_input_ids"].tolist() == [1, 2, 3, 100, 101, 102, 103, 104, 105, 1, 100, 101]
+    assert not bool((sample["prompt_mask"] & mask).any())
+    assert sample["prompt_mask"].sum() == 4
+
+
+def test_a_failed_rollout_trains_nothing_and_has_no_reward() -> None:
+    sample = outcomes_to_sample(["a"], [[outcome(), outcome("env_error")]])
+    assert sample["outcome"].tolist() == [0, 3]
+    assert not bool(sample["loss_mask"][9:].any())
+    assert json.loads(sample.metadata["rewards"][0]) == [1.0, None]
+    assert json.loads(sample.metadata["achieved"][0]) == [True, None]
+
+
+def test_a_rollout_that_failed_before_its_prompt_keeps_its_place() -> None:
+    broken = outcome("env_error", prompt=0, sampled=0, env=0)
+    sample = outcomes_to_sample(["a", "b"], [[broken, outcome()], [outcome(), broken]])
+    assert sample.seqlens["packed_input_ids"] == [[1, 9], [9, 1]]
+    assert sample.seqlens["packed_logprobs"] == [[0, 8], [8, 0]]
+
+
+@pytest.mark.parametrize(("status", "cut"), [("achieved", False), ("max_turns", True), ("token_budget", True)])
+def test_truncated_episodes_are_valid_and_marked(status: str, cut: bool) -> None:
+    sample = outcomes_to_sample(["a"], [[outcome(status)]])
+    assert sample["outcome"].tolist() == [0]
+    assert sample["seq_no_eos_mask"].tolist() == [cut]
