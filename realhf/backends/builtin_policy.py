@@ -45,10 +45,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([  # type: ignore[assignment]
-        pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [  # type: ignore[assignment]
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -58,8 +60,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END,
-        additional_special_tokens=[USER, ASSISTANT], model_max_length=max_positions,
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
@@ -72,20 +77,22 @@ def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_heads,
-        head_dim=config.hidden_size // config.num_heads,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=True,
-        eos_token_id=eos_id,
-        pad_token_id=pad_id,
-        bos_token_id=None,
-    ))
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_heads,
+            head_dim=config.hidden_size // config.num_heads,
+            intermediate_size=config.intermediate_size,
+            max_position_embeddings=config.max_positions,
+            tie_word_embeddings=True,
+            eos_token_id=eos_id,
+            pad_token_id=pad_id,
+            bos_token_id=None,
+        )
+    )
 
 
 def demonstration_texts(path: Path) -> Iterator[str]:
@@ -109,8 +116,12 @@ def build_builtin_policy(demonstrations: Path, out: Path, config: BuiltinModelCo
 
 def main() -> None:
     defaults = BuiltinModelConfig()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demonstrations", type=Path, required=True, help="JSONL with a 'messages' list per line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--demonstrations", type=Path, required=True, help="JSONL with a 'messages' list per line"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
     for name, value in vars(defaults).items():

@@ -1,0 +1,179 @@
+"""Keys and values of many sequences in preallocated rows, behind the ``Cache`` interface of transformers.
+
+A *row* holds one sequence: the entry of token position ``t`` stands in column ``t``. Before every forward
+pass the owner says which rows take part and where their new tokens go (``bind_decode``, ``bind_prefill``);
+the attention layers then write there and read the used columns only. Columns past a row's length hold
+finite garbage that the owner's attention mask must hide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_COLUMN_BLOCK = 64
+
+
+@dataclass
+class _Access:
+    """Rows of the current forward pass: ``rows`` int64 (n,) or None for the first ``count`` rows;
+    ``row_of``/``column_of`` int64 (n_new,): target of every new token; ``source`` int64 (n_new,): its index
+    in the flattened (n, n_query) input, None when every entry is written in order."""
+
+    rows: Tensor | None = None
+    count: int = 0
+    width: int = 0
+    row_of: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    column_of: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    source: Tensor | None = None
+    targets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def target(self, heads: int, columns: int) -> Tensor:
+        """Flat (row, head, column) indices of the new entries, int64 (n_new * heads,); the same for every
+        layer of one shape, so computed once per pass."""
+        found = self.targets.get((heads, columns))
+        if found is None:
+            head = torch.arange(heads, device=self.row_of.device)
+            found = ((self.row_of[:, None] * heads + head) * columns + self.column_of[:, None]).reshape(-1)
+            self.targets[heads, columns] = found
+        return found
+
+
+@dataclass
+class _Shared:
+    """What all layers of one cache have in common."""
+
+    rows: int = 0
+    columns: int = 0
+    access: _Access = field(default_factory=_Access)
+
+
+class RowLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, (rows, heads, columns, head_dim) each."""
+
+    def __init__(self, shared: _Shared) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # Zeros, not empty: a masked column still enters softmax-weighted sums, and 0 * nan is nan.
+        shared = self._shared
+        self.keys = key_states.new_zeros(
+            shared.rows, key_states.shape[1], shared.columns, key_states.shape[3]
+        )
+        self.values = value_states.new_zeros(
+            shared.rows, value_states.shape[1], shared.columns, value_states.shape[3]
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new entries (n, heads, n_query, head_dim); returns (n, heads, width, head_dim) each."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        access = self._shared.access
+        return self._store(self._tensor("keys"), key_states, access), self._store(
+            self._tensor("values"), value_states, access
+        )
+
+    def _tensor(self, name: str) -> Tensor:
+        return cast(Tensor, getattr(self, name))
+
+    @staticmethod
+    def _store(held: Tensor, new: Tensor, access: _Access) -> Tensor:
+        heads, dim = new.shape[1], new.shape[3]
+        flat = new.transpose(1, 2).reshape(-1, heads, dim)
+        if access.source is not None:
+            flat = flat.index_select(0, access.source)
+        held.view(-1, dim).index_copy_(0, access.target(heads, held.shape[2]), flat.reshape(-1, dim))
+        if access.rows is None:
+            return held[: access.count, :, : access.width]
+        return held[:, :, : access.width].index_select(0, access.rows)
+
+    def resize(self, rows: int, columns: int) -> None:
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = self._tensor(name)
+            new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
+            new[: old.shape[0], :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
+        """row[target] = row[source] for the first ``columns`` columns; all sources are read first."""
+        if self.is_initialized:
+            for held in (self._tensor("keys"), self._tensor("values")):
+                used = held[:, :, :columns]
+                used.index_copy_(0, target, used.index_select(0, source))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._shared.access.width, 0
+
+    def get_seq_length(self) -> int:
+        return self._shared.access.width
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RowCache(Cache):
+    """A ``Cache`` of preallocated rows. All index tensors live on the model's device."""
+
+    def __init__(self) -> None:
+        self._shared = shared = _Shared()
+
+        def new_layer() -> RowLayer:
+            return RowLayer(shared)
+
+        super().__init__(layer_class_to_replicate=cast(Any, new_layer))
+
+    @property
+    def rows(self) -> int:
+        return self._shared.rows
+
+    @property
+    def columns(self) -> int:
+        return self._shared.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored keys and values."""
+        held = [t for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
+        return sum(t.numel() * t.element_size() for t in held)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room; what is stored stays. Columns grow in blocks, and by at least a quarter."""
+        shared = self._shared
+        if rows <= shared.rows and columns <= shared.columns:
+            return
+        if columns > shared.columns:
+            wanted = max(columns, shared.columns + shared.columns // 4)
+            shared.columns = -(-wanted // _COLUMN_BLOCK) * _COLUMN_BLOCK
+        shared.rows = max(rows, shared.rows)
+        for layer in self.layers:
+            cast(RowLayer, layer).resize(shared.rows, shared.columns)
+
+    def clear(self) -> None:
+        """Forget everything and give the memory back."""
+        self._shared.rows = self._shared.columns = 0
+        self.layers.clear()
+
+    def bind_decode(self, positions: Tensor, row_of: Tensor, width: int) -> None:
+        """The next pass feeds one token to each of the first n rows, at column ``positions`` (n,)."""
+        self._shared.access = _Access(None, len(positions), width, row_of, positions)
+
+    def bind_prefill(self, rows: Tensor, columns: Tensor, valid: Tensor, width: int) -> None:
+        """The next pass feeds ``columns`` (n, n_query) to ``rows`` (n,), where ``valid`` (n, n_query)."""
+        source = valid.reshape(-1).nonzero()[:, 0]
+        row_of = rows[:, None].expand_as(columns).reshape(-1)[source]
+        self._shared.access = _Access(rows, len(rows), width, row_of, columns.reshape(-1)[source], source)
+
+    def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
+        """row[target[i]] = row[source[i]], first ``columns`` columns, as if all at once."""
+        for layer in self.layers:
+            cast(RowLayer, layer).copy_rows(source, target, columns)

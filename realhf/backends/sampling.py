@@ -1,0 +1,63 @@
+"""Drawing next tokens from logits, one uniform number per row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from realhf.api.config import GenConfig
+
+
+def check_gen_config(config: GenConfig) -> None:
+    """Raises ValueError that names the option out of range."""
+    if config.max_new_tokens < 1:
+        raise ValueError(f"gen.max_new_tokens must be at least 1, got {config.max_new_tokens}")
+    if config.min_new_tokens < 0 or config.min_new_tokens > config.max_new_tokens:
+        raise ValueError(f"gen.min_new_tokens must be in [0, max_new_tokens], got {config.min_new_tokens}")
+    if not config.temperature >= 0:
+        raise ValueError(f"gen.temperature must be >= 0 (0 is greedy), got {config.temperature}")
+    if not 0 < config.top_p <= 1:
+        raise ValueError(f"gen.top_p must be in (0, 1], got {config.top_p}")
+    if config.top_k < 0:
+        raise ValueError(f"gen.top_k must be >= 0 (0 keeps all), got {config.top_k}")
+
+
+def sample_tokens(
+    logits: Tensor, uniform: Tensor, config: GenConfig, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Next tokens int64 (n,) and their log-probabilities fp32 (n,).
+
+    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (vocabulary,) tokens that may
+    not be drawn now. The log-probability is that of the temperature-scaled softmax over the whole
+    vocabulary (of the plain softmax when greedy), which is what a trainer recomputes: truncation by top_p
+    and top_k changes what is drawn, not what is reported.
+    """
+    logits = logits.float()
+    scaled = logits if config.temperature in (0.0, 1.0) else logits / config.temperature
+    allowed = scaled if banned is None else scaled.masked_fill(banned, float("-inf"))
+    if config.temperature == 0:
+        tokens = allowed.argmax(-1, keepdim=True)
+    else:
+        if config.top_k or config.top_p < 1:
+            allowed = truncate(allowed, config.top_k, config.top_p)
+        # Inverse of the cumulative distribution: one random number per row, not one per vocabulary entry.
+        # The first index whose cumulative mass exceeds the draw has positive mass by construction.
+        cumulative = torch.softmax(allowed, -1).cumsum(-1, dtype=torch.float64)
+        draw = (uniform[:, None] * cumulative[:, -1:]).contiguous()
+        tokens = torch.searchsorted(cumulative, draw, right=True).clamp_(max=logits.shape[-1] - 1)
+    logprobs = scaled.gather(-1, tokens) - scaled.logsumexp(-1, keepdim=True)
+    return tokens[:, 0], logprobs[:, 0]
+
+
+def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Logits (n, vocabulary) with -inf outside the ``top_k`` largest and outside the smallest set of most
+    probable tokens whose mass reaches ``top_p``; the most probable token always stays."""
+    if 0 < top_k < logits.shape[-1]:
+        smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    if top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        mass_before = torch.softmax(ordered, -1).cumsum(-1) - torch.softmax(ordered, -1)
+        drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, mass_before >= top_p)
+        logits = logits.masked_fill(drop, float("-inf"))
+    return logits
