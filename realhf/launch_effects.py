@@ -42,7 +42,7 @@ def _watch(section: T, prefix: str, reads: set[str]) -> T:
         if is_dataclass(value) and not isinstance(value, type):
             values[name] = _watch(value, f"{prefix}{name}.", reads)
     watching = type(f"Watched{kind.__name__}", (kind,), {"__getattribute__": recording_get})
-    return watching(**values)
+    return watching(**values)  # type: ignore[return-value]
 
 
 def check_effects(

@@ -1,0 +1,1 @@
+"""Place, watch and stop processes."""

@@ -1,0 +1,68 @@
+"""How a worker fails: the whole traceback in its log, one line about the cause for the person at the terminal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+_MARK = "FATAL: "
+
+
+class WorkerStopped(SystemExit):
+    """SIGTERM arrived: leave through every ``finally``."""
+
+
+def run_guarded(work: Callable[[], None]) -> int:
+    """Run a worker's main function; the exit code of the process. SIGTERM unwinds it (exit code 143)."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        work()
+    except WorkerStopped as stop:
+        return int(stop.code or 0)
+    except Exception as error:
+        traceback.print_exc()
+        print(_MARK + describe(error), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def describe(error: BaseException) -> str:
+    """The cause in one line, without a traceback."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"no space left on the device ({error.filename or 'file unknown'}); free some, then run again"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"port taken: {error}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    plain = isinstance(error, (ValueError, RuntimeError, ConnectionError, TimeoutError)) and bool(lines)
+    return text if plain else f"{type(error).__name__}: {text}"
+
+
+def failure_cause(log: Path) -> str | None:
+    """The line that ``run_guarded`` left in a worker's log, if any."""
+    for line in reversed(log_tail(log, 400)):
+        if line.startswith(_MARK):
+            return line.removeprefix(_MARK)
+    return None
+
+
+def log_tail(log: Path, n_lines: int) -> list[str]:
+    """The last lines of a log file, at most 64 KiB of it; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            return file.read().decode("utf-8", "replace").splitlines()[-n_lines:]
+    except OSError:
+        return []
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    del frame
+    raise WorkerStopped(128 + signum)

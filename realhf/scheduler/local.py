@@ -1,0 +1,162 @@
+"""Workers as processes of this machine, each in a session of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import IO
+
+import psutil
+
+from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
+
+_KILL_DEADLINE_S = 5.0
+
+
+@dataclass
+class _Child:
+    spec: WorkerSpec
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    log: IO[bytes]
+    partial: bytes = b""
+    relatives: set[psutil.Process] = field(default_factory=set)
+
+    @property
+    def lines(self) -> int | None:
+        """The descriptor of the event stream, if there is one."""
+        return self.process.stdout.fileno() if self.process.stdout else None
+
+
+class LocalScheduler:
+    """``Scheduler`` over subprocesses. An exit is seen through its pidfd, so at once and without polling.
+
+    ``orphans_are_ours``: this process adopts the orphans of its workers (see ``adopt_orphans``), so every
+    child that is left at the end is killed. Only for a process that starts nothing else.
+    """
+
+    def __init__(self, *, orphans_are_ours: bool = False) -> None:
+        self._children: dict[str, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._orphans_are_ours = orphans_are_ours
+
+    def start(self, spec: WorkerSpec) -> None:
+        if spec.name in self._children:
+            raise ValueError(f"worker {spec.name} was started already")
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        log = spec.log.open("ab")
+        command = [sys.executable, "-m", "realhf.scheduler.child", str(os.getpid()), spec.module, *spec.argv]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if spec.events else log, stderr=log,
+            start_new_session=True,
+        )
+        child = _Child(spec, process, os.pidfd_open(process.pid), log)
+        self._children[spec.name] = child
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        if child.lines is not None:
+            os.set_blocking(child.lines, False)
+            self._selector.register(child.lines, selectors.EVENT_READ, child)
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        if not self._selector.get_map():
+            time.sleep(timeout_s)
+            return []
+        events: list[WorkerEvent] = []
+        exited: list[_Child] = []
+        for key, _ in self._selector.select(timeout_s):
+            child: _Child = key.data
+            if key.fd == child.pidfd:
+                exited.append(child)
+            else:
+                events += self._read_lines(child)
+        for child in exited:
+            events += self._read_lines(child)
+            events.append(self._reap(child))
+        return events
+
+    def stop(self, grace_s: float = 8.0) -> None:
+        alive = [child for child in self._children.values() if child.process.poll() is None]
+        for child in alive:
+            child.relatives |= _descendants(child.process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        for child in alive:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill_leftovers()
+        for child in self._children.values():
+            self._forget(child)
+        self._children.clear()
+
+    def _kill_leftovers(self) -> None:
+        sessions = {child.process.pid for child in self._children.values()}
+        doomed = {relative for child in self._children.values() for relative in child.relatives}
+        doomed |= {process for process in psutil.process_iter() if _session(process.pid) in sessions}
+        for child in self._children.values():
+            if child.process.poll() is None:
+                doomed |= _descendants(child.process.pid)
+        if self._orphans_are_ours:
+            doomed |= _descendants(os.getpid())
+        for process in doomed:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for child in self._children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(_KILL_DEADLINE_S)
+        psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
+
+    def _read_lines(self, child: _Child) -> list[WorkerEvent]:
+        if child.lines is None or child.lines not in self._selector.get_map():
+            return []
+        chunks = [child.partial]
+        while True:
+            try:
+                chunk = os.read(child.lines, 65536)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self._selector.unregister(child.lines)
+                break
+            chunks.append(chunk)
+        *lines, child.partial = b"".join(chunks).split(b"\n")
+        return [WorkerLine(child.spec.name, line.decode("utf-8", "replace")) for line in lines]
+
+    def _reap(self, child: _Child) -> WorkerExit:
+        exit_code = child.process.wait(_KILL_DEADLINE_S)
+        self._forget(child)
+        return WorkerExit(child.spec.name, exit_code, child.spec.log)
+
+    def _forget(self, child: _Child) -> None:
+        """Close what is open for a child that has ended."""
+        watched = self._selector.get_map()
+        for descriptor in (child.pidfd, child.lines):
+            if descriptor is not None and descriptor >= 0 and descriptor in watched:
+                self._selector.unregister(descriptor)
+        if child.pidfd >= 0:
+            os.close(child.pidfd)
+            child.pidfd = -1
+        child.log.close()
+        if child.process.stdout and child.process.returncode is not None:
+            child.process.stdout.close()
+            child.process.stdout = None
+
+
+def _descendants(pid: int) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return -1

@@ -1,0 +1,157 @@
+"""The local scheduler against real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.failure import describe, failure_cause, log_tail
+from realhf.scheduler.local import LocalScheduler
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+inner = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write a module that a worker can be started from."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(name: str, code: str) -> str:
+        (tmp_path / f"{name}.py").write_text(code)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def scheduler():
+    scheduler = LocalScheduler()
+    yield scheduler
+    scheduler.stop(grace_s=0.2)
+
+
+def spec(tmp_path: Path, name: str, module: str, *argv: str, events: bool = False) -> WorkerSpec:
+    return WorkerSpec(name, module, argv, tmp_path / "logs" / f"{name.replace('/', '-')}.log", events)
+
+
+def collect(scheduler: LocalScheduler, until: type, deadline_s: float = 10.0) -> list:
+    events: list = []
+    end = time.monotonic() + deadline_s
+    while not any(isinstance(event, until) for event in events):
+        assert time.monotonic() < end, f"no {until.__name__} in {deadline_s} s: {events}"
+        events += scheduler.wait(0.5)
+    return events
+
+
+def gone(pid: int, deadline_s: float = 5.0) -> bool:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_lines_come_before_the_exit_and_both_are_reported(tmp_path, modules, scheduler):
+    modules("talker", "import sys; print('a'); print('b', sys.argv[1]); print('oops', file=sys.stderr); sys.exit(3)")
+    scheduler.start(spec(tmp_path, "talker/0", "talker", "x", events=True))
+    events = collect(scheduler, WorkerExit)
+    assert [event.text for event in events if isinstance(event, WorkerLine)] == ["a", "b x"]
+    assert isinstance(events[-1], WorkerExit)
+    assert (events[-1].name, events[-1].exit_code, events[-1].reason) == ("talker/0", 3, "exit code 3")
+    assert log_tail(events[-1].log, 5) == ["oops"]
+
+
+def test_a_killed_worker_is_seen_at_once(tmp_path, modules, scheduler):
+    modules("sleeper", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    scheduler.start(spec(tmp_path, "sleeper/0", "sleeper", events=True))
+    line = collect(scheduler, WorkerLine)[0]
+    os.kill(int(line.text), signal.SIGKILL)
+    began = time.monotonic()
+    exit_ = collect(scheduler, WorkerExit)[-1]
+    assert time.monotonic() - began < 1.0
+    assert exit_.reason == "killed by SIGKILL"
+
+
+def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_path, modules):
+    modules("stubborn", STUBBORN)
+    scheduler = LocalScheduler()
+    scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
+    child = int(collect(scheduler, WorkerLine)[0].text.split()[1])
+    began = time.monotonic()
+    scheduler.stop(grace_s=0.5)
+    assert time.monotonic() - began < 5.0
+    assert gone(child)
+    scheduler.stop()
+
+
+def test_stop_lets_a_worker_leave_through_its_finally_blocks(tmp_path, modules):
+    modules("tidy", "import pathlib, sys, time\n"
+            "from realhf.scheduler.failure import run_guarded\n"
+            "def work():\n"
+            "    try:\n        print('up', flush=True); time.sleep(600)\n"
+            "    finally:\n        pathlib.Path(sys.argv[1]).write_text('clean')\n"
+            "sys.exit(run_guarded(work))\n")
+    scheduler = LocalScheduler()
+    scheduler.start(spec(tmp_path, "tidy/0", "tidy", str(tmp_path / "mark"), events=True))
+    collect(scheduler, WorkerLine)
+    scheduler.stop(grace_s=10)
+    assert (tmp_path / "mark").read_text() == "clean"
+
+
+def test_workers_end_when_the_launching_process_is_killed(tmp_path, modules):
+    modules("orphan", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    launcher = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from realhf.scheduler.base import WorkerSpec\nfrom realhf.scheduler.local import LocalScheduler\n"
+        f"log = Path({str(tmp_path)!r}) / 'o.log'\n"
+        "s = LocalScheduler(); s.start(WorkerSpec('orphan/0', 'orphan', (), log, True))\n"
+        "events = []\n"
+        "while not events: events = s.wait(1)\n"
+        "print(events[0].text, flush=True); time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    assert gone(pid)
+
+
+def test_an_error_leaves_its_traceback_and_one_line_about_the_cause(tmp_path, modules, scheduler):
+    modules("failing", "import sys\nfrom realhf.scheduler.failure import run_guarded\n"
+            "def work(): raise OSError(28, 'No space left on device', '/somewhere/x')\n"
+            "sys.exit(run_guarded(work))\n")
+    scheduler.start(spec(tmp_path, "failing/0", "failing"))
+    exit_ = collect(scheduler, WorkerExit)[-1]
+    assert exit_.exit_code == 1
+    assert failure_cause(exit_.log) == ("no space left on the device (/somewhere/x); free some, then run again")
+    assert any(line.startswith("Traceback") for line in log_tail(exit_.log, 50))
+
+
+def test_describe_keeps_the_first_line_and_names_foreign_types():
+    assert describe(RuntimeError("first\nsecond")) == "first"
+    assert describe(KeyError("x")) == "KeyError: 'x'"
+    assert describe(ValueError()) == "ValueError"
+
+
+def test_a_name_is_used_once(tmp_path, modules, scheduler):
+    modules("sleeper2", "import time; time.sleep(600)")
+    scheduler.start(spec(tmp_path, "a", "sleeper2"))
+    with pytest.raises(ValueError, match="started already"):
+        scheduler.start(spec(tmp_path, "a", "sleeper2"))
