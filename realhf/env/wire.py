@@ -1,0 +1,214 @@
+"""The OpenEnv wire: JSON text frames, one reply per request, in order.
+
+Requests are checked by hand (a few microseconds); the pydantic models here only describe the wire for
+``/schema``. Source: environment spec 2.1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+INVALID_JSON = "INVALID_JSON"
+UNKNOWN_TYPE = "UNKNOWN_TYPE"
+VALIDATION_ERROR = "VALIDATION_ERROR"
+EXECUTION_ERROR = "EXECUTION_ERROR"
+CAPACITY_REACHED = "CAPACITY_REACHED"
+SESSION_ERROR = "SESSION_ERROR"
+
+MAX_FRAME_BYTES = 1 << 20
+
+_ALLOWED_KEYS = {
+    "reset": frozenset({"type", "data", "id"}),
+    "step": frozenset({"type", "data", "id"}),
+    "state": frozenset({"type", "id"}),
+    "close": frozenset({"type", "id"}),
+}
+_ACTION_KEYS = frozenset({"command", "metadata"})
+
+
+class WireError(Exception):
+    """A request that cannot be served. ``code`` is one of the codes above; ``errors`` lists field problems."""
+
+    def __init__(self, code: str, message: str, *, request_id: str | int | None = None, field: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.request_id = request_id
+        self.errors = [{"loc": field.split("."), "msg": message}] if field else []
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request. ``kind``: reset, step, state or close; ``data``: its payload, {} where it has none."""
+
+    kind: str
+    data: dict[str, Any]
+    request_id: str | int | None = None
+
+
+class AwsAction(BaseModel):
+    """What an agent sends: one AWS CLI command line."""
+
+    model_config = ConfigDict(extra="forbid")
+    command: str = Field(description="a command line that starts with 'aws '")
+
+
+class TaskInfo(BaseModel):
+    """The part of a task that an agent may see."""
+
+    task_id: int = Field(ge=0)
+    difficulty: str
+    description: str
+    desired_state_spec: str | None = None
+
+
+class AwsObservation(BaseModel):
+    """What an agent sees after reset and step. Reward and done lie beside it in the reply."""
+
+    episode_id: str
+    step_count: int
+    command_success: bool
+    command_output: str
+    error: str
+    task: TaskInfo | None
+    task_achieved: bool
+    partial_progress: float = Field(ge=0.0, le=1.0)
+    hints_used: int
+    hint_text: str
+    truncated: bool
+    refusal: str | None
+    steps_left: int
+
+
+class AwsState(BaseModel):
+    """Cheap view of a session. Never holds success criteria, setup commands, seed or solution."""
+
+    episode_id: str | None
+    step_count: int
+    current_task: TaskInfo | None
+    tracker: dict[str, Any]
+    infra_state: dict[str, Any]
+    chaos_occurred: bool
+    current_tier: str | None
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def parse_request(text: str, *, max_command_bytes: int) -> Request:
+    """The request in a text frame. Raises WireError; the session goes on after one."""
+    try:
+        message = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        detail = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise WireError(INVALID_JSON, f"invalid JSON: {detail}"[:200]) from None
+    if not isinstance(message, dict):
+        raise WireError(VALIDATION_ERROR, "a message is a JSON object")
+    request_id = _request_id(message)
+    kind = message.get("type")
+    if not isinstance(kind, str) or kind not in _ALLOWED_KEYS:
+        shown = json.dumps(kind)[:64]
+        raise WireError(UNKNOWN_TYPE, f"unknown message type {shown}", request_id=request_id, field="type")
+    extra = message.keys() - _ALLOWED_KEYS[kind]
+    if extra:
+        name = min(extra)[:64]
+        text = f"unexpected key {name!a} in a {kind} message"
+        raise WireError(VALIDATION_ERROR, text, request_id=request_id, field=name)
+    try:
+        if kind == "step":
+            data = _check_action(message, max_command_bytes)
+        elif kind == "reset":
+            data = _check_reset(message)
+        else:
+            data = {}
+    except WireError as error:
+        error.request_id = request_id
+        raise
+    return Request(kind, data, request_id)
+
+
+def _request_id(message: dict[str, Any]) -> str | int | None:
+    if "id" not in message:
+        return None
+    value = message["id"]
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise WireError(VALIDATION_ERROR, "id must be a string or an integer", field="id")
+    return value
+
+
+def _check_action(message: dict[str, Any], max_command_bytes: int) -> dict[str, Any]:
+    data = message.get("data")
+    if not isinstance(data, dict):
+        raise WireError(VALIDATION_ERROR, "step needs data: an object with a command", field="data")
+    command = data.get("command")
+    if not isinstance(command, str):
+        raise WireError(VALIDATION_ERROR, "command must be a string", field="data.command")
+    if len(data) > 1 and (extra := data.keys() - _ACTION_KEYS):
+        name = min(extra)[:64]
+        raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}")
+    try:
+        size = len(command.encode())
+    except UnicodeEncodeError:
+        raise WireError(VALIDATION_ERROR, "command is not valid Unicode text", field="data.command") from None
+    if size > max_command_bytes:
+        raise WireError(
+            VALIDATION_ERROR, f"command of {size} bytes, at most {max_command_bytes}", field="data.command"
+        )
+    return data
+
+
+_RESET_TYPES: dict[str, tuple[type, ...]] = {
+    "seed": (int,),
+    "episode_id": (str,),
+    "task": (dict,),
+    "task_id": (int, str),
+}
+
+
+def _check_reset(message: dict[str, Any]) -> dict[str, Any]:
+    data = message.get("data")
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise WireError(VALIDATION_ERROR, "reset data must be an object", field="data")
+    for key, types in _RESET_TYPES.items():
+        value = data.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
+            names = " or ".join(kind.__name__ for kind in types)
+            raise WireError(VALIDATION_ERROR, f"{key} must be {names} or null", field=f"data.{key}")
+    return data
+
+
+def encode_reply(kind: str, data: dict[str, Any], request_id: str | int | None = None) -> str:
+    """Text of a reply frame. A value that JSON cannot hold raises ValueError or TypeError."""
+    reply: dict[str, Any] = {"type": kind, "data": data}
+    if request_id is not None:
+        reply["id"] = request_id
+    return _ENCODE(reply)
+
+
+def encode_observation(
+    observation: dict[str, Any], reward: float | None, done: bool, request_id: str | int | None = None
+) -> str:
+    """Reply to reset and step. A reward that is not finite is sent as null."""
+    if reward is not None and not math.isfinite(reward):
+        reward = None
+    return encode_reply("observation", {"observation": observation, "reward": reward, "done": done}, request_id)
+
+
+def encode_error(error: WireError) -> str:
+    """Error frame: ``{"type":"error","data":{"message","code","errors"?}}``."""
+    data: dict[str, Any] = {"message": error.message, "code": error.code}
+    if error.errors:
+        data["errors"] = error.errors
+    return encode_reply("error", data, error.request_id)

@@ -1,0 +1,229 @@
+"""One OpenEnv session over a WebSocket.
+
+Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout, cancellation,
+lost connection) poisons the connection: it is closed at once and never used again, so a late reply can
+never be read as the answer to another request. Source: environment spec 2.3, 2.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from realhf.api.env import StepResult
+
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+_MAX_REPLY_BYTES = 4 << 20
+T = TypeVar("T")
+
+
+class ConnectError(ConnectionError):
+    """The session could not be opened."""
+
+
+class CapacityError(ConnectError):
+    """The server has no free session. ``retry_after_s`` is the server's advice."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ConnectionLost(ConnectionError):
+    """The server closed the connection or vanished in mid-request."""
+
+
+class ConnectionPoisoned(ConnectionError):
+    """The connection was given up after a request without an answer, or was never opened."""
+
+
+class MessageTimeout(TimeoutError):
+    """No reply within the message timeout."""
+
+
+class EnvError(RuntimeError):
+    """Error frame of the server; the session stays usable. ``code`` is the wire's error code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+class OpenEnvClient:
+    """``realhf.api.env.EnvClient`` over the wire. One request at a time; use it on one event loop.
+
+    Args:
+        base_url: ``http(s)://`` or ``ws(s)://`` address of the server.
+        connect_timeout_s: handshake and probe together. message_timeout_s: each request.
+        ping_interval_s, ping_timeout_s: the timeout tolerates a peer that is busy for minutes.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        connect_timeout_s: float = 10.0,
+        message_timeout_s: float = 60.0,
+        ping_interval_s: float = 20.0,
+        ping_timeout_s: float = 600.0,
+    ) -> None:
+        self.url = websocket_url(base_url)
+        self._connect_timeout = connect_timeout_s
+        self._message_timeout = message_timeout_s
+        self._ping = (ping_interval_s, ping_timeout_s)
+        self._connection: ClientConnection | None = None
+        self._deadline: float | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent now."""
+        return self._connection is not None and self._deadline is None
+
+    async def connect(self) -> None:
+        """Open the socket and make one state round trip. Raises CapacityError or ConnectError."""
+        if self._connection is not None:
+            return
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                self._connection = await connect(
+                    self.url,
+                    compression=None,
+                    proxy=None,
+                    max_size=_MAX_REPLY_BYTES,
+                    open_timeout=None,
+                    close_timeout=2.0,
+                    ping_interval=self._ping[0],
+                    ping_timeout=self._ping[1],
+                )
+                await self.state()
+        except InvalidStatus as error:
+            raise _refusal(self.url, error) from None
+        except EnvError as error:
+            self._poison()
+            kind = CapacityError if error.code == "CAPACITY_REACHED" else ConnectError
+            raise kind(f"{self.url} refused the session: {error}") from error
+        except (OSError, InvalidHandshake, TimeoutError) as error:
+            self._poison()
+            detail = str(error) or f"no answer within {self._connect_timeout:g} s"
+            raise ConnectError(f"cannot open a session at {self.url}: {detail}") from error
+        except BaseException:
+            self._poison()
+            raise
+
+    async def reset(self, **kwargs: Any) -> StepResult:
+        """Start an episode. Raises EnvError, ConnectionLost, ConnectionPoisoned or MessageTimeout."""
+        await self.send_reset(kwargs)
+        return await self.receive()
+
+    async def step(self, command: str) -> StepResult:
+        """Run a command. Raises as ``reset``."""
+        await self.send_step(command)
+        return await self.receive()
+
+    async def state(self) -> dict[str, Any]:
+        """State of the session. Raises as ``reset``."""
+        await self._send({"type": "state"})
+        return (await self._reply("state"))["data"]
+
+    async def send_reset(self, kwargs: dict[str, Any]) -> None:
+        """First half of ``reset``: the message timeout runs from here, ``receive`` takes the reply."""
+        await self._send({"type": "reset", "data": kwargs})
+
+    async def send_step(self, command: str) -> None:
+        """First half of ``step``."""
+        await self._send({"type": "step", "data": {"command": command}})
+
+    async def receive(self) -> StepResult:
+        """Second half of ``reset`` and ``step``."""
+        data = (await self._reply("observation"))["data"]
+        return StepResult(data["observation"], data["reward"], data["done"])
+
+    async def close(self) -> None:
+        """Say goodbye and close; harmless when the server is gone or ``close`` was called before."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        try:
+            if self._deadline is None:
+                await connection.send('{"type":"close"}')
+                await connection.wait_closed()
+        except ConnectionClosed:
+            pass
+        finally:
+            connection.transport.abort()
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if self._connection is None:
+            raise ConnectionPoisoned(f"no usable connection to {self.url}")
+        if self._deadline is not None:
+            raise RuntimeError("the reply to the previous request was not taken")
+        text = _ENCODE(message)
+        self._deadline = asyncio.get_running_loop().time() + self._message_timeout
+        await self._or_poison(self._connection.send(text), self._deadline)
+
+    async def _reply(self, kind: str) -> dict[str, Any]:
+        if self._connection is None or self._deadline is None:
+            raise ConnectionPoisoned(f"no request is under way at {self.url}")
+        text = await self._or_poison(self._connection.recv(), self._deadline)
+        try:
+            reply = json.loads(text)
+            if reply["type"] not in (kind, "error"):
+                raise ValueError(f"a {kind} reply was due, not {reply['type']!r}")
+            data = reply["data"]
+            failure = EnvError(data["code"], data["message"]) if reply["type"] == "error" else None
+        except (KeyError, TypeError, ValueError) as error:
+            self._poison()
+            raise ConnectionLost(f"{self.url} does not speak the OpenEnv wire: {error!r}") from error
+        self._deadline = None
+        if failure is not None:
+            raise failure
+        return reply
+
+    async def _or_poison(self, operation: Awaitable[T], deadline: float) -> T:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await operation
+        except TimeoutError as error:
+            self._poison()
+            raise MessageTimeout(f"no reply from {self.url} within {self._message_timeout:g} s") from error
+        except ConnectionClosed as error:
+            self._poison()
+            raise ConnectionLost(f"{self.url} closed the connection: {error}") from error
+        except BaseException:
+            self._poison()
+            raise
+
+    def _poison(self) -> None:
+        connection, self._connection, self._deadline = self._connection, None, None
+        if connection is not None:
+            connection.transport.abort()
+
+
+def websocket_url(base_url: str) -> str:
+    """``http://host:port`` to ``ws://host:port/ws``. Raises ValueError on another scheme."""
+    scheme, separator, rest = base_url.partition("://")
+    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+    if not separator or scheme not in schemes or not rest.strip("/"):
+        raise ValueError(f"not the address of an environment server: {base_url!r}")
+    rest = rest.rstrip("/")
+    return f"{schemes[scheme]}://{rest}" if rest.endswith("/ws") else f"{schemes[scheme]}://{rest}/ws"
+
+
+def _refusal(url: str, error: InvalidStatus) -> ConnectError:
+    response = error.response
+    if response.status_code != 503:
+        return ConnectError(f"{url} answered HTTP {response.status_code}")
+    detail = "server at capacity"
+    with contextlib.suppress(KeyError, ValueError):
+        detail = json.loads(response.body or b"{}")["message"]
+    try:
+        retry_after = float(response.headers.get("Retry-After", "1"))
+    except ValueError:
+        retry_after = 1.0
+    return CapacityError(f"{url}: {detail}", retry_after)

@@ -1,0 +1,68 @@
+"""The command in a policy turn (environment spec 9, "Extraction")."""
+
+from __future__ import annotations
+
+import re
+
+_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+_FENCE = re.compile(r"^`{3,}[a-zA-Z]*(?=\s|$)|`{3,}$")
+
+
+def extract_command(text: str) -> str | None:
+    """The first ``aws ...`` command of a turn, or None.
+
+    Reasoning is dropped (an unclosed ``<think>`` swallows the rest, a ``</think>`` whose opening stood in
+    the prompt everything before it); code fences, enclosing backticks and a leading ``$ `` are stripped;
+    lines that end in a backslash or inside an open quote are joined with the next.
+    """
+    lines = _without_reasoning(text).replace("\r\n", "\n").split("\n")
+    for number, line in enumerate(lines):
+        start = _bare(line)
+        if start.startswith("aws "):
+            return _join(start, lines[number + 1 :])
+    return None
+
+
+def _without_reasoning(text: str) -> str:
+    text = _THINK.sub("", text)
+    text = text.rpartition("</think>")[2]
+    return text.partition("<think>")[0]
+
+
+def _bare(line: str) -> str:
+    line = line.strip()
+    if line.startswith("```"):
+        line = _FENCE.sub("", line).strip().lstrip("`")
+    if line.endswith("```"):
+        line = line.rstrip("`")
+    if len(line) > 1 and line.startswith("`"):
+        line = line[1:].removesuffix("`")
+    return line.removeprefix("$ ").lstrip()
+
+
+def _join(line: str, rest: list[str]) -> str:
+    command = line
+    for following in rest:
+        quote, escaped = _scan(command)
+        if (not quote and not escaped) or following.strip().startswith("```"):
+            break
+        command = f"{command}\n{following}" if quote else f"{command[:-1].rstrip()} {following.strip()}"
+    if _scan(command)[0]:
+        return line.strip()
+    return command.removesuffix("\\").strip()
+
+
+def _scan(text: str) -> tuple[str, bool]:
+    """(quote character open at the end or "", whether the text ends in an escaping backslash)."""
+    quote = ""
+    escaped = False
+    for char in text:
+        if escaped:
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+    return quote, escaped

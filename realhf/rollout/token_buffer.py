@@ -1,0 +1,75 @@
+"""The token ids of one episode, exactly as the engine saw and sampled them (environment spec 9).
+
+Nothing here is ever decoded and encoded again: the prefix given to the engine at turn t is the list that
+is stored, and the trainer gets the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from realhf.api.model import GenOutput
+
+
+class TokenBuffer:
+    """Prompt ids and, of the completion, ids, logprobs, versions and mask of equal lengths."""
+
+    def __init__(self, prompt_ids: Sequence[int], max_total_tokens: int) -> None:
+        if not prompt_ids:
+            raise ValueError("the first prompt has no tokens")
+        self.prompt_ids = list(prompt_ids)
+        self.completion_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.loss_mask: list[bool] = []
+        self._max_total = max_total_tokens
+        self._generated = 0
+        self._policy_spoke_last = False
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the budget."""
+        return self._max_total - len(self.prompt_ids) - len(self.completion_ids)
+
+    def prefix(self) -> list[int]:
+        """What the engine continues: prompt and completion so far."""
+        return self.prompt_ids + self.completion_ids
+
+    def append_policy(self, output: GenOutput) -> None:
+        """Add a sampled turn. Raises ValueError when its parts differ in length or it exceeds the budget."""
+        count = len(output.token_ids)
+        if not count == len(output.logprobs) == len(output.versions):
+            raise ValueError(
+                f"engine returned {count} tokens, {len(output.logprobs)} logprobs, {len(output.versions)} versions"
+            )
+        if self._policy_spoke_last:
+            raise ValueError("two policy turns without an observation between them")
+        if count > self.room:
+            raise ValueError(
+                f"policy turn of {count} tokens where max_total_tokens={self._max_total} leaves {self.room}; "
+                "the pool's turn_tokens must be at least the engine's max_new_tokens"
+            )
+        self.completion_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.versions += output.versions
+        self.loss_mask += [True] * count
+        self._generated += count
+        self._policy_spoke_last = True
+
+    def append_environment(self, ids: Sequence[int]) -> None:
+        """Add template and observation tokens, which carry no loss."""
+        if not self._policy_spoke_last:
+            raise ValueError("environment tokens follow a policy turn only")
+        self.completion_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+        self.loss_mask += [False] * len(ids)
+        self._policy_spoke_last = False
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants of a finished episode hold."""
+        sizes = {len(self.completion_ids), len(self.logprobs), len(self.versions), len(self.loss_mask)}
+        assert len(sizes) == 1, f"completion parts differ in length: {sizes}"
+        assert sum(self.loss_mask) == self._generated, "the mask does not cover exactly the generated tokens"
+        assert not self.completion_ids or self.loss_mask[-1], "environment tokens after the last policy turn"
+        assert self.room >= 0, "token budget exceeded"
