@@ -32,7 +32,10 @@ class EnvClient(Protocol):
 class ChatFormat(Protocol):
     """Turns text into the exact ids of a conversation; never re-tokenises what was sampled."""
 
-    stop_ids: Sequence[int]
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Ids that end a policy turn."""
+        ...
 
     def first(self, task: str) -> list[int]:
         """Ids of the conversation up to the point where the policy speaks."""
