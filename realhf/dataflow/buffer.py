@@ -1,0 +1,466 @@
+"""AsyncIOSequenceBuffer: which sample is ready for which model function call (spec dataflow, section 4).
+
+It holds metadata only and lives in one event loop. Every change of state is synchronous; only waiting is
+asynchronous, so there are no locks and a cancelled waiter leaves nothing half done. Vocabulary: a *lease* is
+one call's claim on a batch; a *cohort* is the sample set of one step; *birth* is the order of admission.
+Handling k of R resident samples costs O(k log R), amortised, in array operations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from realhf.api.graph import DataFlowGraph
+from realhf.api.sample import DuplicateKeyError, SequenceSample
+from realhf.dataflow import buffer_report
+from realhf.dataflow.buffer_types import (
+    NO_COHORT,
+    BatchLease,
+    BatchTooLarge,
+    BufferClosed,
+    BufferFull,
+    DuplicateSampleError,
+    EndOfData,
+    NotDroppable,
+    PutWaiter,
+    Retired,
+    Station,
+    Waiter,
+)
+from realhf.dataflow.ready_queue import ReadyQueue
+from realhf.dataflow.sample_table import SampleTable
+
+
+class AsyncIOSequenceBuffer:
+    """``max_size`` bounds the resident samples. ``partial_final`` decides about a tail smaller than a call's
+    ``n_seqs`` after ``close_input``: ``serve`` it or ``drop`` it. ``on_retire`` is called with every set of
+    samples that leaves, evicted or dropped. The attributes are for reports; change state by the methods."""
+
+    def __init__(
+        self,
+        graph: DataFlowGraph,
+        *,
+        max_size: int,
+        steps_in_flight: int = 1,
+        partial_final: str = "serve",
+        on_retire: Callable[[Retired], None] | None = None,
+    ) -> None:
+        if max_size < steps_in_flight * graph.n_seqs:
+            need = steps_in_flight * graph.n_seqs
+            raise ValueError(f"max_size={max_size} cannot hold {steps_in_flight} step(s): needs {need}")
+        if partial_final not in ("serve", "drop"):
+            raise ValueError(f"partial_final is {partial_final!r}, not 'serve' or 'drop'")
+        self.graph = graph
+        self.max_size = max_size
+        self.partial_final = partial_final
+        self._on_retire = on_retire
+        self.table = SampleTable(min(max_size, 1024))
+        self.stations = {
+            mfc.name: Station.of(mfc, bit, graph.inputs(mfc.name), self.table) for bit, mfc in enumerate(graph.mfcs)
+        }
+        self._all_done = (1 << len(self.stations)) - 1
+        self._readers = {
+            key: [self.stations[name] for name in graph.consumers(key)]
+            for mfc in graph.mfcs
+            for key in graph.inputs(mfc.name)
+        }
+        self.cohort_sizes: Counter[int] = Counter()
+        self.leases: dict[int, BatchLease] = {}
+        self._next_lease = 0
+        self._next_birth = 0
+        self.putters: list[PutWaiter] = []
+        self.reserved = 0
+        self._retired_ids: set[str] = set()
+        self.closed: str | None = None
+        self.failure: BaseException | None = None
+        self.put_total = 0
+        self.evicted_total = 0
+        self.dropped: Counter[str] = Counter()
+        self.released: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self.table.slot_of
+
+    # ---- putting
+
+    async def put_batch(
+        self,
+        meta: SequenceSample,
+        *,
+        births: Sequence[int] | None = None,
+        cohort: int | None = None,
+        version: int = 0,
+        wait: bool = True,
+    ) -> None:
+        """Admit a batch, all or nothing. ``births`` gives the order of admission (default: order of put),
+        ``version`` the policy version at admission (see ``drop_stale``).
+
+        Raises BatchTooLarge at once if it never fits, BufferFull if it does not fit now and ``wait`` is
+        False, DuplicateSampleError, BufferClosed after ``close_input``, ValueError on data or missing keys.
+        A put that is cancelled while it waits has put nothing.
+        """
+        self._check_put(meta, births, cohort)
+        count = len(meta)
+        where = NO_COHORT if cohort is None else cohort
+        if not self.putters and not self.reserved and len(self) + count <= self.max_size:
+            self._insert(meta, births, where, version)
+            return
+        if not wait:
+            raise BufferFull(f"{count} samples do not fit: {len(self)} of {self.max_size} resident")
+        await self._wait_for_space(count)
+        try:
+            self._check_put(meta, births, cohort)
+            self._insert(meta, births, where, version)
+        finally:
+            self.reserved -= count
+            self._wake_putters()
+
+    async def _wait_for_space(self, count: int) -> None:
+        waiter = PutWaiter(count, asyncio.get_running_loop().create_future())
+        self.putters.append(waiter)
+        try:
+            await waiter.future
+        except asyncio.CancelledError:
+            if waiter in self.putters:
+                self.putters.remove(waiter)
+            elif not waiter.future.cancelled() and waiter.future.exception() is None:
+                self.reserved -= count
+            self._wake_putters()
+            raise
+
+    def _check_put(self, meta: SequenceSample, births: Sequence[int] | None, cohort: int | None) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.closed is not None:
+            raise BufferClosed(f"no more input: {self.closed}")
+        if meta.data is not None:
+            raise ValueError("the buffer holds metadata only; put sample.meta()")
+        if len(meta) > self.max_size:
+            raise BatchTooLarge(f"{len(meta)} samples never fit a buffer of {self.max_size}")
+        if births is not None and len(births) != len(meta):
+            raise ValueError(f"{len(births)} births for {len(meta)} samples")
+        if cohort is not None and cohort < 0:
+            raise ValueError(f"cohort {cohort} is negative")
+        missing = sorted(set(self.graph.required_dataset_keys()) - meta.keys)
+        if missing:
+            raise ValueError(f"samples lack dataset keys {missing}, so no call could ever take them")
+        ids = meta.ids
+        if not (self.table.slot_of.keys().isdisjoint(ids) and self._retired_ids.isdisjoint(ids)):
+            known = [i for i in ids if i in self.table.slot_of or i in self._retired_ids]
+            raise DuplicateSampleError(f"{len(known)} samples were put before: {known[:5]}")
+
+    def _insert(self, meta: SequenceSample, births: Sequence[int] | None, cohort: int, version: int) -> None:
+        count, table = len(meta), self.table
+        mask = table.key_mask(meta.keys)
+        if births is None:
+            order = np.arange(self._next_birth, self._next_birth + count)
+        else:
+            order = np.asarray(births, np.int64)
+        self._next_birth = max(self._next_birth, int(order.max()) + 1)
+        slots = table.add(meta.ids, order, cohort, version, time.monotonic())
+        table.write(slots, meta, mask)
+        self.put_total += count
+        self.cohort_sizes[cohort] += count
+        for station in self.stations.values():
+            queue = station.queue(cohort)
+            queue.not_issued += count
+            if station.required & ~mask == 0:
+                table.ready[slots] |= station.bit
+                queue.push(order, table.serial[slots], slots)
+        for station in self.stations.values():
+            self._serve(station)
+
+    def start_epoch(self) -> None:
+        """Forget the ids of retired samples: from now on they may be put again."""
+        self._retired_ids.clear()
+
+    # ---- getting
+
+    async def get_batch_for_rpc(self, mfc: str, cohort: int | None = None) -> BatchLease:
+        """The ``n_seqs`` oldest samples that ``mfc`` may run on, leased to the caller; waits for them.
+
+        With ``cohort`` only that cohort is eligible. Concurrent getters of one call are served in order.
+        Raises EndOfData when the input is closed and nothing is left, or the exception given to ``abort``.
+        """
+        station = self.stations[mfc]
+        if self.failure is not None:
+            raise self.failure
+        waiter = Waiter(cohort, asyncio.get_running_loop().create_future())
+        station.waiters.append(waiter)
+        self._serve(station)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            if waiter in station.waiters:
+                station.waiters.remove(waiter)
+            future = waiter.future
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.release(future.result(), "cancelled")
+            raise
+
+    @asynccontextmanager
+    async def lease(self, mfc: str, cohort: int | None = None) -> AsyncIterator[BatchLease]:
+        """A lease that goes back to ready when the block is left without ``complete``."""
+        lease = await self.get_batch_for_rpc(mfc, cohort)
+        try:
+            yield lease
+        finally:
+            if lease.lease_id in self.leases:
+                self.release(lease, "not completed")
+
+    def _serve(self, station: Station) -> None:
+        """Give batches to the waiters of one call, in order, while there are full ones."""
+        waiting = [w for w in station.waiters if not w.future.done()]
+        station.waiters.clear()
+        for waiter in waiting:
+            queues = station.eligible(waiter.cohort)
+            available = sum(queue.live for queue in queues)
+            if available >= station.n_seqs:
+                waiter.future.set_result(self._issue(station, queues, station.n_seqs))
+            elif self.closed is not None and not self.putters and not self.reserved:
+                self._settle_tail(station, waiter, queues, available)
+            if not waiter.future.done():
+                station.waiters.append(waiter)
+
+    def _settle_tail(self, station: Station, waiter: Waiter, queues: list[ReadyQueue], available: int) -> None:
+        """No more input will come: serve or drop what is smaller than a batch, or say that it is over."""
+        left = sum(queue.not_issued for queue in queues)
+        if left and (left >= station.n_seqs or available < left):
+            return
+        if left and self.partial_final == "drop":
+            slots = station.take(queues, left, self.table.serial)
+            if self._droppable(slots).all():
+                self._issue_back(station, slots)
+                self._tell(self._retire(slots, "dropped_tail"))
+                left = 0
+            else:
+                self._issue_back(station, slots)
+                if (self.table.leased[slots] & ~station.bit).any():
+                    return
+        if left:
+            waiter.future.set_result(self._issue(station, station.eligible(waiter.cohort), left))
+        else:
+            waiter.future.set_exception(EndOfData(f"{station.name}: {self.closed}"))
+
+    def _issue_back(self, station: Station, slots: np.ndarray) -> None:
+        for cohort in np.unique(self.table.cohort[slots]).tolist():
+            part = slots[self.table.cohort[slots] == cohort]
+            station.queue(cohort).push(self.table.birth[part], self.table.serial[part], part)
+
+    def _issue(self, station: Station, queues: list[ReadyQueue], count: int) -> BatchLease:
+        table = self.table
+        slots = station.take(queues, count, table.serial)
+        self._count_not_issued(station, slots, -1)
+        table.leased[slots] |= station.bit
+        station.leased += len(slots)
+        self._next_lease += 1
+        view = table.view(slots, station.inputs)
+        lease = BatchLease(self._next_lease, station.name, view, table.birth[slots].tolist(), slots)
+        self.leases[lease.lease_id] = lease
+        return lease
+
+    def _count_not_issued(self, station: Station, slots: np.ndarray, sign: int) -> None:
+        for cohort, count in zip(*_counts(self.table.cohort[slots]), strict=True):
+            station.queue(cohort).not_issued += sign * count
+
+    # ---- answering
+
+    def amend_batch(self, ids: Sequence[str], meta: SequenceSample) -> None:
+        """Add new keys to resident samples, all or nothing, and wake the calls that now can run.
+
+        Raises UnknownSampleError, DuplicateKeyError, or ValueError when ``meta`` is about other ids."""
+        slots = self.table.slots(ids)
+        self._check_amend(slots, tuple(ids), meta)
+        self._amend(slots, meta)
+
+    def _check_amend(self, slots: np.ndarray, ids: tuple[str, ...], meta: SequenceSample) -> None:
+        if meta.data is not None:
+            raise ValueError("the buffer holds metadata only; amend with sample.meta()")
+        if meta.ids != ids:
+            raise ValueError("the outputs are about other samples, or in another order")
+        present = int(np.bitwise_or.reduce(self.table.keys[slots])) & self.table.key_mask(meta.keys)
+        if present:
+            raise DuplicateKeyError(f"samples already have keys {self.table.key_names(present)}")
+
+    def _amend(self, slots: np.ndarray, meta: SequenceSample) -> None:
+        table = self.table
+        table.write(slots, meta, table.key_mask(meta.keys))
+        keys = table.keys[slots]
+        readers = {s.name: s for key in sorted(meta.keys) for s in self._readers.get(key, ())}
+        for station in readers.values():
+            new = slots[((keys & station.required) == station.required) & (table.ready[slots] & station.bit == 0)]
+            table.ready[new] |= station.bit
+            self._issue_back(station, new)
+        for station in readers.values():
+            self._serve(station)
+
+    def complete(self, lease: BatchLease, outputs: SequenceSample | None = None) -> None:
+        """The call has run: add its outputs and mark its samples done, in one change. Samples that every
+        call has completed leave the buffer. Raises ValueError on a lease that is not active."""
+        station = self._active(lease)
+        if outputs is not None:
+            self._check_amend(lease.slots, lease.ids, outputs)
+        del self.leases[lease.lease_id]
+        table, slots = self.table, lease.slots
+        table.leased[slots] &= ~station.bit
+        table.done[slots] |= station.bit
+        station.leased -= len(slots)
+        if outputs is not None:
+            self._amend(slots, outputs)
+        finished = slots[table.done[slots] == self._all_done]
+        retired = self._retire(finished, None) if len(finished) else None
+        self._serve_closed()
+        self._tell(retired)
+
+    def release(self, lease: BatchLease, reason: str) -> None:
+        """Give the batch back, births unchanged (the call failed or was cancelled)."""
+        station = self._active(lease)
+        del self.leases[lease.lease_id]
+        self.table.leased[lease.slots] &= ~station.bit
+        station.leased -= len(lease.slots)
+        self.released[reason] += len(lease.slots)
+        self._count_not_issued(station, lease.slots, 1)
+        self._issue_back(station, lease.slots)
+        self._serve(station)
+        self._serve_closed()
+
+    def _active(self, lease: BatchLease) -> Station:
+        if self.leases.get(lease.lease_id) is not lease:
+            raise ValueError(f"lease {lease.lease_id} of {lease.mfc} is not active (completed or released)")
+        return self.stations[lease.mfc]
+
+    # ---- leaving
+
+    def drop(self, ids: Sequence[str], reason: str) -> None:
+        """Remove samples unprocessed, all or nothing. Raises NotDroppable when one is leased or was already
+        taken by a training call."""
+        slots = self.table.slots(ids)
+        droppable = self._droppable(slots)
+        if not droppable.all():
+            busy = [ids[i] for i in np.flatnonzero(~droppable).tolist()]
+            raise NotDroppable(f"{len(busy)} samples are leased or trained on: {busy[:5]}")
+        retired = self._retire(slots, reason)
+        self._serve_closed()
+        self._tell(retired)
+
+    def drop_stale(self, min_version: int) -> tuple[str, ...]:
+        """Drop what was admitted below ``min_version`` and may be dropped; returns the ids."""
+        slots = self.table.resident()
+        slots = slots[self.table.version[slots] < min_version]
+        ids = tuple(self.table.ids[slots[self._droppable(slots)]])
+        if ids:
+            self.drop(ids, "stale")
+        return ids
+
+    def _droppable(self, slots: np.ndarray) -> np.ndarray:
+        trained = sum(s.bit for s in self.stations.values() if s.trains)
+        return (self.table.leased[slots] == 0) & (self.table.done[slots] & trained == 0)
+
+    def _retire(self, slots: np.ndarray, dropped: str | None) -> Retired:
+        table = self.table
+        retired = Retired(table.view(slots), table.birth[slots].tolist(), table.cohort[slots].tolist(), dropped)
+        dead = [] if dropped is None else self._waiting_entries(slots)
+        for cohort, count in zip(*_counts(table.cohort[slots]), strict=True):
+            self.cohort_sizes[cohort] -= count
+        table.remove(slots)
+        for queue, open_count, queued in dead:
+            queue.not_issued -= open_count
+            queue.discard(queued, table.serial)
+        for cohort in {c for c in retired.cohorts if self.cohort_sizes[c] == 0}:
+            del self.cohort_sizes[cohort]
+            for station in self.stations.values():
+                station.queues.pop(cohort, None)
+        self._retired_ids.update(retired.ids)
+        if dropped is None:
+            self.evicted_total += len(slots)
+        else:
+            self.dropped[dropped] += len(slots)
+        self._wake_putters()
+        return retired
+
+    def _tell(self, retired: Retired | None) -> None:
+        if retired is not None and self._on_retire is not None:
+            self._on_retire(retired)
+
+    def _waiting_entries(self, slots: np.ndarray) -> list[tuple[ReadyQueue, int, int]]:
+        """Per queue: how many of these samples it still counts as not issued, and how many it holds."""
+        found = []
+        for station in self.stations.values():
+            open_slots = slots[self.table.done[slots] & station.bit == 0]
+            for cohort, count in zip(*_counts(self.table.cohort[open_slots]), strict=True):
+                part = open_slots[self.table.cohort[open_slots] == cohort]
+                queued = int(np.count_nonzero(self.table.ready[part] & station.bit))
+                found.append((station.queue(cohort), count, queued))
+        return found
+
+    def _wake_putters(self) -> None:
+        while self.putters:
+            waiter = self.putters[0]
+            if not waiter.future.done():
+                if len(self) + self.reserved + waiter.count > self.max_size:
+                    return
+                self.reserved += waiter.count
+                waiter.future.set_result(None)
+            self.putters.pop(0)
+
+    # ---- ending
+
+    def close_input(self, reason: str) -> None:
+        """Nothing more will be put: getters drain what is there, then get EndOfData with this reason. A put
+        that waits for space must be finished or cancelled first (ValueError)."""
+        if self.putters or self.reserved:
+            raise ValueError("close_input while a put waits for space")
+        self.closed = reason
+        self._serve_closed()
+
+    def _serve_closed(self) -> None:
+        if self.closed is not None:
+            for station in self.stations.values():
+                self._serve(station)
+
+    def abort(self, error: BaseException) -> None:
+        """Every present and future waiter raises ``error``."""
+        self.failure = error
+        futures = [w.future for w in self.putters]
+        for station in self.stations.values():
+            futures += [w.future for w in station.waiters]
+            station.waiters.clear()
+        self.putters.clear()
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+
+    # ---- reports
+
+    def stats(self) -> dict[str, Any]:
+        """Resident samples, per call ready/leased/waiting, the oldest age in seconds, and totals."""
+        return buffer_report.stats(self)
+
+    def explain_wait(self, mfc: str, cohort: int | None = None) -> str:
+        """Why ``mfc`` does not run: which keys are missing on how many samples, and who produces them."""
+        return buffer_report.explain_wait(self, mfc, cohort)
+
+    def check_invariants(self) -> None:
+        """Recompute everything from the table; AssertionError names the invariant that does not hold."""
+        buffer_report.check_invariants(self)
+
+
+def _counts(values: np.ndarray) -> tuple[list[int], list[int]]:
+    """Distinct values and how often each occurs."""
+    if not len(values):
+        return [], []
+    first = int(values[0])
+    if (values == first).all():
+        return [first], [len(values)]
+    distinct, counts = np.unique(values, return_counts=True)
+    return distinct.tolist(), counts.tolist()

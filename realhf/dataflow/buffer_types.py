@@ -1,0 +1,144 @@
+"""What the sequence buffer hands out, what it raises, and its state per model function call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.sample import SequenceSample
+from realhf.dataflow.ready_queue import Order, ReadyQueue
+from realhf.dataflow.sample_table import MetaView, SampleTable
+
+NO_COHORT = -1
+
+
+class BufferFull(RuntimeError):
+    """A put with ``wait=False`` does not fit now."""
+
+
+class BatchTooLarge(ValueError):
+    """A put can never fit."""
+
+
+class DuplicateSampleError(ValueError):
+    """A sample was put twice."""
+
+
+class BufferClosed(RuntimeError):
+    """A put after ``close_input``."""
+
+
+class EndOfData(Exception):
+    """The input is closed and this call has nothing left to do."""
+
+
+class NotDroppable(ValueError):
+    """A sample to drop is leased or was trained on."""
+
+
+@dataclass(eq=False)
+class BatchLease:
+    """One call's claim on a batch. ``meta`` (its input keys and all metadata so far) is a snapshot, put
+    together when first read."""
+
+    lease_id: int
+    mfc: str
+    view: MetaView = field(repr=False)
+    births: list[int] = field(repr=False)
+    slots: np.ndarray = field(repr=False)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.view.ids
+
+    @property
+    def meta(self) -> SequenceSample:
+        return self.view.sample
+
+
+@dataclass(eq=False)
+class Retired:
+    """Samples that left the buffer: evicted after the last call, or ``dropped`` for the given reason."""
+
+    view: MetaView = field(repr=False)
+    births: list[int]
+    cohorts: list[int]
+    dropped: str | None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.view.ids
+
+
+@dataclass(eq=False)
+class Waiter:
+    """A getter that waits for a batch of its cohort (None: of any)."""
+
+    cohort: int | None
+    future: asyncio.Future[BatchLease]
+
+
+@dataclass(eq=False)
+class PutWaiter:
+    """A put that waits for space for ``count`` samples."""
+
+    count: int
+    future: asyncio.Future[None]
+
+
+@dataclass(eq=False)
+class Station:
+    """The buffer's state for one model function call; ``queues`` by cohort."""
+
+    name: str
+    n_seqs: int
+    bit: int
+    inputs: tuple[str, ...]
+    required: int
+    trains: bool
+    queues: dict[int, ReadyQueue] = field(default_factory=dict)
+    waiters: deque[Waiter] = field(default_factory=deque)
+    leased: int = 0
+
+    @classmethod
+    def of(cls, mfc: MFCDef, index: int, inputs: Sequence[str], table: SampleTable) -> Station:
+        trains = mfc.interface_type is InterfaceType.TRAIN_STEP
+        return cls(mfc.name, mfc.n_seqs, 1 << index, tuple(inputs), table.key_mask(inputs), trains)
+
+    @property
+    def ready(self) -> int:
+        """Samples that could be leased now."""
+        return sum(queue.live for queue in self.queues.values())
+
+    def queue(self, cohort: int) -> ReadyQueue:
+        found = self.queues.get(cohort)
+        if found is None:
+            found = self.queues[cohort] = ReadyQueue()
+        return found
+
+    def eligible(self, cohort: int | None) -> list[ReadyQueue]:
+        if cohort is None:
+            return list(self.queues.values())
+        return [self.queues[cohort]] if cohort in self.queues else []
+
+    def take(self, queues: Sequence[ReadyQueue], count: int, serial_of: np.ndarray) -> np.ndarray:
+        """Slots of the ``count`` oldest samples over these queues, oldest first."""
+        if len(queues) == 1:
+            return queues[0].take(count, serial_of)
+        parts: list[np.ndarray] = []
+        while count > 0:
+            heads: list[tuple[Order, int]] = []
+            for index, queue in enumerate(queues):
+                head = queue.head()
+                if head is not None:
+                    heads.append((head, index))
+            heads.sort()
+            limit = heads[1][0] if len(heads) > 1 else None
+            parts.append(queues[heads[0][1]].take(count, serial_of, limit))
+            count -= len(parts[-1])
+        return np.concatenate(parts)
