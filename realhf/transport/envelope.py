@@ -1,0 +1,124 @@
+"""Messages of the request-reply protocol: a msgpack header frame and a msgpack payload frame.
+
+Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the worker's process; requests
+add ``id`` (16 random bytes), ``no`` (call number on the ordered lane, 0 on the immediate lane), ``handler``,
+``mfc``, ``step`` and ``deadline_ms``. Sizes are checked before anything is decoded (spec section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import msgpack
+
+from realhf.transport.errors import ProtocolError
+
+PROTOCOL = 1
+MAX_HEADER_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 64 << 20
+MAX_DEPTH = 16
+MAX_HEADER_ITEMS = 1 << 16
+HIGH_WATER_MARK = 10_000
+
+T = TypeVar("T")
+
+
+def pack_header(kind: str, run: str, session: bytes, **fields: Any) -> bytes:
+    """Raises ProtocolError when the header exceeds its limit."""
+    header = _packed({"v": PROTOCOL, "kind": kind, "run": run, "session": session, **fields})
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"{kind} header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
+    return header
+
+
+def _packed(value: Any) -> bytes:
+    return cast(bytes, msgpack.packb(value))
+
+
+def unpack_header(frame: Any) -> dict[str, Any]:
+    """Raises ProtocolError on anything but a small, shallow msgpack map of this protocol version."""
+    header = unpack_map(frame, MAX_HEADER_BYTES)
+    if header.get("v") != PROTOCOL:
+        raise ProtocolError(f"protocol version {header.get('v')!r}, expected {PROTOCOL}")
+    return header
+
+
+def unpack_map(frame: Any, limit: int) -> dict[str, Any]:
+    """A msgpack map of at most ``limit`` bytes and MAX_DEPTH levels."""
+    view = memoryview(frame)
+    if view.nbytes > limit:
+        raise ProtocolError(f"header of {view.nbytes} bytes exceeds {limit}")
+    try:
+        value = msgpack.unpackb(view, strict_map_key=True, max_array_len=MAX_HEADER_ITEMS, max_map_len=MAX_HEADER_ITEMS)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"header is not valid msgpack: {error or type(error).__name__}") from None
+    if not isinstance(value, dict):
+        raise ProtocolError(f"header is a {type(value).__name__}, expected a map")
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        nested: list[Any] = []
+        for item in level:
+            children = item.values() if isinstance(item, dict) else item
+            nested.extend(child for child in children if isinstance(child, (dict, list)))
+        if not nested:
+            return
+        level = nested
+    raise ProtocolError(f"header is nested deeper than {MAX_DEPTH} levels")
+
+
+def pack_payload(value: Any) -> bytes:
+    """Raises ProtocolError when the value is not plain data or too large for the control path."""
+    try:
+        payload = _packed(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"payload cannot be sent: {error}") from None
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(
+            f"payload of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}; tensors travel on the data plane"
+        )
+    return payload
+
+
+def unpack_payload(frames: Sequence[Any]) -> Any:
+    """Value of the single payload frame after the header; None when there is none."""
+    if not frames:
+        return None
+    if len(frames) > 1:
+        raise ProtocolError(f"{len(frames)} payload frames, expected one")
+    view = memoryview(frames[0])
+    if view.nbytes > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"payload of {view.nbytes} bytes exceeds {MAX_PAYLOAD_BYTES}")
+    try:
+        return msgpack.unpackb(view, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"payload is not valid msgpack: {error or type(error).__name__}") from None
+
+
+def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
+    """A header field of the given type. Raises ProtocolError when absent or of another type."""
+    value = header.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ProtocolError(f"header field {name!r} is {value!r:.60}, expected {kind.__name__}")
+    return value
+
+
+def require_loopback(address: str) -> str:
+    """The address if it is ``tcp://`` on a loopback interface. Raises ValueError otherwise: the protocol
+    carries no authentication, so nothing may listen where another host can reach it."""
+    parts = urlsplit(address)
+    host = parts.hostname or ""
+    try:
+        loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if parts.scheme != "tcp" or not loopback:
+        raise ValueError(f"refusing to bind {address!r}: only tcp:// on a loopback address is allowed")
+    return address

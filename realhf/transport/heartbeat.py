@@ -1,0 +1,229 @@
+"""Signs of life between master and workers, each side on a thread of its own.
+
+Workers ping, the master answers; a busy event loop or a long computation delays neither. On one host both
+sides also hold a process descriptor of the other, so the end of a process is seen at once; elsewhere
+silence counts as death after a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from realhf.transport.envelope import field, pack_header, unpack_header
+from realhf.transport.errors import ProtocolError
+from realhf.transport.process_id import host_token, open_process
+from realhf.transport.waker import Waker
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Watched:
+    name: str
+    seen: float
+    process: int | None
+    state: str = "starting"
+    suspected: bool = False
+
+
+class HeartbeatServer:
+    """The master's side. ``on_death(name, session, reason)`` is called on the heartbeat thread."""
+
+    def __init__(
+        self,
+        run_id: str,
+        context: zmq.Context[Any],
+        bind: str,
+        *,
+        interval_s: float,
+        dead_after_s: float,
+        on_death: Callable[[str, bytes, str], None],
+    ) -> None:
+        self._run_id = run_id
+        self._interval_s, self._dead_after_s = interval_s, dead_after_s
+        self._on_death = on_death
+        self._watched: dict[bytes, _Watched] = {}
+        self._retired: list[int] = []
+        self._lock = threading.Lock()
+        self._waker = Waker()
+        self._stopping = False
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(bind)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def watch(self, name: str, session: bytes, *, pid: int, started: int, host: str) -> None:
+        """Begin to watch a worker. Raises ProcessLookupError when it is gone already."""
+        process = open_process(pid, started) if host and host == host_token() and started else None
+        with self._lock:
+            self._watched[session] = _Watched(name, time.monotonic(), process)
+        self._waker.wake()
+
+    def forget(self, session: bytes) -> None:
+        with self._lock:
+            watched = self._watched.pop(session, None)
+            if watched and watched.process is not None:
+                self._retired.append(watched.process)
+        self._waker.wake()
+
+    def state(self, session: bytes) -> str:
+        """What the worker last said it was doing, and how long ago."""
+        with self._lock:
+            watched = self._watched.get(session)
+            if watched is None:
+                return "it is not connected"
+            return f"{time.monotonic() - watched.seen:.1f} s ago it was {watched.state}"
+
+    def close(self) -> None:
+        self._stopping = True
+        self._waker.wake()
+        self._thread.join(timeout=5)
+        for session in list(self._watched):
+            self.forget(session)
+        self._close_retired()
+        self._socket.close(0)
+        self._waker.close()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._close_retired()
+            with self._lock:
+                processes = {w.process: s for s, w in self._watched.items() if w.process is not None}
+            poller = zmq.Poller()
+            for source in (self._socket, self._waker.fileno(), *processes):
+                poller.register(source, zmq.POLLIN)
+            ready = dict(poller.poll(int(self._interval_s * 500)))
+            if self._waker.fileno() in ready:
+                self._waker.clear()
+            if self._socket in ready:
+                self._answer_pings()
+            for process, session in processes.items():
+                if process in ready:
+                    self._report(session, "its process ended")
+            self._check_silence()
+
+    def _close_retired(self) -> None:
+        """Descriptors are closed on the polling thread only, so none is closed while it is polled."""
+        with self._lock:
+            retired, self._retired = self._retired, []
+        for process in retired:
+            os.close(process)
+
+    def _answer_pings(self) -> None:
+        while True:
+            try:
+                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                continue
+            try:
+                header = unpack_header(frame)
+                session, state = field(header, "session", bytes), field(header, "state", str)
+            except ProtocolError as error:
+                _log.warning("heartbeat dropped: %s", error)
+                continue
+            with self._lock:
+                watched = self._watched.get(session)
+                if watched is None or header.get("run") != self._run_id:
+                    continue
+                watched.seen, watched.state, watched.suspected = time.monotonic(), state, False
+            self._socket.send_multipart([identity, pack_header("pong", self._run_id, session)], zmq.NOBLOCK)
+
+    def _check_silence(self) -> None:
+        now = time.monotonic()
+        late: list[tuple[bytes, float]] = []
+        with self._lock:
+            for session, watched in self._watched.items():
+                silent = now - watched.seen
+                if silent > self._dead_after_s:
+                    late.append((session, silent))
+                elif silent > 3 * self._interval_s and not watched.suspected:
+                    watched.suspected = True
+                    _log.warning("worker %r is silent for %.1f s (%s)", watched.name, silent, watched.state)
+        for session, silent in late:
+            self._report(session, f"no heartbeat for {silent:.1f} s")
+
+    def _report(self, session: bytes, reason: str) -> None:
+        with self._lock:
+            watched = self._watched.get(session)
+        if watched is not None:
+            self.forget(session)
+            self._on_death(watched.name, session, f"{reason} (was {watched.state})")
+
+
+class HeartbeatClient:
+    """The worker's side. ``on_lost(reason)`` is called once, on the heartbeat thread."""
+
+    def __init__(
+        self,
+        run_id: str,
+        session: bytes,
+        context: zmq.Context[Any],
+        endpoint: str,
+        *,
+        interval_s: float,
+        lost_after_s: float,
+        master: tuple[int, int, str],
+        state: Callable[[], str],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._run_id, self._session = run_id, session
+        self._interval_s, self._lost_after_s = interval_s, lost_after_s
+        self._state, self._on_lost = state, on_lost
+        self._endpoint = endpoint
+        self._context = context
+        pid, started, host = master
+        self._process = open_process(pid, started) if host and host == host_token() and started else None
+        self._waker = Waker()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping = True
+        self._waker.wake()
+        self._thread.join(timeout=5)
+        if self._process is not None:
+            os.close(self._process)
+        self._waker.close()
+
+    def _run(self) -> None:
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._endpoint)
+            self._beat(socket)
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        for source in (socket, self._waker.fileno(), self._process):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
+        heard = time.monotonic()
+        next_ping = heard
+        while not self._stopping:
+            now = time.monotonic()
+            if now >= next_ping:
+                next_ping = now + self._interval_s
+                ping = pack_header("ping", self._run_id, self._session, state=self._state())
+                if socket.poll(0, zmq.POLLOUT):
+                    socket.send(ping, zmq.NOBLOCK)
+            ready = dict(poller.poll(int(max(0.0, next_ping - time.monotonic()) * 1000) + 1))
+            if socket in ready:
+                heard = time.monotonic()
+                while socket.poll(0):
+                    socket.recv_multipart()
+            if self._process in ready:
+                return self._on_lost("its process ended")
+            if time.monotonic() - heard > self._lost_after_s:
+                return self._on_lost(f"no answer for {self._lost_after_s:.1f} s")

@@ -1,0 +1,41 @@
+"""Which process on which host: identity that survives the reuse of process numbers (Linux)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def host_token() -> str:
+    """Equal for two processes exactly when they can see each other's /proc entries: kernel boot and process
+    namespace. Empty where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> int:
+    """Start of a running process in clock ticks since boot; 0 when it is gone, dead or unreadable."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    state, *rest = stat[stat.rindex(")") + 2 :].split()
+    return 0 if state in "ZX" else int(rest[18])
+
+
+def open_process(pid: int, started: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the system has none. Raises
+    ProcessLookupError when the process that started then is gone."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):
+        return None
+    if start_time(pid) != started:
+        os.close(descriptor)
+        raise ProcessLookupError(pid)
+    return descriptor

@@ -1,0 +1,41 @@
+"""Who takes part in a run: published by the master, versioned."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from realhf.transport.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One registered worker. ``endpoints`` maps a service to its address, e.g. ``{"env": "http://..."}``."""
+
+    name: str
+    kind: str
+    index: int
+    host: str
+    pid: int
+    data_endpoint: str = ""
+    endpoints: dict[str, str] = field(default_factory=dict)
+
+    def to_map(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_map(value: Any) -> WorkerInfo:
+        """Raises ProtocolError on a map that does not describe a worker."""
+        try:
+            info = WorkerInfo(**value)
+        except TypeError as error:
+            raise ProtocolError(f"not a worker description: {error}") from None
+        texts = (info.name, info.kind, info.host, info.data_endpoint)
+        numbers = (info.index, info.pid)
+        if not (
+            all(isinstance(t, str) for t in texts)
+            and all(isinstance(n, int) for n in numbers)
+            and isinstance(info.endpoints, dict)
+        ):
+            raise ProtocolError(f"not a worker description: {info}")
+        return info

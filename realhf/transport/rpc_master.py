@@ -1,0 +1,439 @@
+"""The master's end of the request-reply protocol (dataflow spec section 6).
+
+One ROUTER socket lives on the event loop's thread; there is no polling and no thread between a call and the
+wire. ``call`` enqueues before it returns, so the order of calls is the order of the code, on every worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from realhf.transport import envelope
+from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.errors import (
+    MasterLost,
+    ProtocolError,
+    RemoteError,
+    RpcError,
+    RpcTimeout,
+    WorkerDied,
+)
+from realhf.transport.heartbeat import HeartbeatServer
+from realhf.transport.process_id import host_token, start_time
+from realhf.transport.roster import WorkerInfo
+
+__all__ = [
+    "MasterLost",
+    "ProtocolError",
+    "RemoteError",
+    "RpcError",
+    "RpcMaster",
+    "RpcTimeout",
+    "WorkerDied",
+    "WorkerInfo",
+]
+
+_log = logging.getLogger(__name__)
+
+BYE_TIMEOUT_S = 3.0
+LINGER_MS = 500
+
+
+@dataclass
+class _Peer:
+    info: WorkerInfo
+    session: bytes
+    control: bytes
+    ordered: bytes
+    lanes: dict[str, str]
+    next_no: int = 1
+    pending: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Pending:
+    worker: str
+    handler: str
+    mfc: str
+    step: int
+    no: int
+    future: asyncio.Future[Any]
+    timer: asyncio.TimerHandle | None = None
+
+
+class RpcMaster:
+    """Calls workers. All methods belong to the event loop's thread.
+
+    ``bind`` must be a loopback address (ValueError otherwise). A worker is dead when its process on this
+    host ends, or after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on
+    the loop and all its calls fail with WorkerDied.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        heartbeat_s: float = 2.0,
+        dead_after_s: float = 8.0,
+        on_death: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._bind = envelope.require_loopback(bind)
+        self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
+        self._on_death = on_death
+        self._peers: dict[str, _Peer] = {}
+        self._ordered_lanes: dict[bytes, bytes] = {}
+        self._pending: dict[bytes, _Pending] = {}
+        self._dead: dict[str, str] = {}
+        self._joined = asyncio.Event()
+        self._left = asyncio.Event()
+        self._closing = False
+        self.roster: dict[str, WorkerInfo] = {}
+        self.roster_version = 0
+        self.dropped_messages = 0
+        self.endpoint = ""
+
+    async def start(self) -> None:
+        """Bind. Raises RpcError when the address is taken."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        try:
+            self._socket.bind(self._bind)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise RpcError(f"the master cannot listen on {self._bind}: {error}") from None
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._heartbeat = HeartbeatServer(
+            self._run_id,
+            self._context,
+            self.endpoint.rpartition(":")[0] + ":0",
+            interval_s=self._heartbeat_s,
+            dead_after_s=self._dead_after_s,
+            on_death=self._death_seen,
+        )
+        self._loop.add_reader(self._socket.FD, self._drain)
+        self._loop.call_soon(self._drain)
+
+    async def wait_for(self, names: Iterable[str], timeout_s: float) -> None:
+        """Until all these workers have registered. Raises RpcTimeout naming the missing ones, or WorkerDied
+        when one died meanwhile."""
+        wanted = list(names)
+        deadline = time.monotonic() + timeout_s
+        while missing := [name for name in wanted if name not in self.roster]:
+            for name in missing:
+                if name in self._dead:
+                    raise WorkerDied(name, self._dead[name])
+            self._joined.clear()
+            left = deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._joined.wait(), max(left, 0))
+            except TimeoutError:
+                raise RpcTimeout(f"workers {missing} did not register within {timeout_s:g} s") from None
+
+    def call(
+        self,
+        worker: str,
+        handler: str,
+        payload: Any = None,
+        *,
+        timeout_s: float,
+        step: int = -1,
+        mfc: str = "",
+    ) -> asyncio.Future[Any]:
+        """Send a request now; the future gives the handler's result.
+
+        It fails with RpcTimeout, WorkerDied, RemoteError or ProtocolError. Cancelling it cancels the call
+        if the worker has not begun it."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        try:
+            self._send_call(future, worker, handler, payload, timeout_s, step, mfc)
+        except RpcError as error:
+            self._fail(future, error)
+        return future
+
+    async def close(self) -> None:
+        """Say bye to every worker, wait a moment for their answers, release all ports. Calls in flight
+        fail."""
+        if self._closing or not self.endpoint:
+            return
+        self._closing = True
+        deadline = time.monotonic() + BYE_TIMEOUT_S
+        for peer in list(self._peers.values()):
+            self._say(peer.control, peer.session, "bye")
+        while self._peers and time.monotonic() < deadline:
+            self._left.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), deadline - time.monotonic())
+        for name in list(self._peers):
+            self._remove(name, "the master is closing")
+        self._loop.remove_reader(self._socket.FD)
+        self._heartbeat.close()
+        self._socket.close(LINGER_MS)
+        self._context.term()
+
+    def fail_worker(self, name: str, reason: str) -> None:
+        """Declare a worker dead, e.g. because its supervisor saw it exit. No effect if it is not known as
+        alive, except that ``wait_for`` no longer waits for it."""
+        self._dead[name] = reason
+        self._joined.set()
+        if name in self._peers:
+            self._remove(name, reason)
+            _log.error("worker %r died: %s", name, reason)
+            if self._on_death is not None:
+                self._on_death(name, reason)
+
+    def expect(self, name: str) -> None:
+        """A new process is being started under this name: forget the death of the previous one."""
+        self._dead.pop(name, None)
+
+    # ---- sending
+
+    def _send_call(
+        self,
+        future: asyncio.Future[Any],
+        worker: str,
+        handler: str,
+        payload: Any,
+        timeout_s: float,
+        step: int,
+        mfc: str,
+    ) -> None:
+        peer = self._peers.get(worker)
+        if peer is None or self._closing:
+            raise WorkerDied(worker, self._dead.get(worker, "it is not registered"))
+        lane = peer.lanes.get(handler)
+        if lane is None:
+            raise ProtocolError(f"worker {worker!r} has no handler {handler!r}; it has {sorted(peer.lanes)}")
+        request_id = os.urandom(16)
+        no = peer.next_no if lane == "ordered" else 0
+        header = pack_header(
+            "request",
+            self._run_id,
+            peer.session,
+            id=request_id,
+            no=no,
+            handler=handler,
+            mfc=mfc,
+            step=step,
+            deadline_ms=int(timeout_s * 1000),
+        )
+        identity = peer.ordered if no else peer.control
+        try:
+            self._socket.send_multipart([identity, header, pack_payload(payload)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise WorkerDied(worker, f"its connection is gone or full ({error})") from None
+        if no:
+            peer.next_no += 1
+        entry = _Pending(worker, handler, mfc, step, no, future)
+        entry.timer = self._loop.call_later(timeout_s, self._expire, request_id, timeout_s)
+        self._pending[request_id] = entry
+        peer.pending.add(request_id)
+        future.add_done_callback(lambda done: self._cancel(request_id) if done.cancelled() else None)
+        self._after_send()
+
+    def _say(self, identity: bytes, session: bytes, kind: str, **fields: Any) -> None:
+        """Send a control message; a peer that is gone is noticed by its heartbeat."""
+        header = pack_header(kind, self._run_id, session, **fields)
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, header], zmq.NOBLOCK)
+        self._after_send()
+
+    def _after_send(self) -> None:
+        # Sending may swallow the edge by which the descriptor announces a message that came in.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+            self._loop.call_soon(self._drain)
+
+    # ---- receiving
+
+    def _drain(self) -> None:
+        while not self._socket.closed:
+            try:
+                identity, frame, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                self.dropped_messages += 1
+                continue
+            try:
+                self._dispatch(identity, unpack_header(frame), payload)
+            except ProtocolError as error:
+                self.dropped_messages += 1
+                _log.warning("message dropped: %s", error)
+
+    def _dispatch(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
+        kind, session = header.get("kind"), envelope.field(header, "session", bytes)
+        if kind == "hello":
+            self._hello(identity, header, session)
+            return
+        if header.get("run") != self._run_id:
+            raise ProtocolError(f"{kind} of run {header.get('run')!r}, this is {self._run_id!r}")
+        if kind in ("reply", "error"):
+            self._answer(header, session, payload)
+        elif kind == "bye":
+            name = next((n for n, peer in self._peers.items() if peer.session == session), None)
+            self._say(identity, session, "bye")
+            if name is not None:
+                self._remove(name, "it left")
+        else:
+            raise ProtocolError(f"unknown message kind {kind!r}")
+
+    def _answer(self, header: dict[str, Any], session: bytes, payload: list[bytes]) -> None:
+        entry = self._pending.get(envelope.field(header, "id", bytes))
+        if entry is None:
+            self.dropped_messages += 1
+            return
+        if self._peers[entry.worker].session != session:
+            raise ProtocolError(f"reply for worker {entry.worker!r} from a previous process")
+        self._take(header["id"])
+        if entry.future.done():
+            return
+        try:
+            value = unpack_payload(payload)
+            if header["kind"] == "reply":
+                entry.future.set_result(value)
+            else:
+                self._fail(entry.future, self._remote_error(entry, value))
+        except ProtocolError as error:
+            self._fail(entry.future, error)
+
+    def _remote_error(self, entry: _Pending, value: Any) -> RpcError:
+        if not isinstance(value, dict):
+            return ProtocolError(f"worker {entry.worker!r} sent a malformed error")
+        message = str(value.get("message", ""))
+        if value.get("protocol"):
+            return ProtocolError(f"worker {entry.worker!r}: {message}")
+        return RemoteError(
+            worker=entry.worker,
+            handler=entry.handler,
+            mfc=entry.mfc,
+            step=entry.step,
+            kind=str(value.get("type", "")),
+            message=message,
+            remote_traceback=str(value.get("traceback", "")),
+        )
+
+    # ---- registration
+
+    def _hello(self, identity: bytes, header: dict[str, Any], session: bytes) -> None:
+        if header.get("run") != self._run_id:
+            reason = f"this is run {self._run_id!r}, the worker belongs to {header.get('run')!r}"
+            self._say(identity, session, "refused", reason=reason)
+            return
+        if header.get("lane") == "ordered":
+            self._ordered_lanes[session] = identity
+            self._say(identity, session, "hello_ack")
+            return
+        info = WorkerInfo.from_map(header.get("info"))
+        reason = self._register(identity, header, session, info)
+        if reason:
+            self._say(identity, session, "refused", reason=reason)
+            return
+        self._say(
+            identity,
+            session,
+            "hello_ack",
+            heartbeat=self._heartbeat.endpoint,
+            heartbeat_s=self._heartbeat_s,
+            master=[os.getpid(), start_time(os.getpid()), host_token()],
+        )
+        self._publish()
+        self._joined.set()
+
+    def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
+        """Add the worker; a reason when it cannot be."""
+        if info.name in self._peers:
+            return f"a worker named {info.name!r} is registered already"
+        ordered = self._ordered_lanes.pop(session, None)
+        if ordered is None:
+            return "its ordered lane is not connected"
+        lanes = envelope.field(header, "lanes", dict)
+        started, host = envelope.field(header, "started", int), envelope.field(header, "host", str)
+        try:
+            self._heartbeat.watch(info.name, session, pid=info.pid, started=started, host=host)
+        except ProcessLookupError:
+            return "its process ended"
+        self._peers[info.name] = _Peer(info, session, identity, ordered, lanes)
+        self._dead.pop(info.name, None)
+        self.roster[info.name] = info
+        return ""
+
+    def _publish(self) -> None:
+        self.roster_version += 1
+        workers = [info.to_map() for info in self.roster.values()]
+        for peer in self._peers.values():
+            self._say(peer.control, peer.session, "roster", version=self.roster_version, workers=workers)
+
+    # ---- ends
+
+    def _take(self, request_id: bytes) -> _Pending | None:
+        entry = self._pending.pop(request_id, None)
+        if entry is not None:
+            if entry.timer is not None:
+                entry.timer.cancel()
+            if entry.worker in self._peers:
+                self._peers[entry.worker].pending.discard(request_id)
+        return entry
+
+    def _expire(self, request_id: bytes, timeout_s: float) -> None:
+        entry = self._pending.get(request_id)
+        if entry is None:
+            return
+        state = self._heartbeat.state(self._peers[entry.worker].session)
+        self._cancel(request_id)
+        self._fail(
+            entry.future,
+            RpcTimeout(
+                f"{entry.handler} of worker {entry.worker!r} {entry.mfc} did not answer within {timeout_s:g} s; {state}"
+            ),
+        )
+
+    def _cancel(self, request_id: bytes) -> None:
+        entry = self._take(request_id)
+        if entry is not None and entry.worker in self._peers:
+            peer = self._peers[entry.worker]
+            self._say(peer.control, peer.session, "cancel", id=request_id, no=entry.no)
+
+    def _death_seen(self, name: str, session: bytes, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._confirm_death, name, session, reason)
+
+    def _confirm_death(self, name: str, session: bytes, reason: str) -> None:
+        self._drain()
+        if name in self._peers and self._peers[name].session == session and not self._closing:
+            self.fail_worker(name, reason)
+
+    def _remove(self, name: str, reason: str) -> None:
+        peer = self._peers[name]
+        for request_id in list(peer.pending):
+            entry = self._take(request_id)
+            if entry is not None:
+                self._fail(entry.future, WorkerDied(name, reason))
+        del self._peers[name]
+        del self.roster[name]
+        self._heartbeat.forget(peer.session)
+        self._left.set()
+        if not self._closing:
+            self._publish()
+
+    @staticmethod
+    def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+        if not future.done():
+            future.set_exception(error)
+            # The failure is also reported where the worker's death is: a future nobody awaits is no news.
+            future.exception()

@@ -1,0 +1,301 @@
+"""A worker's end of the request-reply protocol (dataflow spec section 6).
+
+Ordered handlers run on the thread that calls ``run``, which owns the ordered lane's socket: no thread lies
+between the wire and the computation. Immediate handlers, the roster and cancellations have a socket and a
+thread of their own, heartbeats another, so all of them live while a computation runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+
+from realhf.transport import envelope
+from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.errors import MasterLost, ProtocolError, RpcTimeout
+from realhf.transport.heartbeat import HeartbeatClient
+from realhf.transport.process_id import host_token, start_time
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.waker import Waker
+
+__all__ = ["MasterLost", "ProtocolError", "RpcTimeout", "RpcWorker"]
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[Any], Any]
+BYE_TIMEOUT_S = 2.0
+LINGER_MS = 1000
+
+
+class RpcWorker:
+    """Serves calls of the master until it says bye.
+
+    ``ordered`` handlers run strictly one after the other in the order of the master's calls; ``immediate``
+    ones run beside them. A handler takes the payload and returns msgpack-able data; what it raises reaches
+    the caller as RemoteError and the worker goes on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        index: int,
+        run_id: str,
+        master_endpoint: str,
+        *,
+        ordered: Mapping[str, Handler],
+        immediate: Mapping[str, Handler] | None = None,
+        data_endpoint: str = "",
+        endpoints: Mapping[str, str] | None = None,
+        connect_timeout_s: float = 60.0,
+        master_lost_after_s: float = 10.0,
+    ) -> None:
+        self._info = WorkerInfo(
+            name, kind, index, os.uname().nodename, os.getpid(), data_endpoint, dict(endpoints or {})
+        )
+        self._run_id, self._endpoint = run_id, master_endpoint
+        self._ordered, self._immediate = dict(ordered), dict(immediate or {})
+        both = sorted(set(self._ordered) & set(self._immediate))
+        if both:
+            raise ValueError(f"handlers {both} are both ordered and immediate")
+        self._connect_timeout_s, self._master_lost_after_s = connect_timeout_s, master_lost_after_s
+        self._session = os.urandom(16)
+        self._waker, self._control_waker = Waker(), Waker()
+        self._stopping = threading.Event()
+        self._lost = ""
+        self._last_no = 0
+        self._running: tuple[bytes, str, float] | None = None
+        self._cancelled: set[bytes] = set()
+        self._roster: dict[str, WorkerInfo] = {}
+        self._roster_version = -1
+        self.dropped_messages = 0
+
+    @property
+    def roster(self) -> dict[str, WorkerInfo]:
+        """The latest roster the master published."""
+        return dict(self._roster)
+
+    def stop(self) -> None:
+        """Make ``run`` return after the handler that is running. From any thread or signal handler."""
+        self._stopping.set()
+        self._waker.wake()
+        self._control_waker.wake()
+
+    def run(self) -> None:
+        """Register and serve. Returns after the master's bye or ``stop``. Raises MasterLost, RpcTimeout
+        when the master does not answer at first, ProtocolError when it refuses or breaks the call order."""
+        context = zmq.Context(io_threads=1)
+        try:
+            ordered = self._connect(context)
+            control = self._connect(context)
+            self._greet(ordered, lane="ordered")
+            welcome = self._greet(
+                control,
+                lane="control",
+                info=self._info.to_map(),
+                started=start_time(os.getpid()),
+                host=host_token(),
+                lanes={h: "ordered" for h in self._ordered} | {h: "immediate" for h in self._immediate},
+            )
+            self._serve(context, ordered, control, welcome)
+        finally:
+            context.destroy(LINGER_MS)
+            self._waker.close()
+            self._control_waker.close()
+
+    def _serve(
+        self,
+        context: zmq.Context[Any],
+        ordered: zmq.Socket[bytes],
+        control: zmq.Socket[bytes],
+        welcome: dict[str, Any],
+    ) -> None:
+        pid, started, host = envelope.field(welcome, "master", list)
+        heartbeat = HeartbeatClient(
+            self._run_id,
+            self._session,
+            context,
+            envelope.field(welcome, "heartbeat", str),
+            interval_s=float(welcome["heartbeat_s"]),
+            lost_after_s=self._master_lost_after_s,
+            master=(pid, started, host),
+            state=self._state,
+            on_lost=self._on_master_lost,
+        )
+        thread = threading.Thread(target=self._serve_control, args=(control,), name="control", daemon=True)
+        thread.start()
+        try:
+            self._serve_ordered(ordered)
+        finally:
+            self.stop()
+            thread.join(timeout=BYE_TIMEOUT_S + 1)
+            heartbeat.close()
+        if self._lost:
+            raise MasterLost(f"worker {self._info.name!r} lost the master at {self._endpoint}: {self._lost}")
+
+    # ---- connecting
+
+    def _connect(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.connect(self._endpoint)
+        return socket
+
+    def _greet(self, socket: zmq.Socket[bytes], **fields: Any) -> dict[str, Any]:
+        """Say hello and wait for the answer."""
+        socket.send(pack_header("hello", self._run_id, self._session, **fields))
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        if not poller.poll(int(self._connect_timeout_s * 1000)):
+            socket.setsockopt(zmq.LINGER, 0)
+            raise RpcTimeout(
+                f"the master at {self._endpoint} did not answer worker {self._info.name!r}"
+                f" within {self._connect_timeout_s:g} s"
+            )
+        header = unpack_header(socket.recv_multipart()[0])
+        if header["kind"] == "refused":
+            raise ProtocolError(f"the master refused worker {self._info.name!r}: {header.get('reason')}")
+        return header
+
+    def _on_master_lost(self, reason: str) -> None:
+        self._lost = reason
+        self.stop()
+
+    def _state(self) -> str:
+        running = self._running
+        return f"in {running[1]} for {time.monotonic() - running[2]:.1f} s" if running else "idle"
+
+    # ---- lanes
+
+    def _serve_ordered(self, socket: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        while not self._stopping.is_set():
+            if socket not in dict(poller.poll(int(self._master_lost_after_s * 1000))):
+                continue
+            frames = socket.recv_multipart()
+            header = self._accept(frames)
+            if header is None or header["kind"] != "request":
+                continue
+            if header["no"] != self._last_no + 1:
+                error = ProtocolError(f"call {header['no']} arrived after call {self._last_no}")
+                self._reply_error(socket, header, error)
+                raise error
+            self._last_no = header["no"]
+            if header["id"] in self._cancelled:
+                self._cancelled.discard(header["id"])
+                continue
+            self._running = (header["id"], header["handler"], time.monotonic())
+            try:
+                self._execute(socket, header, frames[1:], self._ordered)
+            finally:
+                self._running = None
+
+    def _serve_control(self, socket: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._control_waker.fileno(), zmq.POLLIN)
+        while not self._stopping.is_set():
+            if socket not in dict(poller.poll(int(self._master_lost_after_s * 1000))):
+                continue
+            frames = socket.recv_multipart()
+            header = self._accept(frames)
+            if header is None:
+                continue
+            if header["kind"] == "bye":
+                socket.send(pack_header("bye", self._run_id, self._session))
+                self.stop()
+                return
+            self._control_message(socket, header, frames[1:])
+        if not self._lost:
+            self._leave(socket)
+
+    def _control_message(self, socket: zmq.Socket[bytes], header: dict[str, Any], payload: list[bytes]) -> None:
+        kind = header["kind"]
+        if kind == "request":
+            self._execute(socket, header, payload, self._immediate)
+        elif kind == "roster":
+            if header["version"] > self._roster_version:
+                workers = [WorkerInfo.from_map(w) for w in header["workers"]]
+                self._roster_version, self._roster = header["version"], {w.name: w for w in workers}
+        elif kind == "cancel":
+            self._cancel(header["id"], header["no"])
+
+    def _cancel(self, request_id: bytes, no: int) -> None:
+        if no > self._last_no:
+            self._cancelled.add(request_id)
+        running = self._running
+        if running and running[0] == request_id and sys.__stderr__ is not None:
+            _log.warning("the master gave up on %s; where the threads are:", running[1])
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.dump_traceback(file=sys.__stderr__)
+
+    def _leave(self, socket: zmq.Socket[bytes]) -> None:
+        """Say bye and wait shortly for the answer, so that the master does not take the end for a death."""
+        socket.send(pack_header("bye", self._run_id, self._session))
+        deadline = time.monotonic() + BYE_TIMEOUT_S
+        while socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+            header = self._accept(socket.recv_multipart())
+            if header is not None and header["kind"] == "bye":
+                return
+
+    def _accept(self, frames: list[bytes]) -> dict[str, Any] | None:
+        """The header of a message for this process; None (and counted) for any other."""
+        try:
+            header = unpack_header(frames[0])
+            if header.get("run") != self._run_id or header.get("session") != self._session:
+                raise ProtocolError("message for another run or a previous process")
+            if header["kind"] == "request":
+                for name, kind in (("id", bytes), ("no", int), ("handler", str)):
+                    envelope.field(header, name, kind)
+        except (ProtocolError, KeyError) as error:
+            self.dropped_messages += 1
+            _log.warning("message dropped: %s", error)
+            return None
+        return header
+
+    # ---- handlers
+
+    def _execute(
+        self, socket: zmq.Socket[bytes], header: dict[str, Any], payload: list[bytes], handlers: dict[str, Handler]
+    ) -> None:
+        try:
+            handler = handlers.get(header["handler"])
+            if handler is None:
+                raise ProtocolError(f"no handler {header['handler']!r} on this lane")
+            result = pack_payload(handler(unpack_payload(payload)))
+        except Exception as error:
+            self._reply_error(socket, header, error)
+            return
+        except BaseException as error:
+            self._reply_error(socket, header, error)
+            raise
+        socket.send_multipart([self._answer_header("reply", header), result])
+
+    def _answer_header(self, kind: str, header: dict[str, Any]) -> bytes:
+        return pack_header(kind, self._run_id, self._session, id=header["id"])
+
+    def _reply_error(self, socket: zmq.Socket[bytes], header: dict[str, Any], error: BaseException) -> None:
+        trace = "".join(traceback.format_exception(error))[-100_000:]
+        fields = {
+            "type": type(error).__name__,
+            "message": str(error)[-10_000:],
+            "traceback": trace,
+            "protocol": isinstance(error, ProtocolError),
+        }
+        socket.send_multipart([self._answer_header("error", header), pack_payload(fields)])

@@ -1,0 +1,30 @@
+"""Wakes a thread that waits in a poller."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+class Waker:
+    """A pipe: ``wake`` from any thread or signal handler makes ``fileno()`` readable until ``clear``."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._write, b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
