@@ -1,0 +1,23 @@
+"""Task templates of the environment, one YAML file per tier, and their loader."""
+
+from realhf.env.tasks.loader import (
+    Mistake,
+    Template,
+    get_template,
+    instantiate,
+    load_templates,
+    mistakes,
+    partial_solutions,
+    solve,
+)
+
+__all__ = [
+    "Mistake",
+    "Template",
+    "get_template",
+    "instantiate",
+    "load_templates",
+    "mistakes",
+    "partial_solutions",
+    "solve",
+]

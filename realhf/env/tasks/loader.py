@@ -1,0 +1,162 @@
+"""Templates from the YAML files beside this module, and instances drawn from them.
+
+A template's texts hold ``{parameter}`` places. A parameter is ``words`` (a drawn name) or a closed list of
+values; ``{account}`` is always there. A value that is nothing but one place keeps its type. The seed decides
+name, values and phrasing; ``split="heldout"`` draws names that training never sees. Spec sections 6.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from realhf.env.names import draw_name
+from realhf.env.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setup
+
+SPLITS = ("train", "heldout")
+_FILES = ("warmup", "beginner", "intermediate")
+_PLACE = re.compile(r"\{([a-z_]+)\}")
+_KEYS = frozenset(
+    ["task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution", "partial_solutions", "mistakes"]
+)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong habit: commands that do not solve the task, and those that repair it (none: no way back)."""
+
+    commands: tuple[str, ...]
+    recovery: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """One task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` as written there."""
+
+    task_id: int
+    name: str
+    tier: str
+    descriptions: tuple[str, ...]
+    params: Mapping[str, Any]
+    setup: list[Any]
+    success: Mapping[str, Any]
+    solution: tuple[str, ...]
+    partial_solutions: tuple[tuple[str, ...], ...]
+    mistakes: tuple[Mapping[str, Any], ...]
+
+
+def load_templates(tiers: Iterable[str] | None = None) -> list[Template]:
+    """All templates of these tiers (None: of all), ordered by id. Raises TaskError for an unknown tier."""
+    wanted = set(TIERS if tiers is None else tiers)
+    unknown = wanted - set(TIERS)
+    if unknown:
+        raise TaskError(f"unknown tier {sorted(unknown)[0]!r}; known: {', '.join(TIERS)}")
+    return [template for template in _all_templates().values() if template.tier in wanted]
+
+
+def get_template(template_id: int) -> Template:
+    """Raises TaskError for an unknown id."""
+    try:
+        return _all_templates()[template_id]
+    except KeyError:
+        raise TaskError(f"no task template has the id {template_id}") from None
+
+
+def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
+    """The instance of a template that ``seed`` draws in ``split``; the same arguments give the same task."""
+    if split not in SPLITS:
+        raise TaskError(f"split is {split!r}; known: {', '.join(SPLITS)}")
+    template = get_template(template_id)
+    rng = random.Random(f"{template_id}:{seed}:{split}")
+    params = {
+        key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
+    }
+    return Task(
+        task_id=template_id,
+        template=template.name,
+        tier=template.tier,
+        seed=seed,
+        description=fill(rng.choice(template.descriptions), params),
+        setup=parse_setup(fill(template.setup, params)),
+        success=fill(template.success, params),
+        solution=tuple(fill(list(template.solution), params)),
+        params=params,
+    )
+
+
+def solve(task: Task) -> list[str]:
+    """The canonical commands of a task."""
+    return list(task.solution)
+
+
+def partial_solutions(task: Task) -> list[list[str]]:
+    """Command lists that must not solve the task, proper prefixes of its solution included."""
+    prefixes = [list(task.solution[:length]) for length in range(1, len(task.solution))]
+    written = [fill(list(commands), task.params) for commands in get_template(task.task_id).partial_solutions]
+    return prefixes + written
+
+
+def mistakes(task: Task) -> list[Mistake]:
+    """The wrong habits written for this task; the default way back is the canonical solution."""
+    found = []
+    for entry in get_template(task.task_id).mistakes:
+        recovery = fill(entry["recovery"], task.params) if "recovery" in entry else task.solution
+        found.append(Mistake(tuple(fill(entry["commands"], task.params)), tuple(recovery)))
+    return found
+
+
+def fill(value: Any, params: Mapping[str, Any]) -> Any:
+    """``value`` with the places of all its strings filled; a string that is one place takes the value's type.
+    Braces around anything that is not a parameter stay as they are."""
+    if isinstance(value, str):
+        whole = _PLACE.fullmatch(value)
+        if whole and whole[1] in params:
+            return params[whole[1]]
+        return _PLACE.sub(lambda match: str(_lookup(match, params)), value)
+    if isinstance(value, Mapping):
+        return {fill(key, params): fill(item, params) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, params) for item in value]
+    return value
+
+
+def _lookup(match: re.Match[str], params: Mapping[str, Any]) -> Any:
+    return ACCOUNT_ID if match[1] == "account" else params.get(match[1], match[0])
+
+
+@cache
+def _all_templates() -> dict[int, Template]:
+    templates: dict[int, Template] = {}
+    for tier in _FILES:
+        text = resources.files("realhf.env.tasks").joinpath(f"{tier}.yaml").read_text()
+        for entry in yaml.load(text, Loader=yaml.CSafeLoader):
+            template = _template(tier, entry)
+            if template.task_id in templates:
+                raise TaskError(f"{tier}.yaml: task_id {template.task_id} is taken")
+            templates[template.task_id] = template
+    return dict(sorted(templates.items()))
+
+
+def _template(tier: str, entry: Mapping[str, Any]) -> Template:
+    unknown = set(entry) - _KEYS
+    if unknown:
+        raise TaskError(f"{tier}.yaml: task {entry.get('task_id')} has the unknown key {sorted(unknown)[0]!r}")
+    return Template(
+        task_id=entry["task_id"],
+        name=entry["name"],
+        tier=tier,
+        descriptions=tuple(entry["description"]),
+        params=entry["params"],
+        setup=entry.get("setup_commands", []),
+        success=entry["success_criteria"],
+        solution=tuple(entry["solution"]),
+        partial_solutions=tuple(tuple(commands) for commands in entry.get("partial_solutions", [])),
+        mistakes=tuple(entry["mistakes"]),
+    )
