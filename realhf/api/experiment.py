@@ -8,13 +8,17 @@ plus one YAML in ``configs/experiment/``. Nothing else needs an edit.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import OptimizerConfig
+from realhf.api.config import CheckpointConfig, EnvConfig, MonitorConfig, OptimizerConfig, RpcConfig
 from realhf.api.mfc import MFCDef
+from realhf.api.plain import from_plain, to_plain
+
+PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True)
@@ -44,19 +48,22 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """Held-out evaluation: an interface's ``evaluate`` on a model, before the first and after the last
-    step (and every ``every_steps`` if positive), outside the training buffer."""
+    """Held-out evaluation: ``evaluate(model, args, context)`` of an interface, before the first and after the
+    last step (and every ``every_steps`` if positive), outside the training buffer. It answers
+    {"sampled": {"overall" or tier: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}."""
 
     role: str
     interface: str
     interface_args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
     every_steps: int = 0
 
 
 @dataclass(frozen=True)
 class JobSpec:
     """A process that must finish before the workers start, e.g. collecting demonstrations.
-    Run as ``python -m module *argv``; skipped when ``artifact`` exists."""
+    Run as ``python -m module *argv``; skipped when ``artifact`` exists. ``{artifact}`` in ``argv`` becomes a
+    temporary path that is renamed to ``artifact`` when the job succeeds."""
 
     name: str
     module: str
@@ -91,3 +98,30 @@ class ExperimentSpec:
     def n_model_workers(self) -> int:
         """Model workers are numbered from 0; as many run as the highest index asks for."""
         return 1 + max(index for model in self.models.values() for index in model.workers)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins`` are
+    experiment files outside the package, imported by every worker for what they register; ``started_at``
+    is the wall-clock time (s since the epoch) at which the person pressed return."""
+
+    spec: ExperimentSpec
+    env: EnvConfig
+    rpc: RpcConfig
+    monitor: MonitorConfig
+    exp_ctrl: CheckpointConfig
+    recover: bool
+    torch_threads: int
+    max_nonfinite_steps: int
+    started_at: float
+    plugins: tuple[str, ...] = ()
+
+    def write(self) -> None:
+        text = json.dumps(to_plain(self), indent=1)
+        (self.spec.run_dir / PLAN_FILE).write_text(text, encoding="utf-8")
+
+    @staticmethod
+    def read(run_dir: Path) -> RunPlan:
+        """Raises FileNotFoundError if the launcher wrote no plan there."""
+        return from_plain(RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")))

@@ -39,9 +39,10 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port taken: {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    plain = isinstance(error, (ValueError, RuntimeError, ConnectionError, TimeoutError)) and bool(lines)
-    return text if plain else f"{type(error).__name__}: {text}"
+    if not lines:
+        return type(error).__name__
+    speaks = isinstance(error, (ValueError, RuntimeError, ConnectionError, TimeoutError))
+    return lines[0] if speaks else f"{type(error).__name__}: {lines[0]}"
 
 
 def failure_cause(log: Path) -> str | None:

@@ -1,0 +1,20 @@
+"""Names for artifacts made from their content, so that what was made once is found again and nothing else is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from realhf.api.plain import to_plain
+
+
+def content_key(options: Any, files: Iterable[Path] = ()) -> str:
+    """Sixteen hex digits of the SHA-256 over ``options`` (dataclasses, maps, scalars) and over the names and
+    bytes of ``files``. Raises FileNotFoundError for a file that is missing."""
+    digest = hashlib.sha256(json.dumps(to_plain(options), sort_keys=True).encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,181 @@
+"""What a run looks like while it runs: a live panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from realhf.monitor.headline import figure, success_by_tier, time_split
+
+_BAR = 24
+
+
+class Display(Protocol):
+    """Shows the events of ``realhf.monitor.events``."""
+
+    def show(self, event: Mapping[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        ...
+
+
+def make_display(title: str, *, live: bool, console: Console | None = None) -> Display:
+    """A live display if ``live`` and the console is a terminal."""
+    console = console or Console()
+    return LiveDisplay(console, title) if live and console.is_terminal else PlainDisplay(console)
+
+
+class PlainDisplay:
+    """One line per event that a reader of a log wants to see."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.monotonic()
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "phase":
+            self.say(event["text"])
+        elif event["kind"] == "warning":
+            self.say(f"warning: {event['text']}")
+        elif event["kind"] == "step":
+            self.say(step_line(event))
+        elif event["kind"] == "evaluation":
+            self.say(evaluation_line(event))
+
+    def say(self, text: str) -> None:
+        stamp = f"{time.monotonic() - self._began:7.1f} s  "
+        self._console.print(Text(stamp, style="dim").append(text), soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveDisplay:
+    """A panel that is redrawn in place: progress, figures, time split, what runs now."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._title = title
+        self._began = time.monotonic()
+        self._first_step: tuple[int, float] | None = None
+        self._step: Mapping[str, Any] | None = None
+        self._activity: Mapping[str, Any] = {}
+        self._phase = ""
+        self._plain = PlainDisplay(console)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "activity":
+            self._activity = event
+        elif event["kind"] == "phase":
+            self._phase = event["text"]
+            self._step = None
+        elif event["kind"] == "step":
+            self._phase = ""
+            self._first_step = self._first_step or (event["step"], time.monotonic())
+            self._step = event
+        else:
+            self._plain.show(event)
+
+    def say(self, text: str) -> None:
+        self._plain.say(text)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        elapsed = time.monotonic() - self._began
+        head = Text.assemble((self._title, "bold"), f"   {_clock(elapsed)}")
+        if self._step is None:
+            return Group(head, Text(self._phase, style="cyan"))
+        return Group(head, self._progress(self._step), self._figures(self._step["metrics"]),
+                     _split_lines(self._step["metrics"]), self._now())
+
+    def _progress(self, event: Mapping[str, Any]) -> Table:
+        row = Table.grid(padding=(0, 1))
+        row.add_row(f"step {event['step']}/{event['total']}",
+                    ProgressBar(total=event["total"], completed=event["step"], width=40), f"ETA {self._eta(event)}")
+        return row
+
+    def _eta(self, event: Mapping[str, Any]) -> str:
+        assert self._first_step is not None
+        done = event["step"] - self._first_step[0]
+        per_step = (time.monotonic() - self._first_step[1]) / done if done else event["metrics"].get("step_seconds", 0)
+        return _clock(per_step * (event["total"] - event["step"]))
+
+    def _figures(self, metrics: Mapping[str, Any]) -> Table:
+        table = Table.grid(padding=(0, 3))
+        shown = [(name, figure(metrics, name)) for name in ("reward", "success", "loss", "mismatch_kl")]
+        shown += [(tier, value) for tier, value in success_by_tier(metrics).items()]
+        shown += [("tokens/s", figure(metrics, "tokens_per_second"))]
+        table.add_row(*[Text.assemble((f"{name} ", "dim"), (_number(value), "bold"))
+                        for name, value in shown if value is not None])
+        return table
+
+    def _now(self) -> Text:
+        calls = ", ".join(self._activity.get("calls", [])) or "-"
+        buffer = f"{self._activity.get('resident', 0)}/{self._activity.get('capacity', 0)}"
+        phase = f"   {self._phase}" if self._phase else ""
+        return Text.assemble(("running ", "dim"), calls, ("   buffer ", "dim"), buffer, ("   samples", "dim"), phase)
+
+
+def step_line(event: Mapping[str, Any]) -> str:
+    """The figures of a step in one line."""
+    metrics = event["metrics"]
+    parts = [f"step {event['step']}/{event['total']}"]
+    for name in ("reward", "success", "loss", "mismatch_kl"):
+        if (value := figure(metrics, name)) is not None:
+            parts.append(f"{name} {_number(value)}")
+    tiers = success_by_tier(metrics)
+    if tiers:
+        parts.append("(" + ", ".join(f"{tier} {value:.0%}" for tier, value in tiers.items()) + ")")
+    if (speed := figure(metrics, "tokens_per_second")) is not None:
+        parts.append(f"{speed:.0f} tokens/s")
+    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time_split(metrics).items() if seconds >= 0.05)
+    if "step_seconds" in metrics:
+        parts.append(f"{metrics['step_seconds']:.1f} s" + (f" ({split})" if split else ""))
+    if "buffer/resident" in metrics:
+        parts.append(f"buffer {metrics['buffer/resident']:.0f}")
+    return "  ".join(parts)
+
+
+def evaluation_line(event: Mapping[str, Any]) -> str:
+    """Held-out success in one line."""
+    parts = [f"held-out, {event['when']}:"]
+    for kind, entries in event["report"].items():
+        tiers = ", ".join(f"{name} {entry['success']:.1%}" for name, entry in entries.items())
+        parts.append(f"{kind} {tiers} ({entries['overall']['episodes']} episodes)")
+    return "  ".join(parts)
+
+
+def _split_lines(metrics: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    split = {name: seconds for name, seconds in time_split(metrics).items() if seconds > 0.005}
+    whole = sum(split.values()) or 1.0
+    for name, seconds in sorted(split.items(), key=lambda item: -item[1]):
+        share = seconds / whole
+        table.add_row(Text(name, style="dim"), "█" * max(1, round(_BAR * share)), f"{seconds:.2f} s  {share:.0%}")
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

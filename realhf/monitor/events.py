@@ -1,0 +1,41 @@
+"""What the master tells the launcher while it works: one JSON map per line on its standard output.
+
+Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity},
+``step`` {step, total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+
+class EventStream:
+    """Writes events. A reader that went away is an error of the process, not of the call: it raises
+    BrokenPipeError."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @staticmethod
+    def on_stdout() -> EventStream:
+        """Take standard output for events; what other code prints goes to standard error from now on."""
+        stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+        sys.stdout.flush()
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        return EventStream(stream)
+
+    def emit(self, kind: str, **values: Any) -> None:
+        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._stream.flush()
+
+
+def parse_event(line: str) -> dict[str, Any] | None:
+    """The event of a line, or None when the line is something else."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None

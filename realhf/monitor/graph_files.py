@@ -1,0 +1,66 @@
+"""The dataflow graph of a run as files: ``graph.md`` (table and mermaid), ``graph.dot`` and ``graph.png``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from realhf.api.graph import DataFlowGraph
+
+
+def graph_text(graph: DataFlowGraph) -> str:
+    """The table of the graph and its mermaid source, as markdown."""
+    return f"```\n{graph.summary()}\n```\n\n```mermaid\n{graph.to_mermaid()}\n```\n"
+
+
+def write_graph_files(graph: DataFlowGraph, folder: Path) -> None:
+    (folder / "graph.md").write_text(graph_text(graph), encoding="utf-8")
+    (folder / "graph.dot").write_text(graph.to_dot(), encoding="utf-8")
+    draw_graph(graph, folder / "graph.png")
+
+
+def draw_graph(graph: DataFlowGraph, path: Path) -> None:
+    """Calls as boxes, one column per level of the graph; arrows carry the keys."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    levels = [["dataset"], *graph.topological_levels()]
+    places = {name: (column, (len(level) - 1) / 2 - row)
+              for column, level in enumerate(levels) for row, name in enumerate(level)}
+    fig = Figure(figsize=(3.6 * len(levels), 1.4 + 1.5 * max(map(len, levels))), layout="constrained")
+    FigureCanvasAgg(fig)
+    axes = fig.subplots()
+    axes.axis("off")
+    axes.set(xlim=(-0.5, len(levels) - 0.5), ylim=(-max(map(len, levels)) / 2 - 0.3, max(map(len, levels)) / 2 + 0.3))
+    for (source, target), keys in _edges(graph).items():
+        _arrow(axes, places[source], places[target], keys)
+    for name, (x, y) in places.items():
+        label = name if name == "dataset" else f"{name}\n{graph[name].model_role}: {graph[name].interface}"
+        axes.text(x, y, label, ha="center", va="center", fontsize=10, zorder=3,
+                  bbox={"boxstyle": "round,pad=0.5", "facecolor": "#e8f0fe", "edgecolor": "#3465a4"})
+    fig.savefig(path, dpi=110)
+
+
+def _edges(graph: DataFlowGraph) -> dict[tuple[str, str], list[str]]:
+    edges: dict[tuple[str, str], list[str]] = {}
+    for name in (name for level in graph.topological_levels() for name in level):
+        for key in graph.inputs(name):
+            for source in graph.producers(key):
+                edges.setdefault((source if source in _names(graph) else "dataset", name), []).append(key)
+    return edges
+
+
+def _names(graph: DataFlowGraph) -> set[str]:
+    return {name for level in graph.topological_levels() for name in level}
+
+
+def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], keys: list[str]) -> None:
+    bend = 0.0 if abs(end[0] - start[0]) <= 1 else 0.25
+    axes.annotate("", end, start, zorder=1, arrowprops={
+        "arrowstyle": "-|>", "color": "#777777", "shrinkA": 45, "shrinkB": 45, "connectionstyle": f"arc3,rad={bend}",
+    })
+    middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 - bend * (end[0] - start[0]) / 2)
+    shown = keys if len(keys) <= 4 else [*keys[:3], f"and {len(keys) - 3} more"]
+    axes.text(*middle, "\n".join(shown), fontsize=7, color="#444444", ha="center", va="center", zorder=2,
+              bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})

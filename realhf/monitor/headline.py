@@ -1,0 +1,53 @@
+"""The few figures a person looks for, found among all metrics of a step.
+
+Metrics of a model function call are named ``<call>/<figure>``, those of the step itself by the figure alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def figure(row: Row, name: str) -> float | None:
+    """The value called ``name``, of the step or of the first call that has one."""
+    if name in row:
+        return row[name]
+    return next((value for key, value in row.items() if key.partition("/")[2] == name), None)
+
+
+def success_by_tier(row: Row) -> dict[str, float]:
+    """{tier: success} of the episodes of a step."""
+    found = {}
+    for key, value in row.items():
+        parts = key.split("/")
+        if len(parts) >= 2 and parts[-2] == "success":
+            found[parts[-1]] = value
+    return found
+
+
+def time_split(row: Row) -> dict[str, float]:
+    """Seconds of a step: environment, generation, every other call by its name, and the rest."""
+    calls = {key.removeprefix("seconds/"): value for key, value in row.items() if key.startswith("seconds/")}
+    split: dict[str, float] = {}
+    for name, seconds in calls.items():
+        environment, generation = row.get(f"{name}/env_seconds"), row.get(f"{name}/generation_seconds")
+        if environment is None or generation is None:
+            split[name] = seconds
+        else:
+            split |= {"environment": environment, "generation": generation}
+    split["other"] = max(0.0, row.get("step_seconds", 0.0) - sum(split.values()))
+    return split
+
+
+def total(rows: Sequence[Row], name: str) -> float:
+    """Sum over steps of a figure."""
+    return sum(figure(row, name) or 0.0 for row in rows)
+
+
+def mean(rows: Sequence[Row], name: str) -> float | None:
+    """Mean over the steps that have the figure."""
+    values = [value for row in rows if (value := figure(row, name)) is not None]
+    return sum(values) / len(values) if values else None
