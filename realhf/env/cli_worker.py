@@ -1,0 +1,102 @@
+"""One CLI worker: answers commands over a socketpair, one at a time, inside the sandbox.
+
+Frames are a 4-byte big-endian length and JSON. Request: ``{"argv": [...]}``. Reply: ``exit_code``, ``stdout``,
+``stderr``, ``refusal``, ``requests``. A worker never connects: its connection to the simulator is a descriptor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import threading
+from typing import Any
+
+from realhf.env import sandbox
+from realhf.env.cli_frames import frame, read_frame
+from realhf.env.pinned_http import RefusedRequest
+from realhf.env.vfs import MAX_FILE_BYTES
+from realhf.env.warm_cli import WarmCli
+
+RUNAWAY_BYTES = 8 << 20
+_ADDRESS_BYTES = 2 << 30
+
+
+class RunawayOutput(BaseException):
+    """A command printed more than any observation could use; the worker ends."""
+
+
+class CappedSink(io.RawIOBase):
+    """Keeps the first ``cap`` bytes, counts the rest."""
+
+    def __init__(self, cap: int) -> None:
+        self._cap = cap
+        self._kept = bytearray()
+        self._dropped = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        view = bytes(data)
+        room = self._cap - len(self._kept)
+        self._kept += view[:room] if room > 0 else b""
+        self._dropped += max(0, len(view) - max(room, 0))
+        if self._dropped > RUNAWAY_BYTES:
+            raise RunawayOutput
+        return len(view)
+
+    def text(self) -> str:
+        """The kept text, cut on a character boundary, control characters replaced."""
+        kept = bytes(self._kept)
+        if self._dropped:
+            kept = kept.decode("utf-8", "ignore").encode()
+        text = kept.decode("utf-8", "replace")
+        if not text.isprintable():
+            text = "".join(c if (c >= " " and c != "\x7f") or c in "\n\t" else "\ufffd" for c in text)
+        return text + (f"\n...[truncated {self._dropped} bytes]" if self._dropped else "")
+
+
+class CliWorker:
+    """Built in the zygote; ``serve`` runs in a fork of it."""
+
+    def __init__(self, account: str) -> None:
+        self.refusals: list[RefusedRequest] = []
+        self.cli = WarmCli(account, self.refusals.append)
+
+    def serve(self, request: dict[str, Any], fds: list[int], read_roots: tuple[str, ...]) -> None:
+        """Contain this process, then answer until the owner closes the channel. ``fds``: channel, connection."""
+        channel, connection = (socket.socket(fileno=fd) for fd in fds)
+        self.cli.connection.attach(connection)
+        folder = request["folder"]
+        sandbox.redirect_standard_streams()
+        os.chdir(folder)
+        sandbox.forbid_new_privileges()
+        sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES)
+        sandbox.AuditGuard(read_roots=read_roots, write_roots=(folder,)).install()
+        stream = channel.makefile("rb")
+        while (message := read_frame(stream)) is not None:
+            channel.sendall(frame(self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])))
+            if self._polluted(folder):
+                return
+
+    def _answer(self, argv: list[str], stdout_cap: int, stderr_cap: int) -> dict[str, Any]:
+        self.refusals.clear()
+        out, err = CappedSink(stdout_cap), CappedSink(stderr_cap)
+        code, requests = self.cli.run(argv, _text(out), _text(err))
+        refusal = self.refusals[0] if self.refusals else None
+        return {
+            "exit_code": code,
+            "stdout": out.text(),
+            "stderr": err.text(),
+            "refusal": None if refusal is None else refusal.rule,
+            "requests": requests,
+        }
+
+    def _polluted(self, folder: str) -> bool:
+        """True when a command left something behind that the next one could see."""
+        return threading.active_count() > 1 or os.getcwd() != folder
+
+
+def _text(sink: CappedSink) -> io.TextIOWrapper:
+    return io.TextIOWrapper(sink, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[arg-type]

@@ -1,0 +1,168 @@
+"""Runs an agent's command: policy, then the slot's CLI worker, then an honest account of what was sent."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.env.cli_frames import frame, read_frame
+from realhf.env.fork_server import ForkedProcess
+from realhf.env.policy import check_command
+
+TIMED_OUT = "command timed out"
+
+
+@dataclass(frozen=True)
+class SentRequest:
+    """One request that really left for the simulator. ``service`` is botocore's name (``logs``, ``s3``),
+    ``operation`` the API's (``CreateBucket``), ``status`` the HTTP status, 0 when no answer came."""
+
+    service: str
+    operation: str
+    params: dict[str, Any]
+    status: int
+    error_code: str
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command did. ``refusal`` is the rule that stopped it, ``None`` when it ran."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    refusal: str | None = None
+    timed_out: bool = False
+    requests: tuple[SentRequest, ...] = ()
+
+    @property
+    def success(self) -> bool:
+        return self.exit_code == 0 and self.refusal is None and not self.timed_out
+
+
+class SimulatorLost(RuntimeError):
+    """The slot has no usable simulator or worker; the session needs a reset."""
+
+
+@dataclass(frozen=True)
+class OutputLimits:
+    """Bytes kept of each stream, seconds a command may take."""
+
+    timeout_s: float = 10.0
+    stdout_bytes: int = 16384
+    stderr_bytes: int = 4096
+
+
+@dataclass
+class _Worker:
+    process: ForkedProcess
+    channel: socket.socket
+    stream: Any
+    commands: int = 0
+
+    def close(self) -> None:
+        self.stream.close()
+        self.channel.close()
+        self.process.kill()
+
+
+@dataclass
+class ExecutorCounters:
+    """For /metrics. ``refusals`` by rule."""
+
+    commands: int = 0
+    seconds: float = 0.0
+    timeouts: int = 0
+    worker_starts: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+
+
+class CliExecutor:
+    """The agent's shell of one slot. ``run`` blocks and serves one command at a time.
+
+    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator."""
+
+    def __init__(self, spawn: Callable[[], tuple[ForkedProcess, socket.socket]], limits: OutputLimits) -> None:
+        self._spawn = spawn
+        self._limits = limits
+        self._worker: _Worker | None = None
+        self.counters = ExecutorCounters()
+
+    def start(self) -> None:
+        """Have a worker ready."""
+        if self._worker is None:
+            process, channel = self._spawn()
+            self._worker = _Worker(process, channel, channel.makefile("rb"))
+            self.counters.worker_starts += 1
+
+    def run(self, command: str) -> CommandResult:
+        """Execute ``aws ...``. A refused or failing command is a result; raises SimulatorLost otherwise."""
+        self.counters.commands += 1
+        verdict = check_command(command)
+        if verdict.rule is not None:
+            return self._refused(verdict.rule, verdict.message)
+        started = time.perf_counter()
+        try:
+            return self._execute(verdict.argv)
+        finally:
+            self.counters.seconds += time.perf_counter() - started
+
+    def restart(self) -> None:
+        """Replace the worker by a fresh one."""
+        self.stop()
+        self.start()
+
+    def stop(self) -> None:
+        """Kill the worker. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def _refused(self, rule: str, message: str) -> CommandResult:
+        self.counters.refusals[rule] = self.counters.refusals.get(rule, 0) + 1
+        return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule)
+
+    def _execute(self, argv: tuple[str, ...]) -> CommandResult:
+        limits = self._limits
+        message = {"argv": argv, "stdout_cap": limits.stdout_bytes, "stderr_cap": limits.stderr_bytes}
+        for attempt in (0, 1):
+            self.start()
+            worker = self._worker
+            assert worker is not None
+            fresh = worker.commands == 0
+            worker.commands += 1
+            try:
+                worker.channel.sendall(frame(message))
+                if not select.select([worker.channel], [], [], limits.timeout_s)[0]:
+                    self.stop()
+                    self.counters.timeouts += 1
+                    return CommandResult(exit_code=124, stdout="", stderr=TIMED_OUT, timed_out=True)
+                reply = read_frame(worker.stream)
+            except (OSError, json.JSONDecodeError):
+                reply = None
+            if reply is not None:
+                return self._result(reply)
+            recycled = not fresh and attempt == 0
+            self.stop()
+            if not recycled:
+                break
+        return CommandResult(exit_code=255, stdout="", stderr="the command was stopped: it used too much")
+
+    def _result(self, reply: Mapping[str, Any]) -> CommandResult:
+        if reply["refusal"] is not None:
+            return self._refused(reply["refusal"], f"refused ({reply['refusal']})")
+        return CommandResult(
+            exit_code=reply["exit_code"],
+            stdout=reply["stdout"],
+            stderr=reply["stderr"],
+            requests=tuple(SentRequest(**entry) for entry in reply["requests"]),
+        )

@@ -1,0 +1,175 @@
+"""Fast, cheap processes: a zygote imports what its children need and forks them on request.
+
+The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel beside
+them. Children are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote
+ends when the owner's end of the socketpair closes, so SIGKILL of the owner leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from realhf.env import sandbox
+
+_MAX_DATAGRAM = 64 * 1024
+
+
+@dataclass
+class ForkedProcess:
+    """A child of a zygote, held by a pidfd: its pid can never be mistaken for another process's."""
+
+    pid: int
+    pidfd: int
+    name: str
+
+    def alive(self) -> bool:
+        return self.pidfd >= 0 and not select.select([self.pidfd], [], [], 0)[0]
+
+    def kill(self, timeout_s: float = 2.0) -> None:
+        """SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
+        if self.pidfd < 0:
+            return
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        if not select.select([self.pidfd], [], [], timeout_s)[0]:
+            raise TimeoutError(f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL")
+        os.close(self.pidfd)
+        self.pidfd = -1
+
+
+class ForkServer:
+    """Owner's side. ``module`` is run as ``python -m module <control fd> *arguments`` and calls ``serve_forks``."""
+
+    def __init__(
+        self, module: str, log: IO[bytes], environment: dict[str, str], arguments: Sequence[str] = ()
+    ) -> None:
+        self._module = module
+        self._log = log
+        self._environment = environment
+        self._arguments = tuple(arguments)
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin to start the zygote; ``wait_ready`` waits for it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-B", "-m", self._module, str(theirs.fileno()), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=self._environment,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._control = ours
+
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """The zygote's greeting, sent once its imports are done."""
+        return self._receive(timeout_s)[0]
+
+    def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 5.0) -> ForkedProcess:
+        """A new child that was given ``request`` and copies of ``fds``."""
+        with self._lock:
+            if self._control is None:
+                raise RuntimeError(f"{self._module} is not running")
+            try:
+                socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
+            except OSError as error:
+                raise RuntimeError(f"{self._module} ended: {error}") from error
+            reply, received = self._receive(timeout_s)
+        if not received:
+            raise RuntimeError(f"{self._module} could not fork {name}: {reply.get('error')}")
+        return ForkedProcess(pid=int(reply["pid"]), pidfd=received[0], name=name)
+
+    def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        assert self._control is not None
+        if not select.select([self._control], [], [], timeout_s)[0]:
+            raise TimeoutError(f"waited {timeout_s} s for {self._module}")
+        data, fds, _, _ = socket.recv_fds(self._control, _MAX_DATAGRAM, 1)
+        if not data:
+            raise RuntimeError(f"{self._module} ended while it was needed")
+        return json.loads(data), fds
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else -1
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """End the zygote, and with it all its children. Idempotent."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(timeout_s)
+            self._process = None
+
+
+def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Callable[[dict[str, Any], list[int]], None]) -> None:
+    """The zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes.
+
+    Must be called with a single thread. ``child`` runs in the new process; its return or exception ends it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control.send(json.dumps(greeting).encode())
+    zygote = os.getpid()
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _MAX_DATAGRAM, 8)
+        if not data:
+            return
+        pid = os.fork()
+        if pid == 0:
+            _become_child(control, zygote, json.loads(data), fds, child)
+        for fd in fds:
+            os.close(fd)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            control.send(json.dumps({"error": f"the child ended at once: {error}"}).encode())
+            continue
+        socket.send_fds(control, [json.dumps({"pid": pid}).encode()], [pidfd])
+        os.close(pidfd)
+
+
+def _become_child(
+    control: socket.socket,
+    zygote: int,
+    request: dict[str, Any],
+    fds: list[int],
+    child: Callable[[dict[str, Any], list[int]], None],
+) -> None:
+    code = 1
+    try:
+        sandbox.die_with_parent()
+        if os.getppid() == zygote:
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            control.close()
+            child(request, fds)
+            code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,155 @@
+"""One simulator: a forked, contained MiniStack behind a port of the loopback."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from realhf.env.fork_server import ForkedProcess, ForkServer
+
+HOST = "127.0.0.1"
+_BACKLOG = 64
+_LOG_TAIL_BYTES = 2000
+
+
+def zygote_environment(folder: Path) -> dict[str, str]:
+    """The whole environment of the simulators' zygote: nothing of ours is inherited."""
+    return {
+        "PATH": "/nonexistent",
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": os.pathsep.join(_import_path()),
+        "GATEWAY_PORT": "4566",
+        "MINISTACK_HOST": "localhost",
+        "MINISTACK_REGION": "us-east-1",
+        "LOG_LEVEL": "ERROR",
+        "IOT_MTLS_ENABLED": "0",
+        "SFTP_ENABLED": "0",
+        "MINISTACK_WORKER_THREADS": "4",
+        "PERSIST_STATE": "0",
+        "S3_PERSIST": "0",
+        "DOCKER_HOST": "tcp://127.0.0.1:1",
+        "STATE_DIR": str(folder / "state"),
+    }
+
+
+def _import_path() -> list[str]:
+    return [str(Path(__file__).resolve().parents[2])]
+
+
+class MiniStackProcess:
+    """Start, health, reset and end of one simulator. ``port`` 0 lets the kernel choose once and for all."""
+
+    def __init__(self, port: int, zygote: ForkServer, folder: Path) -> None:
+        self.port = port
+        self._zygote = zygote
+        self._folder = folder
+        self._listener: socket.socket | None = None
+        self._log: IO[bytes] | None = None
+        self._process: ForkedProcess | None = None
+        self._http: http.client.HTTPConnection | None = None
+
+    def bind(self) -> None:
+        """Take the port. Raises OSError naming the port when somebody else has it."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, self.port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise OSError(error.errno, f"port {self.port} for MiniStack is taken: {error.strerror}") from error
+        self.port = listener.getsockname()[1]
+        self._listener = listener
+
+    def start(self) -> None:
+        """Fork the simulator; it takes over the bound port."""
+        if self._listener is None:
+            self.bind()
+        assert self._listener is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
+        fds = [self._listener.fileno(), self._log.fileno()]
+        self._process = self._zygote.fork({"folder": str(self._folder)}, fds, f"MiniStack on port {self.port}")
+        self._listener.close()
+        self._listener = None
+
+    def wait_healthy(self, timeout_s: float) -> None:
+        """Until /_ministack/health answers 200. Raises RuntimeError with the tail of its log."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._request("GET", "/_ministack/health", max(0.05, deadline - time.monotonic()))
+                return
+            except OSError as error:
+                reason = error
+            if not self.alive() or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"MiniStack on port {self.port} did not come up within {timeout_s} s ({reason}); "
+                    f"the end of its log:\n{self.log_tail()}"
+                )
+            time.sleep(0.01)
+
+    def reset(self, seed: int, timeout_s: float = 2.0) -> None:
+        """Empty the simulator and seed everything it draws. Raises OSError."""
+        self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
+
+    def connect(self, timeout_s: float = 2.0) -> socket.socket:
+        """A new connection to the simulator."""
+        connection = socket.create_connection((HOST, self.port), timeout=timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+        return connection
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else -1
+
+    def log_tail(self) -> str:
+        if self._log is None:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
+
+    def stop(self) -> None:
+        """Kill the simulator, free the port. Idempotent."""
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _request(self, method: str, path: str, timeout_s: float) -> bytes:
+        if self._http is None:
+            self._http = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+        try:
+            if self._http.sock is not None:
+                self._http.sock.settimeout(timeout_s)
+            self._http.request(method, path)
+            answer = self._http.getresponse()
+            body = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._http.close()
+            self._http = None
+            raise OSError(f"{method} {path} on port {self.port}: {error}") from error
+        if answer.status != 200:
+            raise OSError(f"{method} {path} on port {self.port}: status {answer.status}")
+        return body

@@ -1,0 +1,156 @@
+"""Zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
+
+Run by ``ForkServer`` as ``python -m realhf.env.ministack_server <control fd>``. Every simulator believes that it
+is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot; its real port is that
+of the listening socket it is given, bound by the owner to 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import uuid
+from typing import Any
+
+import uvloop
+
+from realhf.env import sandbox
+from realhf.env.asgi_http import AsgiApp, HttpConnection
+from realhf.env.command_table import MINISTACK_MODULES
+from realhf.env.fork_server import serve_forks
+
+RESET_PATH = "/_realhf/reset"
+_ADDRESS_BYTES = 4 << 30
+_LOG_BYTES = 4 << 20
+
+
+class SeededRandomness:
+    """Everything MiniStack draws (ids, suffixes, secrets) comes from one generator, seeded at each reset."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def install(self) -> None:
+        """Before MiniStack's modules are imported, so that names they copy are ours too."""
+        uuid.uuid4 = self._uuid4
+        os.urandom = self._bytes
+        random._urandom = self._bytes  # type: ignore[attr-defined]
+
+    def seed(self, seed: int) -> None:
+        self._random.seed(seed)
+        random.seed(seed)
+
+    def _bytes(self, size: int, /) -> bytes:
+        return self._random.randbytes(size)
+
+    def _uuid4(self) -> uuid.UUID:
+        return uuid.UUID(int=self._random.getrandbits(128), version=4)
+
+
+class _PinnedLoop(uvloop.Loop):
+    """An event loop that answers and never calls: uvloop's own connects do not pass the audit hook."""
+
+    async def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise sandbox.Denied("egress: not allowed here")
+
+    create_connection = _refuse
+    create_unix_connection = _refuse
+    create_datagram_endpoint = _refuse
+    sock_connect = _refuse
+    subprocess_exec = _refuse
+    subprocess_shell = _refuse
+
+
+_LAMBDA_EXECUTORS = ("proxy", "docker", "provided", "provided_warm", "warm", "local")
+
+
+def _stub_lambda(func: dict[str, Any], event: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """LAMBDA=stub: a fixed synthetic result; no code of the agent is run."""
+    return {"body": {"statusCode": 200, "body": "stub"}, "log": "", "error": False}
+
+
+def _import_modules() -> list[threading.Thread]:
+    """Import MiniStack's modules. Threads they start at import are returned unstarted: none survives a fork."""
+    deferred: list[threading.Thread] = []
+    original = threading.Thread.start
+    threading.Thread.start = lambda thread: deferred.append(thread)  # type: ignore[method-assign]
+    try:
+        importlib.import_module("ministack.app")
+        for name in MINISTACK_MODULES:
+            importlib.import_module(f"ministack.services.{name}")
+    finally:
+        threading.Thread.start = original  # type: ignore[method-assign]
+    return deferred
+
+
+def _guarded_app(app: AsgiApp, randomness: SeededRandomness) -> AsgiApp:
+    async def guarded(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == RESET_PATH:
+            scope["path"] = "/_ministack/reset"
+            await app(scope, receive, send)
+            randomness.seed(int(scope["query_string"] or b"0"))
+            return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+async def _serve(app: AsgiApp, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    started: asyncio.Event = asyncio.Event()
+    startup.put_nowait({"type": "lifespan.startup"})
+
+    async def lifespan_send(message: dict[str, Any]) -> None:
+        started.set()
+
+    lifespan = loop.create_task(app({"type": "lifespan"}, startup.get, lifespan_send))  # type: ignore[arg-type]
+    await started.wait()
+    server = await loop.create_server(lambda: HttpConnection(app, loop), sock=listener)
+    async with server:
+        await lifespan
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    randomness = SeededRandomness()
+    randomness.install()
+    deferred = _import_modules()
+    app_module = importlib.import_module("ministack.app")
+    lambda_module = importlib.import_module("ministack.services.lambda_svc")
+    for executor in _LAMBDA_EXECUTORS:
+        if not hasattr(lambda_module, f"_execute_function_{executor}"):
+            raise RuntimeError(f"this version of ministack has no Lambda executor {executor}: not contained")
+        setattr(lambda_module, f"_execute_function_{executor}", _stub_lambda)
+    app = _guarded_app(app_module.app, randomness)
+    isolated = sandbox.leave_network()
+    gc.collect()
+    gc.freeze()
+
+    def child(request: dict[str, Any], fds: list[int]) -> None:
+        listener, log = socket.socket(fileno=fds[0]), fds[1]
+        sandbox.redirect_standard_streams(log)
+        os.close(log)
+        os.environ["TMPDIR"] = request["folder"]
+        os.chdir(request["folder"])
+        sandbox.forbid_new_privileges()
+        sandbox.limit_resources(file_bytes=_LOG_BYTES, open_files=1024, address_bytes=_ADDRESS_BYTES)
+        sandbox.AuditGuard(read_roots=sandbox.package_roots(), write_roots=(request["folder"],)).install()
+        randomness.seed(0)
+        for thread in deferred:
+            thread.start()
+        with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
+            runner.run(_serve(app, listener))
+
+    serve_forks(control, {"ready": True, "isolated": isolated, "modules": json.dumps(MINISTACK_MODULES)}, child)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Containment of a process that handles text written by an agent (spec environment section 5).
+
+Three layers, each applied by a process to itself right after a fork: the kernel's (no new privileges, no
+network, resource limits, death with the parent) and the interpreter's (an audit hook that turns forbidden
+operations into ``Denied``). Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWUSER = 0x10000000
+
+_PROCESS_EVENTS = (
+    "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.", "ctypes.",
+    "os.kill", "signal.pthread_kill", "sys._current_frames", "webbrowser.", "cpython.run",
+)  # fmt: skip
+_NETWORK_EVENTS = (
+    "socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo",
+    "socket.gethostby", "socket.getnameinfo", "urllib.Request", "http.client.connect", "smtplib.", "ftplib.",
+    "sqlite3.connect",
+)  # fmt: skip
+_WRITE_EVENTS = {
+    "os.remove": (0,), "os.rename": (0, 1), "os.mkdir": (0,), "os.rmdir": (0,), "os.truncate": (0,),
+    "os.chmod": (0,), "os.chown": (0,), "os.utime": (0,), "os.setxattr": (0,), "os.chdir": (0,),
+    "os.mkfifo": (0,), "tempfile.mkstemp": (0,), "tempfile.mkdtemp": (0,),
+}  # fmt: skip
+_READ_EVENTS = {"os.listdir": (0,), "os.scandir": (0,)}
+_LINK_EVENTS = ("os.symlink", "os.link", "os.mknod", "shutil.unpack", "resource.setrlimit", "resource.prlimit")
+
+
+class Denied(PermissionError):
+    """The sandbox stopped an operation. Its text names the rule and never a path of the host."""
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def die_with_parent() -> None:
+    """SIGKILL this process when the thread that forked it ends. Call right after fork."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def forbid_new_privileges() -> None:
+    """No setuid program gains rights, and no process of the same user may trace this one."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def leave_network() -> bool:
+    """Move to a network namespace without any interface; sockets inherited by descriptor keep working.
+
+    Needs a single-threaded process. Returns False where the kernel does not allow it; the audit hook is then
+    the only egress control."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
+
+
+def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int, cpu_seconds: int | None = None) -> None:
+    """Lower this process's resource limits for good."""
+    limits = {
+        resource.RLIMIT_FSIZE: file_bytes,
+        resource.RLIMIT_NOFILE: open_files,
+        resource.RLIMIT_AS: address_bytes,
+        resource.RLIMIT_CORE: 0,
+    }
+    if cpu_seconds is not None:
+        limits[resource.RLIMIT_CPU] = cpu_seconds
+    for kind, value in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (ceiling, ceiling))
+
+
+def redirect_standard_streams(stderr_fd: int | None = None) -> None:
+    """stdin empty, stdout and stderr to ``stderr_fd`` or nowhere."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    target = null if stderr_fd is None else stderr_fd
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(null)
+
+
+def package_roots() -> tuple[str, ...]:
+    """Folders of the interpreter, the installed packages and this package: what imports and data files need."""
+    paths = sysconfig.get_paths()
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {ours}
+    return (*sorted(roots), "/usr/share/zoneinfo")
+
+
+@dataclass(frozen=True)
+class AuditGuard:
+    """What the interpreter of a contained process may still do.
+
+    ``read_roots``: folders whose files may be opened for reading (packages, time zones).
+    ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
+    """
+
+    read_roots: tuple[str, ...]
+    write_roots: tuple[str, ...] = ()
+
+    def install(self) -> None:
+        """Add the hook. It cannot be removed for the life of the process."""
+        sys.addaudithook(self._make_hook())
+
+    def _make_hook(self) -> Callable[[str, tuple[object, ...]], None]:
+        read_roots = tuple(_as_root(path) for path in self.read_roots + self.write_roots)
+        write_roots = tuple(_as_root(path) for path in self.write_roots)
+        verdicts: dict[str, str] = {}
+
+        def inside(path: object, roots: tuple[str, ...]) -> bool:
+            if isinstance(path, int) or path is None:
+                return True
+            resolved = os.path.realpath(os.fsdecode(path)) + "/"  # type: ignore[arg-type]
+            return resolved.startswith(roots)
+
+        def hook(event: str, args: tuple[object, ...]) -> None:
+            verdict = verdicts.get(event)
+            if verdict is None:
+                verdict = verdicts[event] = _classify(event)
+            if verdict == "pass":
+                return
+            if verdict == "open":
+                path, mode, flags = args[0], args[1], args[2]
+                writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                writes = writes or (isinstance(mode, str) and any(c in mode for c in "wax+"))
+                if not inside(path, write_roots if writes else read_roots) and path != os.devnull:
+                    raise Denied("local-file: this path cannot be opened here")
+            elif verdict == "read":
+                if not inside(args[0], read_roots):
+                    raise Denied("local-file: this folder cannot be listed here")
+            elif verdict == "write":
+                if not all(inside(args[i], write_roots) for i in _WRITE_EVENTS[event] if i < len(args)):
+                    raise Denied("local-file: this path cannot be changed here")
+            else:
+                raise Denied(f"{verdict}: not allowed here")
+
+        return hook
+
+
+def _as_root(path: str) -> str:
+    return os.path.realpath(path) + "/"
+
+
+def _classify(event: str) -> str:
+    if event == "open":
+        return "open"
+    if event in _WRITE_EVENTS:
+        return "write"
+    if event in _READ_EVENTS:
+        return "read"
+    if event.startswith(_PROCESS_EVENTS):
+        return "process-start"
+    if event.startswith(_NETWORK_EVENTS):
+        return "egress"
+    if event.startswith(_LINK_EVENTS):
+        return "local-file"
+    return "pass"

@@ -1,0 +1,59 @@
+"""The virtual folder of a session: the only files a command may name, by plain relative names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+MAX_FILES = 64
+MAX_FILE_BYTES = 1 << 20
+MAX_TOTAL_BYTES = 8 << 20
+_PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
+
+
+def is_plain_name(name: str) -> bool:
+    """True for a name that cannot leave the folder: no separator, no leading dot or dash."""
+    return _PLAIN_NAME.match(name) is not None and ".." not in name
+
+
+class VirtualFolder:
+    """A real directory, private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Give the session a file (task assets). Raises ValueError for a bad name or size."""
+        if not is_plain_name(name):
+            raise ValueError(f"asset name {name!r} is not a plain file name")
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"asset {name!r} has {len(content)} bytes, more than {MAX_FILE_BYTES}")
+        (self.path / name).write_bytes(content)
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.path))
+
+    def clear(self) -> None:
+        """Remove everything inside."""
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
+
+    def enforce_limits(self) -> bool:
+        """Remove the newest files until the limits hold. True when something was removed."""
+        entries = [(entry.stat(follow_symlinks=False).st_mtime_ns, entry) for entry in os.scandir(self.path)]
+        entries.sort(key=lambda pair: pair[0])
+        total, removed = 0, False
+        for position, (_, entry) in enumerate(entries):
+            size = entry.stat(follow_symlinks=False).st_size
+            total += size
+            if position >= MAX_FILES or size > MAX_FILE_BYTES or total > MAX_TOTAL_BYTES:
+                os.unlink(entry.path)
+                removed = True
+        return removed
