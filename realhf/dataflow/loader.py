@@ -1,0 +1,113 @@
+"""Keeps the buffer filled: draws samples, has a worker store their tensors, puts their metadata.
+
+Rule of the synchronous mode: with ``steps_in_flight`` S the samples of step k + S are drawn only after the
+results of step k were recorded. So with S = 1 the source sees the results of every earlier step before each
+draw, always in the same order, and a run is a function of its seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from realhf.api.sample import SequenceSample
+from realhf.api.source import DataSource, SourceItem
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.model_function_call import Caller
+from realhf.dataflow.storage_map import StorageMap
+
+
+class Loader:
+    """Loads ``n_seqs`` samples per step, for the whole run, into cohorts numbered by step."""
+
+    def __init__(
+        self,
+        source: DataSource,
+        buffer: AsyncIOSequenceBuffer,
+        storage: StorageMap,
+        caller: Caller,
+        *,
+        worker: str,
+        keys: Sequence[str],
+        n_seqs: int,
+        steps_in_flight: int,
+        timeout_s: float,
+    ) -> None:
+        self._source, self._buffer, self._storage, self._caller = source, buffer, storage, caller
+        self._worker, self._keys, self._n_seqs = worker, tuple(keys), n_seqs
+        self._timeout_s = timeout_s
+        self._free = asyncio.Semaphore(steps_in_flight)
+        self._drawn: dict[int, list[SourceItem]] = {}
+        self._restored: dict[int, list[SourceItem]] = {}
+        self.activity = "idle"
+
+    async def run(self, first_step: int) -> None:
+        """Load step after step until the source is exhausted, then close the buffer's input."""
+        step = first_step
+        while True:
+            self.activity = "waits until a step is finished"
+            await self._free.acquire()
+            items = self._restored.pop(step, None) or self._source.next_batch(self._n_seqs)
+            if items:
+                self._drawn[step] = items
+                self.activity = f"loads step {step} on {self._worker}"
+                await self._load(items, step)
+            if len(items) < self._n_seqs:
+                self.activity = "source exhausted"
+                self._buffer.close_input("the data source is exhausted")
+                return
+            step += 1
+
+    def finished(self, step: int) -> None:
+        """The results of ``step`` are recorded: one more step may be drawn."""
+        self._drawn.pop(step, None)
+        self._free.release()
+
+    def draws(self, step: int) -> list[SourceItem]:
+        """The samples of a step in the order of drawing."""
+        return self._drawn.get(step, [])
+
+    async def _load(self, items: Sequence[SourceItem], step: int) -> None:
+        values = {key: [self._value(item, key) for item in items] for key in self._keys}
+        metadata = {
+            name: [item.metadata[name] for item in items]
+            for name in items[0].metadata
+            if all(name in item.metadata for item in items)
+        }
+        ids = [item.id for item in items]
+        if self._keys:
+            payload = {"ids": ids, "values": values}
+            await self._caller.call(self._worker, "load", payload, timeout_s=self._timeout_s, step=step)
+            self._storage.record(ids, self._keys, self._worker)
+        meta = SequenceSample(
+            ids,
+            {key: [[len(value)] for value in column] for key, column in values.items()},
+            dict.fromkeys(self._keys, "i64"),
+            dict.fromkeys(self._keys, ()),
+            None,
+            metadata,
+        )
+        await self._buffer.put_batch(meta, cohort=step)
+
+    @staticmethod
+    def _value(item: SourceItem, key: str) -> list[int]:
+        if key not in item.values:
+            raise ValueError(f"the source gave sample {item.id!r} without key {key!r}")
+        return [int(value) for value in item.values[key]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Source state, and the samples that were drawn but not finished: they are loaded again."""
+        pending = {
+            str(step): [
+                {"id": i.id, "metadata": dict(i.metadata), "values": {k: list(v) for k, v in i.values.items()}}
+                for i in items
+            ]
+            for step, items in sorted({**self._restored, **self._drawn}.items())
+        }
+        return {"source": self._source.state_dict(), "pending": pending}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before ``run``."""
+        self._source.load_state_dict(state["source"])
+        self._restored = {int(step): [SourceItem(**item) for item in items] for step, items in state["pending"].items()}

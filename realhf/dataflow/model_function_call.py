@@ -1,0 +1,220 @@
+"""One node of the graph at run time: takes a batch, splits it over the role's workers, gathers the replies.
+
+Only ids, lengths and statistics pass through here; the workers fetch tensors from one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from realhf.api.graph import DataFlowGraph
+from realhf.api.mfc import MFCDef
+from realhf.api.partition import balanced_parts
+from realhf.api.sample import SequenceSample, inverse_perm
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer_types import BatchLease
+from realhf.dataflow.step_report import CallReport, merge_stats
+from realhf.dataflow.storage_map import Fetch, StorageMap
+from realhf.transport.codec import decode_sample
+from realhf.transport.roster import WorkerInfo
+
+
+class Caller(Protocol):
+    """The part of ``RpcMaster`` that the brain uses."""
+
+    roster: dict[str, WorkerInfo]
+
+    def call(
+        self,
+        worker: str,
+        handler: str,
+        payload: Any = None,
+        *,
+        timeout_s: float,
+        step: int = -1,
+        mfc: str = "",
+    ) -> asyncio.Future[Any]: ...
+
+
+class MFCFailed(RuntimeError):
+    """A call failed; the message names the call, the step, the worker, the samples and the cause."""
+
+    def __init__(self, mfc: str, step: int, worker: str, ids: Sequence[str], cause: BaseException) -> None:
+        shown = ", ".join(ids[:4]) + (", ..." if len(ids) > 4 else "")
+        super().__init__(f"{mfc} failed at step {step} on {worker} (samples {shown}): {cause}")
+        self.mfc, self.step, self.worker, self.ids, self.cause = mfc, step, worker, tuple(ids), cause
+
+
+class WrongReply(ValueError):
+    """A worker answered with other samples or keys than the call was about."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a batch that one worker runs."""
+
+    worker: str
+    meta: SequenceSample
+    fetches: tuple[Fetch, ...]
+    cost: int
+
+
+def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
+    """A 63-bit seed that depends on all five and on nothing else."""
+    text = f"{run_seed}/{mfc}/{step}/{call}/{shard}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+class ModelFunctionCall:
+    """Runs one ``MFCDef`` on ``workers``. Training and evaluation run on a single worker (ValueError
+    otherwise): a training backend spreads over processes by itself."""
+
+    def __init__(
+        self,
+        mfc: MFCDef,
+        graph: DataFlowGraph,
+        buffer: AsyncIOSequenceBuffer,
+        storage: StorageMap,
+        caller: Caller,
+        workers: Sequence[str],
+        *,
+        seed: int,
+        endpoints: Mapping[str, Sequence[str]],
+    ) -> None:
+        if not workers:
+            raise ValueError(f"{mfc.name}: model role {mfc.model_role!r} has no worker")
+        if not mfc.interface_type.produces_keys and len(workers) > 1:
+            method = mfc.interface_type.value
+            raise ValueError(f"{mfc.name}: {method} runs on one worker, role {mfc.model_role!r} has {len(workers)}")
+        self.mfc = mfc
+        self.inputs = graph.inputs(mfc.name)
+        self.activity = "idle"
+        self._buffer, self._storage, self._caller = buffer, storage, caller
+        self._workers = tuple(workers)
+        self._seed = seed
+        self._endpoints = {kind: list(urls) for kind, urls in endpoints.items()}
+
+    async def run(self, step: int, call: int, cohort: int | None) -> CallReport:
+        """Take one batch through the call. Raises EndOfData when the source is exhausted, MFCFailed when a
+        worker fails or answers wrongly; the batch is ready again then."""
+        began = time.monotonic()
+        self.activity = "waits for its batch"
+        try:
+            async with self._buffer.lease(self.mfc.name, cohort) as lease:
+                queued = time.monotonic()
+                self.activity = f"runs on {', '.join(self._workers)} since {time.strftime('%H:%M:%S')}"
+                return await self._run_lease(lease, step, call, queued - began)
+        finally:
+            self.activity = "idle"
+
+    async def _run_lease(self, lease: BatchLease, step: int, call: int, queue_s: float) -> CallReport:
+        sent = time.monotonic()
+        try:
+            parts = self._split(lease.meta)
+            shards = self._shards(lease.meta, parts)
+        except (ValueError, KeyError) as error:
+            raise MFCFailed(self.mfc.name, step, "master", lease.ids, error) from error
+        replies = await self._call_all(shards, step, call)
+        outputs = [self._checked(shard, reply, step) for shard, reply in zip(shards, replies, strict=True)]
+        metas = [meta for meta in outputs if meta is not None]
+        for shard, meta in zip(shards, metas, strict=False):
+            self._storage.record(meta.ids, meta.keys, shard.worker)
+        order = inverse_perm([i for part in parts for i in part])
+        self._buffer.complete(lease, SequenceSample.gather(metas).reorder(order) if metas else None)
+        costs = [shard.cost for shard in shards]
+        return CallReport(
+            self.mfc.name,
+            lease.ids,
+            merge_stats([r["stats"] for r in replies], [len(s.meta) for s in shards], parallel=True),
+            queue_s,
+            time.monotonic() - sent,
+            max(r["compute_s"] for r in replies),
+            max(r["fetch_s"] for r in replies),
+            sum(costs),
+            max(costs) * len(costs) / max(1, sum(costs)),
+        )
+
+    def _split(self, meta: SequenceSample) -> list[list[int]]:
+        """Positions of the batch for each worker; fewer parts than workers when there are fewer samples."""
+        count = min(len(self._workers), len(meta))
+        if count == 1:
+            return [list(range(len(meta)))]
+        if self.mfc.balance == "tokens":
+            return [part for part in balanced_parts(meta.costs(), count) if part]
+        return [list(range(len(meta) * i // count, len(meta) * (i + 1) // count)) for i in range(count)]
+
+    def _shards(self, meta: SequenceSample, parts: Sequence[Sequence[int]]) -> list[Shard]:
+        roster = self._caller.roster
+        metas = [meta.select_ids(part) for part in parts]
+        placement = {worker: m.ids for worker, m in zip(self._workers, metas, strict=False)}
+        hosts = {name: info.host for name, info in roster.items()}
+        plan = self._storage.plan(placement, self.inputs, hosts)
+        return [
+            Shard(worker, m, tuple(fetch for fetch in plan if fetch.dst == worker), sum(m.costs()))
+            for worker, m in zip(self._workers, metas, strict=False)
+        ]
+
+    def _payload(self, shard: Shard, index: int, step: int, call: int) -> dict[str, Any]:
+        roster = self._caller.roster
+        return {
+            "mfc": self.mfc.name,
+            "role": self.mfc.model_role,
+            "ids": list(shard.meta.ids),
+            "keys": list(self.inputs),
+            "metadata": shard.meta.metadata,
+            "fetches": [
+                {"worker": f.src, "endpoint": roster[f.src].data_endpoint, "ids": list(f.ids), "keys": list(f.keys)}
+                for f in shard.fetches
+            ],
+            "step": step,
+            "seed": call_seed(self._seed, self.mfc.name, step, call, index),
+            "endpoints": self._endpoints,
+        }
+
+    async def _call_all(self, shards: Sequence[Shard], step: int, call: int) -> list[dict[str, Any]]:
+        """Send to all workers without a pause in between, then wait; the first failure cancels the others."""
+        payloads = [self._payload(shard, index, step, call) for index, shard in enumerate(shards)]
+        futures = [
+            self._caller.call(shard.worker, "call", payload, timeout_s=self.mfc.timeout_s, step=step, mfc=self.mfc.name)
+            for shard, payload in zip(shards, payloads, strict=True)
+        ]
+        try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+            for shard, future in zip(shards, futures, strict=True):
+                error = future.exception() if future.done() and not future.cancelled() else None
+                if error is not None:
+                    raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, error) from error
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _checked(self, shard: Shard, reply: Mapping[str, Any], step: int) -> SequenceSample | None:
+        """The reply's metadata, exactly about the shard's samples and the declared keys."""
+        frames = reply["meta"]
+        meta = None if frames is None else decode_sample(frames)
+        try:
+            if meta is None:
+                if self.mfc.output_keys:
+                    raise WrongReply(f"no outputs, expected keys {sorted(self.mfc.output_keys)}")
+                return None
+            if meta.data is not None:
+                raise WrongReply("tensors were sent to the master")
+            if meta.ids != shard.meta.ids:
+                raise WrongReply("the reply is about other samples, or in another order")
+            check_keys(meta.keys, self.mfc.output_keys)
+        except WrongReply as error:
+            raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, error) from error
+        return meta
+
+
+def check_keys(found: frozenset[str], declared: Sequence[str]) -> None:
+    """Raises WrongReply unless both are the same set, naming what is missing and what is extra."""
+    missing, extra = sorted(set(declared) - found), sorted(found - set(declared))
+    if missing or extra:
+        raise WrongReply(f"output keys differ from the declared ones: missing {missing}, extra {extra}")
