@@ -12,14 +12,25 @@ import zlib
 HELDOUT_SHARE = 5
 """One pair in this many is held out."""
 
-ADJECTIVES = tuple(
-    ["agile", "bold", "brave", "brief", "bright", "brisk", "calm", "clean", "clear", "clever", "cold", "cool", "cozy", "crisp", "curly", "daring", "deep", "eager", "early", "fair", "fancy", "fast", "fierce", "fine", "firm", "fresh", "gentle", "giant", "glad", "grand", "happy", "humble", "jolly", "keen", "kind", "light", "little", "lively", "loud", "loyal", "lucky", "merry", "mild", "modest", "neat", "noble", "polite", "proud", "quick", "quiet", "rapid", "sharp", "shy", "silent", "sleepy", "smooth", "sober", "sturdy", "swift", "tidy"]
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+ADJECTIVES = _words(
+    """agile bold brave brief bright brisk calm clean clear clever cold cool cozy crisp curly daring deep eager
+    early fair fancy fast fierce fine firm fresh gentle giant glad grand happy humble jolly keen kind light
+    little lively loud loyal lucky merry mild modest neat noble polite proud quick quiet rapid sharp shy
+    silent sleepy smooth sober sturdy swift tidy"""
 )
-NOUNS = tuple(
-    ["acorn", "badger", "bear", "beaver", "bison", "camel", "canyon", "cedar", "cliff", "comet", "crane", "dolphin", "dune", "eagle", "falcon", "fern", "finch", "forest", "fox", "gecko", "glacier", "harbor", "hawk", "heron", "island", "jaguar", "koala", "lagoon", "lake", "lemur", "lynx", "maple", "meadow", "mesa", "moose", "oak", "ocean", "orchid", "osprey", "otter", "owl", "panda", "pebble", "pine", "planet", "puffin", "rabbit", "raven", "reef", "river", "robin", "salmon", "seal", "spruce", "thistle", "tiger", "tulip", "valley", "walrus", "willow"]
+NOUNS = _words(
+    """acorn badger bear beaver bison camel canyon cedar cliff comet crane dolphin dune eagle falcon fern finch
+    forest fox gecko glacier harbor hawk heron island jaguar koala lagoon lake lemur lynx maple meadow mesa
+    moose oak ocean orchid osprey otter owl panda pebble pine planet puffin rabbit raven reef river robin
+    salmon seal spruce thistle tiger tulip valley walrus willow"""
 )
-SUFFIXES = tuple(
-    ["app", "lab", "hub", "core", "main", "prod", "test", "stage", "demo", "pilot", "shop", "pay", "chat", "feed", "sync", "grid", "vault", "pulse", "dash", "depot"]
+SUFFIXES = _words(
+    """app lab hub core main prod test stage demo pilot shop pay chat feed sync grid vault pulse dash depot"""
 )
 
 

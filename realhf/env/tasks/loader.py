@@ -24,7 +24,8 @@ SPLITS = ("train", "heldout")
 _FILES = ("warmup", "beginner", "intermediate")
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 _KEYS = frozenset(
-    ["task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution", "partial_solutions", "mistakes"]
+    {"task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution"}
+    | {"partial_solutions", "mistakes"}
 )
 
 

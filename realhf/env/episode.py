@@ -1,0 +1,159 @@
+"""One episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
+
+Source: environment spec 2.1 (observation), 6 (set-up) and 7 (end of an episode).
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from botocore import xform_name
+
+from realhf.env.command_table import ALLOWED
+from realhf.env.executor import CommandResult
+from realhf.env.grader import Grader, criteria_of
+from realhf.env.pool import Slot
+from realhf.env.reward import RewardMeter
+from realhf.env.state_client import StateCallError
+from realhf.env.task import SetupCommand, Task
+from realhf.env.tracker import Tracker, resource_name
+
+DEFAULT_MAX_STEPS = 15
+FINISHED = "episode finished; call reset"
+
+
+class EpisodeError(RuntimeError):
+    """The environment failed; what the agent did is not to be judged by it. Free of paths and criteria."""
+
+
+class SetupError(EpisodeError):
+    """The world of the task could not be built, so there is no episode."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What reset and step return: the observation of spec 2.1, its reward (0.0 after reset) and done."""
+
+    observation: dict[str, Any]
+    reward: float
+    done: bool
+
+
+class Episode:
+    """Plays tasks in one slot, one episode after the other. Use from one thread at a time."""
+
+    def __init__(self, slot: Slot, max_steps: int = DEFAULT_MAX_STEPS) -> None:
+        self._slot = slot
+        self._max_steps = max_steps
+        self._task: Task | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tracker = Tracker()
+        self._meter = RewardMeter()
+        self._grader: Grader | None = None
+        self._steps = 0
+        self._achieved = False
+        self._episode_id = ""
+
+    @property
+    def done(self) -> bool:
+        return self._achieved or self._steps >= self._max_steps
+
+    def reset(self, task: Task, seed: int | None = None, episode_id: str | None = None) -> StepData:
+        """Empty the world, set the task up and start. ``seed`` decides the simulator's random ids (default: the
+        task's). Raises TaskError for a task that makes no sense, SetupError when its world cannot be built."""
+        criteria = criteria_of(task)
+        self._task = None
+        self._forget()
+        self._slot.reset(task.seed if seed is None else seed)
+        present = frozenset(self._set_up(command) for command in task.setup)
+        self._tracker = Tracker(present, criteria.operations)
+        self._grader = Grader(criteria, self._slot.state)
+        self._grader.start()
+        self._task = task
+        self._episode_id = episode_id or uuid.uuid4().hex
+        return StepData(self._observation(None, ""), 0.0, False)
+
+    def step(self, command: str) -> StepData:
+        """Run one command and grade it. After the end nothing is executed. Raises EpisodeError before the first
+        reset or when the simulator cannot be read."""
+        if self._task is None or self._grader is None:
+            raise EpisodeError("no episode is running; call reset first")
+        if self.done:
+            return StepData(self._observation(None, FINISHED), 0.0, True)
+        result = self._slot.executor.run(command)
+        self._steps += 1
+        try:
+            grade = self._grader.evaluate(self._tracker.record(command, result))
+        except (StateCallError, ConnectionError) as error:
+            raise EpisodeError(f"the simulator cannot be read: {type(error).__name__}") from error
+        self._achieved = grade.achieved
+        reward = self._meter.step(
+            grade.progress,
+            achieved=grade.achieved,
+            last_failed=self._tracker.last_failed,
+            rollbacks=self._tracker.rollbacks,
+            idempotent_retries=self._tracker.idempotent_retries,
+        )
+        return StepData(self._observation(result, ""), reward, self.done)
+
+    def state(self) -> dict[str, Any]:
+        """The session's state as spec 2.1 shows it, without the inventory."""
+        return {
+            "episode_id": self._episode_id or None,
+            "step_count": self._steps,
+            "current_task": masked_task(self._task),
+            "tracker": {
+                "step_count": self._steps,
+                "hints_used": 0,
+                "progress": self._meter.progress,
+                "commands_executed": list(self._tracker.commands),
+                "credited_operations": self._grader.credited_operations if self._grader else [],
+            },
+            "chaos_occurred": False,
+            "current_tier": self._task.tier if self._task else None,
+        }
+
+    def _set_up(self, command: SetupCommand) -> tuple[str, str]:
+        if not setup_allowed(command.service, command.operation):
+            raise SetupError(f"set-up may not call {command.service}:{command.operation}")
+        try:
+            self._slot.state.call(command.service, command.operation, dict(command.params))
+        except (StateCallError, ConnectionError) as error:
+            raise SetupError(f"set-up call {command.service}:{command.operation} failed: {error}") from error
+        return command.service, resource_name(command.service, command.params)
+
+    def _observation(self, result: CommandResult | None, error: str) -> dict[str, Any]:
+        failed = result is not None and not result.success
+        return {
+            "episode_id": self._episode_id,
+            "step_count": self._steps,
+            "command_success": not failed and not error,
+            "command_output": result.stdout if result else "",
+            "error": error or (result.stderr if result and failed else ""),
+            "task": masked_task(self._task),
+            "task_achieved": self._achieved,
+            "partial_progress": self._meter.progress,
+            "hints_used": 0,
+            "hint_text": "",
+            "truncated": self.done and not self._achieved,
+            "refusal": result.refusal if result else None,
+            "steps_left": max(0, self._max_steps - self._steps),
+        }
+
+
+def masked_task(task: Task | None) -> dict[str, Any] | None:
+    """Layer 3, grader invisibility: all that an agent ever learns about its task."""
+    if task is None:
+        return None
+    return {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}
+
+
+@functools.lru_cache(maxsize=1024)
+def setup_allowed(service: str, operation: str) -> bool:
+    """Whether set-up may send this request: the same table that binds agents."""
+    return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())

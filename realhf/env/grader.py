@@ -1,0 +1,214 @@
+"""How far an episode has come: evidence (sent requests with a 2xx answer) and verified state, nothing else.
+
+The populated field of a task's criteria decides the strategy: ``state_checks``, ``steps`` (multi_step),
+``resource_exists`` (resource_creation), else ``operation`` (command_match). Source: environment spec section 7.
+Layers 2, 5, 6, 7 and 8 against reward hacking are the named functions here, in ``tracker`` and in ``reward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.env.task import Task, TaskError
+from realhf.env.tracker import Evidence, is_read, plain_name, same_resource
+from realhf.env.verifier import Check, ResourceCheck, StateReader, equal, parse_check
+
+INCOMPLETE_CREATION = 0.5
+"""Progress when the required create was accepted but the attributes are not right."""
+STEP_SHARE = 0.7
+"""Weight of the steps where a task has both steps and state checks."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a multi_step task. ``ordered``: its request must come after that of the step before."""
+
+    operation: str
+    resource: str | None = None
+    verify: Check | None = None
+    ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """Parsed success criteria; see ``parse_criteria``."""
+
+    operation: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    resource: ResourceCheck | None = None
+    steps: tuple[Step, ...] = ()
+    services: frozenset[str] = frozenset()
+    state_checks: tuple[Check, ...] = ()
+
+    @property
+    def strategy(self) -> str:
+        if self.state_checks:
+            return "state_checks"
+        if self.steps:
+            return "multi_step"
+        return "resource_creation" if self.resource else "command_match"
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Every operation that the criteria name."""
+        return frozenset({step.operation for step in self.steps} | ({self.operation} - {""}))
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Progress in [0, 1] as of now, and whether the task is achieved."""
+
+    progress: float
+    achieved: bool
+
+
+def parse_criteria(data: Mapping[str, Any]) -> Criteria:
+    """Criteria from the plain data of a task. Raises TaskError."""
+    try:
+        resource = parse_check(data["resource_exists"]) if data.get("resource_exists") else None
+        if resource is not None and not isinstance(resource, ResourceCheck):
+            raise TaskError("resource_exists is not a resource")
+        criteria = Criteria(
+            operation=data.get("operation") or "",
+            params=data.get("params") or {},
+            resource=resource,
+            steps=tuple(_parse_step(step) for step in data.get("steps") or ()),
+            services=frozenset(data.get("services") or ()),
+            state_checks=tuple(parse_check(check) for check in data.get("state_checks") or ()),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise TaskError(f"task.success_criteria is malformed: {type(error).__name__}: {error}") from None
+    if criteria.strategy == "command_match" and not criteria.operation:
+        raise TaskError("task.success_criteria names no operation, resource, steps or state checks")
+    return criteria
+
+
+def _parse_step(data: Mapping[str, Any]) -> Step:
+    verify = parse_check(data["verify"]) if data.get("verify") else None
+    return Step(data["operation"], data.get("resource"), verify, bool(data.get("ordered", False)))
+
+
+class Grader:
+    """Grades one episode. ``evaluate`` after every command; verification runs only where a request could have
+    changed something, otherwise the last grade stands."""
+
+    def __init__(self, criteria: Criteria, state: StateReader) -> None:
+        self.criteria = criteria
+        self._state = state
+        self._evidence: list[Evidence] = []
+        self._credited: list[int] = []
+        self._baseline = 0
+        self.grade = Grade(0.0, False)
+
+    def start(self) -> None:
+        """Look at the world right after set-up. Raises TaskError for a task that is solved already."""
+        if self.criteria.state_checks:
+            self._baseline = self._checks_passing()
+            if self._baseline == len(self.criteria.state_checks):
+                raise TaskError("every state check of the task holds before the first command")
+
+    @property
+    def credited_operations(self) -> list[str]:
+        return [step.operation for step in self.criteria.steps[: len(self._credited)]]
+
+    def evaluate(self, added: Sequence[Evidence]) -> Grade:
+        """The grade after a command that sent the requests ``added``. Raises StateCallError or
+        ConnectionError when the simulator cannot be read."""
+        self._evidence.extend(added)
+        worthy = [deed for deed in added if earns_credit(deed, self.criteria)]
+        if worthy and not self.grade.achieved:
+            self.grade = self._judge(worthy)
+        return self.grade
+
+    def _judge(self, worthy: Sequence[Evidence]) -> Grade:
+        criteria = self.criteria
+        match criteria.strategy:
+            case "command_match":
+                achieved = any(matches_command(deed, criteria) for deed in worthy)
+                return Grade(float(achieved), achieved)
+            case "resource_creation":
+                return self._judge_creation()
+            case "multi_step":
+                self._credit_steps()
+                share = len(self._credited) / len(criteria.steps)
+                complete = share == 1.0
+                services = services_reached(criteria.services, self._evidence)
+                if complete and not services:
+                    share = (len(criteria.steps) - 1) / len(criteria.steps)
+                return Grade(share, complete and services and final_state_holds(criteria.steps, self._state))
+            case _:
+                return self._judge_checks()
+
+    def _judge_creation(self) -> Grade:
+        resource = self.criteria.resource
+        assert resource is not None
+        if resource.holds(self._state):
+            return Grade(1.0, True)
+        accepted = any(
+            deed.ok and deed.operation == self.criteria.operation and same_resource(deed.resource, resource.name)
+            for deed in self._evidence
+        )
+        return Grade(INCOMPLETE_CREATION if accepted else 0.0, False)
+
+    def _judge_checks(self) -> Grade:
+        criteria = self.criteria
+        self._credit_steps()
+        passing, total = self._checks_passing(), len(criteria.state_checks)
+        share = max(0.0, (passing - self._baseline) / (total - self._baseline))
+        if criteria.steps:
+            share = STEP_SHARE * len(self._credited) / len(criteria.steps) + (1 - STEP_SHARE) * share
+        achieved = passing == total and services_reached(criteria.services, self._evidence)
+        return Grade(share, achieved)
+
+    def _checks_passing(self) -> int:
+        return sum(check.holds(self._state) for check in self.criteria.state_checks)
+
+    def _credit_steps(self) -> None:
+        """Credit steps in list order, each to a request of its own, as far as they go."""
+        steps = self.criteria.steps
+        while len(self._credited) < len(steps):
+            step = steps[len(self._credited)]
+            after = self._credited[-1] if step.ordered and self._credited else -1
+            deed = unspent_request(step, self._evidence, self._credited, after)
+            if deed is None or (step.verify is not None and not step.verify.holds(self._state)):
+                return
+            self._credited.append(deed.index)
+
+
+def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[int], after: int = -1) -> Evidence | None:
+    """Layer 2, dedup: the first accepted request for this step that has not paid for another one."""
+    for deed in evidence:
+        if deed.ok and deed.operation == step.operation and deed.index > after and deed.index not in spent:
+            if step.resource is None or same_resource(deed.resource, plain_name(step.resource)):
+                return deed
+    return None
+
+
+def earns_credit(deed: Evidence, criteria: Criteria) -> bool:
+    """Layer 5, no verification reward: an accepted request counts if it can have changed something, or if the
+    task asks for exactly this operation."""
+    return deed.ok and (not is_read(deed.operation) or deed.operation in criteria.operations)
+
+
+def matches_command(deed: Evidence, criteria: Criteria) -> bool:
+    """Layer 7, exact names, for a single request: each demanded parameter was sent with the demanded value."""
+    return deed.operation == criteria.operation and all(
+        equal(deed.params.get(key), value) for key, value in criteria.params.items()
+    )
+
+
+def services_reached(services: Iterable[str], evidence: Iterable[Evidence]) -> bool:
+    """Whether an accepted request went to each of the services."""
+    return set(services) <= {deed.service for deed in evidence if deed.ok}
+
+
+def final_state_holds(steps: Iterable[Step], state: StateReader) -> bool:
+    """Layer 8: what every step demanded is true at the moment of grading, whatever was undone in between."""
+    return all(step.verify.holds(state) for step in steps if step.verify is not None)
+
+
+def criteria_of(task: Task) -> Criteria:
+    """The parsed criteria of a task. Raises TaskError."""
+    return parse_criteria(task.success)

@@ -1,0 +1,161 @@
+"""What an agent's commands really did: the requests that were sent, as evidence for the grader.
+
+Names: an *evidence* is one sent request with its place in the episode; its *resource* is the name in the
+operation's identifying parameter, ARNs and URLs reduced to the name. Source: environment spec section 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from realhf.env.executor import CommandResult
+
+_READ_PREFIXES = ("Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter")
+
+_IDENTIFYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "s3": ("Bucket",),
+        "dynamodb": ("TableName",),
+        "sqs": ("QueueName", "QueueUrl"),
+        "sns": ("Name", "TopicArn", "SubscriptionArn"),
+        "iam": ("GroupName", "RoleName", "UserName", "PolicyName", "PolicyArn"),
+        "lambda": ("FunctionName",),
+        "logs": ("logGroupName",),
+        "ssm": ("Name", "ResourceId"),
+        "kinesis": ("StreamName", "StreamARN"),
+        "ecr": ("repositoryName",),
+        "events": ("Rule", "Name"),
+        "secretsmanager": ("SecretId", "Name"),
+        "ecs": ("clusterName", "cluster"),
+        "glue": ("DatabaseName", "DatabaseInput.Name", "Name"),
+    }
+)
+"""Per service, the parameters that identify what a request is about; the first one present counts."""
+
+ROLLBACK_PAIRS: Mapping[str, str] = MappingProxyType(
+    {
+        "s3:CreateBucket": "s3:DeleteBucket",
+        "s3:PutBucketPolicy": "s3:DeleteBucketPolicy",
+        "dynamodb:CreateTable": "dynamodb:DeleteTable",
+        "lambda:CreateFunction": "lambda:DeleteFunction",
+        "sqs:CreateQueue": "sqs:DeleteQueue",
+        "sns:CreateTopic": "sns:DeleteTopic",
+        "iam:CreateRole": "iam:DeleteRole",
+        "iam:AttachRolePolicy": "iam:DetachRolePolicy",
+        "secretsmanager:CreateSecret": "secretsmanager:DeleteSecret",
+        "apigateway:CreateRestApi": "apigateway:DeleteRestApi",
+    }
+)
+"""Create and the delete that undoes it."""
+
+MAX_IDEMPOTENT_RETRIES = 3
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One sent request. ``index`` counts requests of the episode; ``operation`` is canonical: "s3:CreateBucket"."""
+
+    index: int
+    operation: str
+    params: Mapping[str, Any]
+    resource: str
+    ok: bool
+    error_code: str
+
+    @property
+    def service(self) -> str:
+        return self.operation.partition(":")[0]
+
+
+class Tracker:
+    """The record of one episode. ``present``: (service, name) of what the setup made."""
+
+    def __init__(self, present: frozenset[tuple[str, str]] = frozenset(), wanted: frozenset[str] = frozenset()) -> None:
+        self.commands: list[str] = []
+        self.evidence: list[Evidence] = []
+        self.last_failed = False
+        self.rollbacks = 0
+        self.idempotent_retries = 0
+        self._present = present
+        self._wanted = wanted
+        self._undone: set[tuple[str, str]] = set()
+        self._retried: set[tuple[str, str]] = set()
+        self._collision: tuple[str, str] | None = None
+
+    def record(self, command: str, result: CommandResult) -> list[Evidence]:
+        """Take in one command and what came of it; returns the evidence it added."""
+        self.commands.append(command)
+        self.last_failed = not result.success
+        added = []
+        for request in result.requests:
+            operation = f"{request.service}:{request.operation}"
+            name = resource_name(request.service, request.params)
+            added.append(Evidence(len(self.evidence), operation, request.params, name, request.ok, request.error_code))
+            self.evidence.append(added[-1])
+        self._count_rollbacks(added)
+        self._count_retry(added, result.success)
+        return added
+
+    def _count_rollbacks(self, added: Sequence[Evidence]) -> None:
+        for deed in added:
+            if not deed.ok or deed.operation in self._wanted:
+                continue
+            creates = [create for create, delete in ROLLBACK_PAIRS.items() if delete == deed.operation]
+            made = any(
+                other.ok and other.operation in creates and same_resource(other.resource, deed.resource)
+                for other in self.evidence[: deed.index]
+            )
+            pair = (deed.operation, deed.resource)
+            if made and pair not in self._undone:
+                self._undone.add(pair)
+                self.rollbacks += 1
+
+    def _count_retry(self, added: Sequence[Evidence], success: bool) -> None:
+        """A create that met something the setup had made, and the command after it that succeeded."""
+        met = self._collision
+        if met and success and met not in self._retried and len(self._retried) < MAX_IDEMPOTENT_RETRIES:
+            self._retried.add(met)
+            self.idempotent_retries += 1
+        self._collision = next(
+            ((deed.service, deed.resource) for deed in added if _met_existing(deed, self._present)), None
+        )
+
+
+def resource_name(service: str, params: Mapping[str, Any]) -> str:
+    """The name a request is about, "" where its service identifies nothing by a parameter."""
+    for key in _IDENTIFYING.get(service, ()):
+        value: Any = params
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, str):
+            return plain_name(value)
+    return ""
+
+
+def plain_name(text: str) -> str:
+    """The name in an ARN or URL: its last part. Any other text is a name itself."""
+    if text.startswith("arn:"):
+        text = text.split(":", 5)[-1]
+        return text.rpartition(":")[2].rpartition("/")[2]
+    if text.startswith(("http://", "https://")):
+        return text.rpartition("/")[2]
+    return text
+
+
+def same_resource(one: str, other: str) -> bool:
+    """Layer 7, exact names: a prefix, a suffix or a substring is another resource."""
+    return one == other
+
+
+def is_read(operation: str) -> bool:
+    """Layer 5, no verification reward: whether an operation only looks."""
+    return operation.partition(":")[2].startswith(_READ_PREFIXES)
+
+
+def _met_existing(deed: Evidence, present: frozenset[tuple[str, str]]) -> bool:
+    exists = any(word in deed.error_code for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists"))
+    return not deed.ok and exists and (deed.service, deed.resource) in present
