@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode
+from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, run_folder
 
 BUILTIN = "builtin"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -105,11 +105,6 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
         yield f"rpc.dead_after_s={config.rpc.dead_after_s}: must be longer than rpc.heartbeat_s"
     if config.recover_mode is RecoverMode.resume and not (run_folder(config) / "checkpoints").is_dir():
         yield f"recover_mode=resume: no checkpoint in {run_folder(config)}"
-
-
-def run_folder(config: ExperimentConfig) -> Path:
-    """<fileroot>/<experiment_name>/<trial_name>, absolute."""
-    return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name
 
 
 def _model_path(role: str, model: ModelConfig) -> Iterator[str]:

@@ -172,3 +172,25 @@ def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:
         known = [option for option, _ in option_names()]
         raise ConfigError(_unknown("option", full_key or name.group(1), known)) from None
     raise ConfigError(f"{given}: {lines[0]}" if given and given not in lines[0] else lines[0]) from None
+
+
+def help_text(config_dir: Path = CONFIG_DIR) -> str:
+    """Usage, the choices of every group and all options with the library's defaults."""
+    lines = ["usage: python -m realhf.launch experiment=NAME [key=value ...]", ""]
+    lines += [f"  {group:11}{', '.join(choices(group, config_dir))}" for group in GROUPS]
+    lines += [
+        "",
+        "An experiment file of your own: +experiment_path=FILE.py (its options in FILE.yaml beside it).",
+        "Modes: mode=check validates, mode=graph prints the dataflow graph, mode=run (default) trains.",
+        "",
+        "Options and their defaults (experiments change some; see configs/experiment/NAME.yaml):",
+    ]
+    section = ""
+    for name, default in option_names():
+        head = name.rpartition(".")[0]
+        if head != section:
+            lines.append("")
+            section = head
+        shown = getattr(default, "value", default)
+        lines.append(f"  {name}={'' if shown in ('???', None) else shown}")
+    return "\n".join(lines)

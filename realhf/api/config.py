@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from omegaconf import MISSING
 
@@ -246,3 +247,8 @@ class ExperimentConfig:
     exp_ctrl: CheckpointConfig = field(default_factory=CheckpointConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+
+def run_folder(config: ExperimentConfig) -> Path:
+    """<fileroot>/<experiment_name>/<trial_name>, absolute."""
+    return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import CheckpointConfig, EnvConfig, MonitorConfig, OptimizerConfig, RpcConfig
+from realhf.api.config import CheckpointConfig, EnvConfig, MonitorConfig, OptimizerConfig, RecoverMode, RpcConfig
 from realhf.api.mfc import MFCDef
 from realhf.api.plain import from_plain, to_plain
 
@@ -111,7 +111,7 @@ class RunPlan:
     rpc: RpcConfig
     monitor: MonitorConfig
     exp_ctrl: CheckpointConfig
-    recover: bool
+    recover_mode: RecoverMode
     torch_threads: int
     max_nonfinite_steps: int
     started_at: float

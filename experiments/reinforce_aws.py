@@ -1,0 +1,25 @@
+"""REINFORCE with a leave-one-out baseline on AWS tasks: no ratio, no clipping, no reference model.
+
+    task_ids ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
+                             └─ tokens, masks ───────────────────┘
+"""
+
+from __future__ import annotations
+
+from realhf.algorithms.presets import resolve
+from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.experiment import ExperimentSpec
+
+from experiments.grpo_aws import actor_gen, actor_model, actor_train, aws_experiment, rew_inf
+from experiments.sft_aws import warm_start
+
+
+def build(config: ExperimentConfig) -> ExperimentSpec:
+    ppo = resolve(config.ppo)
+    if ppo.loss != "reinforce" or ppo.needs_reference:
+        raise ConfigError("reinforce_aws trains with loss reinforce and no KL term: leave ppo.loss, ppo.kl_ctl and "
+                          "ppo.kl_loss_coef alone, or use experiment=grpo_aws")
+    before = (warm_start(config),) if config.actor.path == "builtin" else ()
+    actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
+    mfcs = [actor_gen(config), rew_inf(config), actor_train(config)]
+    return aws_experiment("reinforce_aws", config, {"actor": actor}, mfcs, before)

@@ -1,0 +1,89 @@
+"""Supervised training on episodes that canonical solutions really produced against MiniStack.
+
+    packed_input_ids, loss_mask ──► actor_train
+
+An experiment of its own, and the warm start of the built-in policy for the experiments that build on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from realhf.api.config import ExperimentConfig, OptimizerConfig, run_folder
+from realhf.api.content_key import content_key
+from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.plain import to_plain
+from realhf.api.sample import MicroBatchSpec
+from realhf.monitor.provenance import package_versions
+
+PACKAGE = Path(__file__).resolve().parent.parent / "realhf"
+EPISODE_FILES = ("env/tasks/*", "env/names.py", "env/task.py", "env/sft_data.py", "rollout/observation_text.py")
+LEARNING_FILES = ("api/chat.py", "data/chat_dataset.py", "backends/builtin_policy.py", "algorithms/sft.py")
+
+
+def build(config: ExperimentConfig) -> ExperimentSpec:
+    spec = _supervised(config, steps=config.total_train_steps, batch=config.dataset.train_bs_n_seqs,
+                       optimizer=config.actor.optimizer)
+    return replace(spec, run_dir=run_folder(config))
+
+
+def warm_start(config: ExperimentConfig) -> ExperimentSpec:
+    """The built-in policy, trained on demonstrations; found again by the content of all that it depends on."""
+    options = config.warm_start
+    spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
+    files = [path for pattern in LEARNING_FILES for path in PACKAGE.glob(pattern)]
+    key = content_key([[job.artifact.name for job in spec.jobs], to_plain(options.optimizer), options.train_steps,
+                       options.batch_size, config.actor.backend, config.actor.dtype, config.seed], files)
+    return replace(spec, run_dir=run_folder(config) / "warm_start", artifact=_cache(config) / f"policy-{key}")
+
+
+def _supervised(
+    config: ExperimentConfig, *, steps: int, batch: int, optimizer: OptimizerConfig
+) -> ExperimentSpec:
+    demonstrations = _demonstrations(config)
+    jobs, path = (demonstrations,), config.actor.path
+    if path == "builtin":
+        jobs += (_untrained_model(config, demonstrations.artifact),)
+        path = str(jobs[-1].artifact)
+    actor = ModelSpec("actor", path, tuple(config.actor.workers), trainable=True, backend=config.actor.backend,
+                      dtype=config.actor.dtype, gradient_checkpointing=config.actor.gradient_checkpointing,
+                      optimizer=optimizer)
+    train = MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "sft", n_seqs=batch,
+                   input_keys=("packed_input_ids", "loss_mask"), timeout_s=config.rpc.call_timeout_s,
+                   mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb))
+    source = SourceSpec("jsonl_chat", {"path": str(demonstrations.artifact)}, keys=train.input_keys,
+                        worker=actor.workers[0])
+    return ExperimentSpec(
+        name="sft_aws", models={"actor": actor}, mfcs=(train,), source=source, n_seqs=batch, total_train_steps=steps,
+        seed=config.seed, run_dir=Path(), jobs=jobs, export_role="actor",
+    )
+
+
+def _demonstrations(config: ExperimentConfig) -> JobSpec:
+    files = [path for pattern in EPISODE_FILES for path in PACKAGE.glob(pattern) if path.is_file()]
+    options = {"episodes": config.warm_start.episodes_per_task, "tiers": config.env.tiers, "seed": config.seed}
+    key = content_key([options, package_versions(("ministack", "awscli"))], files)
+    return JobSpec(
+        "sft_data", "realhf.env.sft_data", artifact=_cache(config) / f"demonstrations-{key}.jsonl",
+        argv=("--out", "{artifact}", "--episodes-per-task", str(options["episodes"]), "--seed", str(config.seed),
+              "--tiers", *config.env.tiers, "--pool-size", str(config.env.pool_size)),
+    )
+
+
+def _untrained_model(config: ExperimentConfig, demonstrations: Path) -> JobSpec:
+    builtin = to_plain(config.builtin)
+    versions = package_versions(("torch", "transformers", "tokenizers"))
+    key = content_key([builtin, demonstrations.name, config.seed, versions],
+                      [PACKAGE / "backends" / "builtin_policy.py"])
+    options = [text for name, value in builtin.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return JobSpec(
+        "builtin_policy", "realhf.backends.builtin_policy", artifact=_cache(config) / f"untrained-{key}",
+        argv=("--demonstrations", str(demonstrations), "--out", "{artifact}", "--seed", str(config.seed), *options),
+    )
+
+
+def _cache(config: ExperimentConfig) -> Path:
+    folder = config.warm_start.cache_dir or Path(config.fileroot) / "warm_start"
+    return Path(folder).expanduser().resolve()

@@ -1,0 +1,45 @@
+"""Parse, build, run.
+
+    python -m realhf.launch experiment=NAME [key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from realhf.api.config import ConfigError, Mode
+from realhf.launch_checks import check_config
+from realhf.launch_config import compose_config, help_text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: done; 1: a process failed; 2: a mistake in the configuration; 130, 143: stopped."""
+    started_at = time.time()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(help_text())
+        return 0
+    try:
+        composed = compose_config(arguments)
+        check_config(composed.config)
+
+        from realhf.launch_build import build_experiment, print_check, print_graph
+
+        built = build_experiment(composed)
+        if composed.config.mode is Mode.graph:
+            return print_graph(built)
+        if composed.config.mode is Mode.check:
+            return print_check(built)
+
+        from realhf.launch_run import run_to_the_end
+
+        return run_to_the_end(built, arguments, started_at)
+    except ConfigError as error:
+        print("\n".join(f"config error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

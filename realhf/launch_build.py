@@ -1,0 +1,134 @@
+"""From a configuration to a checked experiment: import its file, call ``build``, infer the graph."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.experiment import ExperimentSpec, RunPlan
+from realhf.api.plain import to_plain
+from realhf.api.plugin import load_plugin
+from realhf.launch_config import Composed
+from realhf.launch_effects import check_effects, watched
+
+if TYPE_CHECKING:
+    from realhf.api.graph import DataFlowGraph
+
+IDLE_REASONS = {
+    "warm_start.": "a warm start belongs to actor.path=builtin",
+    "builtin.": "it describes the model of actor.path=builtin",
+    "ref.": "without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model",
+    "ppo.kl_estimator": "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)",
+}
+
+
+@dataclass(frozen=True)
+class BuiltExperiment:
+    """An experiment that can run: its configuration, what it consists of, and its graph."""
+
+    config: ExperimentConfig
+    spec: ExperimentSpec
+    graph: DataFlowGraph
+
+    def plan(self, spec: ExperimentSpec, started_at: float) -> RunPlan:
+        """What the workers of ``spec`` (this experiment, or one that runs before it) are told."""
+        config = self.config
+        return RunPlan(
+            spec=spec, env=config.env, rpc=config.rpc, monitor=config.monitor, exp_ctrl=config.exp_ctrl,
+            recover_mode=config.recover_mode, torch_threads=config.torch_threads,
+            max_nonfinite_steps=config.ppo.max_nonfinite_steps, started_at=started_at,
+            plugins=(config.experiment_path,) if config.experiment_path else (),
+        )
+
+
+def build_experiment(composed: Composed) -> BuiltExperiment:
+    """Raises ConfigError for a mistake in the experiment, its graph, or an option that does nothing."""
+    config = composed.config
+    module = _experiment_module(config)
+    watched_config, reads = watched(config)
+    spec = _build(module, watched_config)
+    if spec.needs_env:
+        to_plain(watched_config.env)
+    if any(spec.models[mfc.model_role].trainable for mfc in spec.mfcs):
+        reads.add("ppo.max_nonfinite_steps")
+    check_effects(composed.overridden, reads, config.experiment, IDLE_REASONS)
+    for every in (*spec.before, spec):
+        _check_workers(every)
+        graph = spec_graph(every)
+    return BuiltExperiment(config, spec, graph)
+
+
+def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
+    """The graph of an experiment; a ConfigError lists everything that is wrong with it."""
+    from realhf.api.graph import GraphError, build_graph
+
+    try:
+        return build_graph(spec.mfcs, spec.source.keys, spec.log_keys, roles=spec.models.keys())
+    except GraphError as error:
+        raise ConfigError(f"experiment {spec.name}: {error}") from None
+
+
+def print_graph(built: BuiltExperiment) -> int:
+    print(built.graph.summary())
+    print()
+    print(built.graph.to_mermaid())
+    for warning in built.graph.warnings:
+        print(f"warning: {warning}")
+    return 0
+
+
+def print_check(built: BuiltExperiment) -> int:
+    spec = built.spec
+    print(f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
+          f"{spec.total_train_steps} steps of {spec.n_seqs} samples, into {spec.run_dir}")
+    for earlier in spec.before:
+        made = earlier.artifact is not None and earlier.artifact.exists()
+        print(f"before: {earlier.name} ({'made already' if made else f'{earlier.total_train_steps} steps'})")
+    return 0
+
+
+def _experiment_module(config: ExperimentConfig) -> ModuleType:
+    try:
+        if config.experiment_path:
+            return load_plugin(config.experiment_path)
+        return importlib.import_module(f"experiments.{config.experiment}")
+    except Exception as error:
+        where = config.experiment_path or f"experiments/{config.experiment}.py"
+        raise ConfigError(f"experiment={config.experiment}: {_located(error, where)}") from None
+
+
+def _build(module: ModuleType, config: ExperimentConfig) -> ExperimentSpec:
+    build = getattr(module, "build", None)
+    if build is None:
+        raise ConfigError(f"experiment={config.experiment}: {module.__file__} defines no build(config)")
+    try:
+        spec = build(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        raise ConfigError(f"experiment={config.experiment}: {_located(error, str(module.__file__))}") from None
+    if not isinstance(spec, ExperimentSpec):
+        raise ConfigError(f"experiment={config.experiment}: build(config) returned a {type(spec).__name__}")
+    return spec
+
+
+def _located(error: Exception, file: str) -> str:
+    """The error with the line of the experiment file where it arose."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line = frames[-1].lineno if frames else getattr(error, "lineno", None)
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {text} ({file}{f', line {line}' if line else ''})"
+
+
+def _check_workers(spec: ExperimentSpec) -> None:
+    used = {index for model in spec.models.values() for index in model.workers}
+    unused = sorted(set(range(spec.n_model_workers)) - used)
+    if unused:
+        raise ConfigError(f"experiment {spec.name}: model workers are numbered from 0 without gaps; "
+                          f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, ref.workers)")
