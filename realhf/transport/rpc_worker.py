@@ -73,6 +73,7 @@ class RpcWorker:
         self._waker, self._control_waker = Waker(), Waker()
         self._stopping = threading.Event()
         self._lost = ""
+        self._control_failure: BaseException | None = None
         self._last_no = 0
         self._running: tuple[bytes, str, float] | None = None
         self._cancelled: set[bytes] = set()
@@ -132,7 +133,7 @@ class RpcWorker:
             state=self._state,
             on_lost=self._on_master_lost,
         )
-        thread = threading.Thread(target=self._serve_control, args=(control,), name="control", daemon=True)
+        thread = threading.Thread(target=self._run_control, args=(control,), name="control", daemon=True)
         thread.start()
         try:
             self._serve_ordered(ordered)
@@ -140,6 +141,8 @@ class RpcWorker:
             self.stop()
             thread.join(timeout=BYE_TIMEOUT_S + 1)
             heartbeat.close()
+        if self._control_failure is not None:
+            raise self._control_failure
         if self._lost:
             raise MasterLost(f"worker {self._info.name!r} lost the master at {self._endpoint}: {self._lost}")
 
@@ -205,6 +208,13 @@ class RpcWorker:
                 self._execute(socket, header, frames[1:], self._ordered)
             finally:
                 self._running = None
+
+    def _run_control(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            self._serve_control(socket)
+        except BaseException as error:
+            self._control_failure = error
+            self.stop()
 
     def _serve_control(self, socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()

@@ -18,7 +18,7 @@ class Waker:
         return self._read
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
+        with contextlib.suppress(OSError):
             os.write(self._write, b"\0")
 
     def clear(self) -> None:
@@ -26,5 +26,8 @@ class Waker:
             os.read(self._read, 4096)
 
     def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        """Later calls of ``wake`` have no effect."""
+        read, write, self._read, self._write = self._read, self._write, -1, -1
+        for descriptor in (read, write):
+            if descriptor >= 0:
+                os.close(descriptor)

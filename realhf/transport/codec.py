@@ -1,0 +1,205 @@
+"""Samples as frames (dataflow spec section 2, wire encoding).
+
+Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame, lens_offset,
+sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths travel as int64
+(values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB and more in a frame of
+their own without a copy, all other buffers share frame 1 at 64-byte steps. Nothing is ever cast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import msgpack
+import numpy as np
+
+from realhf.api.keys import ITEMSIZE, TORCH_NAMES
+from realhf.api.lengths import IntArray, Lengths
+from realhf.api.sample import SequenceSample
+from realhf.transport.envelope import MAX_HEADER_BYTES, field, unpack_map
+from realhf.transport.errors import CodecError, ProtocolError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = 1
+MAX_FRAMES = 4096
+MAX_FRAME_BYTES = 1 << 30
+MAX_MESSAGE_BYTES = 4 << 30
+MAX_TRAILING_DIMS = 8
+SHARED_BELOW = 4096
+ALIGNMENT = 64
+
+
+def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
+    """Frames of a sample. Large tensors are views of the sample's own storage: send them before it is
+    freed. Raises CodecError when a limit of spec section 6 is exceeded."""
+    shared = _SharedFrame()
+    frames: list[bytes | memoryview] = []
+    keys: list[dict[str, Any]] = []
+    for key in sorted(sample.keys):
+        lengths = sample.lengths(key)
+        lens = np.concatenate([lengths.values, lengths.offsets]).astype("<i8", copy=False).tobytes()
+        entry: dict[str, Any] = {
+            "k": key,
+            "dtype": sample.dtypes[key],
+            "trailing": list(sample.trailing_shapes[key]),
+            "lens_frame": 1,
+            "lens_offset": shared.add(lens),
+            "sequences": len(lengths.values),
+        }
+        if sample.data is not None:
+            raw = tensor_bytes(sample[key])
+            entry["nbytes"] = raw.nbytes
+            if raw.nbytes < SHARED_BELOW:
+                entry["frame"], entry["offset"] = 1, shared.add(raw)
+            else:
+                frames.append(raw)
+                entry["frame"], entry["offset"] = len(frames) + 1, 0
+        keys.append(entry)
+    fields = {"fmt": FORMAT, "ids": list(sample.ids), "metadata": sample.metadata, "keys": keys}
+    if sample.data is None:
+        fields["meta_only"] = True
+    header = cast(bytes, msgpack.packb(fields))
+    encoded = [header, shared.frame(), *frames]
+    _check_limits([memoryview(frame).nbytes for frame in encoded])
+    return encoded
+
+
+def decode_sample(frames: Sequence[Any]) -> SequenceSample:
+    """The sample in these frames (any buffers). Tensors are views of writable, aligned frames and copies
+    otherwise. Raises CodecError on anything malformed, before memory is allocated for it."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    _check_limits([view.nbytes for view in views])
+    try:
+        header = unpack_map(views[0], MAX_HEADER_BYTES)
+        if header.get("fmt") != FORMAT:
+            raise CodecError(f"sample format {header.get('fmt')!r}, expected {FORMAT}")
+        ids, metadata = field(header, "ids", list), field(header, "metadata", dict)
+        meta_only = header.get("meta_only", False)
+        entries = [_Entry.read(item, len(ids), views, bool(meta_only)) for item in field(header, "keys", list)]
+        if len({entry.key for entry in entries}) != len(entries):
+            raise CodecError("a key occurs twice")
+        if not all(isinstance(column, list) for column in metadata.values()):
+            raise CodecError("metadata must map names to lists")
+        return SequenceSample.from_lengths(
+            ids,
+            {entry.key: entry.lengths for entry in entries},
+            {entry.key: entry.dtype for entry in entries},
+            {entry.key: entry.trailing for entry in entries},
+            None if meta_only else {entry.key: entry.tensor() for entry in entries},
+            metadata,
+        )
+    except CodecError:
+        raise
+    except (ProtocolError, ValueError) as error:
+        raise CodecError(f"malformed sample: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One key of the header, checked against the frames."""
+
+    key: str
+    dtype: str
+    trailing: tuple[int, ...]
+    lengths: Lengths
+    raw: memoryview
+
+    @staticmethod
+    def read(item: Any, samples: int, views: Sequence[memoryview], meta_only: bool) -> _Entry:
+        if not isinstance(item, dict):
+            raise CodecError("an entry of keys is not a map")
+        key, dtype, trailing = field(item, "k", str), field(item, "dtype", str), field(item, "trailing", list)
+        if dtype not in ITEMSIZE:
+            raise CodecError(f"key {key!r}: dtype {dtype!r} is not allowed")
+        if len(trailing) > MAX_TRAILING_DIMS or not all(type(d) is int and d >= 0 for d in trailing):
+            raise CodecError(f"key {key!r}: bad trailing shape {trailing!r:.60}")
+        sequences = field(item, "sequences", int)
+        if sequences < 0:
+            raise CodecError(f"key {key!r}: {sequences} sequences")
+        lens = _slice(views, item, "lens_frame", "lens_offset", 8 * (sequences + samples + 1), key)
+        lengths = _lengths(lens, sequences, key)
+        expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
+        if meta_only:
+            return _Entry(key, dtype, tuple(trailing), lengths, memoryview(b""))
+        nbytes = field(item, "nbytes", int)
+        if nbytes != expected:
+            raise CodecError(f"key {key!r}: {nbytes} bytes, lengths and shape say {expected}")
+        raw = _slice(views, item, "frame", "offset", nbytes, key)
+        return _Entry(key, dtype, tuple(trailing), lengths, raw)
+
+    def tensor(self) -> Tensor:
+        shape = (self.lengths.total(), *self.trailing)
+        return bytes_tensor(self.raw, self.dtype, shape)
+
+
+class _SharedFrame:
+    """Small buffers, each at a multiple of ALIGNMENT."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, raw: bytes | memoryview) -> int:
+        offset = self._size
+        padding = -len(raw) % ALIGNMENT
+        self._parts += [bytes(raw), bytes(padding)]
+        self._size += len(raw) + padding
+        return offset
+
+    def frame(self) -> bytes:
+        return b"".join(self._parts)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a tensor; no copy when it is contiguous on the CPU."""
+    import torch
+
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+
+
+def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
+    """Tensor over raw bytes, keeping them alive; a copy when they are read-only or misaligned."""
+    import torch
+
+    dtype = getattr(torch, TORCH_NAMES[tag])
+    if not raw.nbytes:
+        return torch.empty(tuple(shape), dtype=dtype)
+    if raw.readonly or np.frombuffer(raw, dtype=np.uint8).ctypes.data % ITEMSIZE[tag]:
+        raw = memoryview(bytearray(raw))
+    return torch.frombuffer(raw, dtype=dtype).reshape(tuple(shape))
+
+
+def _slice(
+    views: Sequence[memoryview], item: dict[str, Any], frame_name: str, offset_name: str, nbytes: int, key: str
+) -> memoryview:
+    frame, offset = field(item, frame_name, int), field(item, offset_name, int)
+    if not 1 <= frame < len(views):
+        raise CodecError(f"key {key!r}: frame {frame} of {len(views)}")
+    if offset < 0 or offset + nbytes > views[frame].nbytes:
+        raise CodecError(f"key {key!r}: bytes {offset}..{offset + nbytes} of a frame of {views[frame].nbytes} bytes")
+    return views[frame][offset : offset + nbytes]
+
+
+def _lengths(raw: memoryview, sequences: int, key: str) -> Lengths:
+    numbers: IntArray = np.frombuffer(raw, dtype="<i8").astype(np.int64)
+    values, offsets = numbers[:sequences], numbers[sequences:]
+    if sequences and (values.min() < 0 or int(values.max()) > MAX_MESSAGE_BYTES):
+        raise CodecError(f"key {key!r}: a sequence length is negative or absurd")
+    return Lengths(values, offsets)
+
+
+def _check_limits(sizes: Sequence[int]) -> None:
+    if not 1 <= len(sizes) <= MAX_FRAMES:
+        raise CodecError(f"{len(sizes)} frames, allowed 1 to {MAX_FRAMES}")
+    if sizes[0] > MAX_HEADER_BYTES:
+        raise CodecError(f"header of {sizes[0]} bytes exceeds {MAX_HEADER_BYTES}")
+    if max(sizes) > MAX_FRAME_BYTES or sum(sizes) > MAX_MESSAGE_BYTES:
+        raise CodecError(f"frames of up to {max(sizes)} bytes, {sum(sizes)} in all, exceed the limits")

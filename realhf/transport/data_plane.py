@@ -1,0 +1,230 @@
+"""Tensors from worker to worker (dataflow spec section 7).
+
+Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each
+other. A fetch on one host is answered with a reference to shared memory, any other one (and any that fails
+to map) with the bytes themselves, in frames of at most CHUNK_BYTES.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from realhf.api.sample import SequenceSample
+from realhf.transport import envelope
+from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample
+from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.errors import DataError, DataMissing, ProtocolError, TransportError
+from realhf.transport.peer_connection import PeerConnection
+from realhf.transport.process_id import host_token
+from realhf.transport.shared_memory import SegmentPool, SegmentRef, map_segment
+from realhf.transport.tensor_store import TensorStore
+from realhf.transport.waker import Waker
+
+_log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 64 << 20
+SHM_FROM_BYTES = 64 << 10
+SPARE_BYTES = 256 << 20
+SENDERS_AHEAD = 64
+
+
+class DataPlane:
+    """Serves one store and fetches from others. ``fetch`` may be called from any thread.
+
+    ``shm=False`` neither offers nor asks for shared memory. Raises ValueError unless ``bind`` is a loopback
+    address."""
+
+    def __init__(
+        self, name: str, run_id: str, store: TensorStore, *, shm: bool = True, bind: str = "tcp://127.0.0.1:0"
+    ) -> None:
+        self._name, self._run_id, self._store = name, run_id, store
+        self._bind = envelope.require_loopback(bind)
+        self._host = host_token() if shm else ""
+        self._pool = SegmentPool(SPARE_BYTES)
+        self._pool_lock = threading.Lock()
+        self._segments_of: dict[str, set[Any]] = {}
+        self._peers: dict[str, PeerConnection] = {}
+        self._peers_lock = threading.Lock()
+        self._context = zmq.Context(io_threads=1)
+        self._waker = Waker()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.endpoint = ""
+
+    def start(self) -> None:
+        """Bind and serve. Raises DataError when the address is taken."""
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, SENDERS_AHEAD)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        try:
+            self._socket.bind(self._bind)
+        except zmq.ZMQError as error:
+            raise DataError(f"{self._name} cannot serve tensors on {self._bind}: {error}") from None
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._store.on_clear(self._forget)
+        self._thread = threading.Thread(target=self._serve, name="data-plane", daemon=True)
+        self._thread.start()
+
+    def fetch(self, endpoint: str, ids: Sequence[str], keys: Sequence[str], timeout_s: float) -> SequenceSample:
+        """Values of a peer's store, ids in the given order.
+
+        Raises DataMissing (with the list), PeerLost, FetchTimeout, or DataError for what the peer reports.
+        The tensors belong to the caller: writing to them changes nothing elsewhere."""
+        if endpoint == self.endpoint:
+            return self._store.get(ids, keys)
+        deadline = time.monotonic() + timeout_s
+        frames = self._request(endpoint, ids, keys, self._host, deadline)
+        if frames is None:
+            frames = self._request(endpoint, ids, keys, "", deadline)
+        if frames is None:
+            raise DataError(f"{endpoint} answered with shared memory that was not asked for")
+        return decode_sample(frames)
+
+    def close(self) -> None:
+        """Stop serving, give up all shared memory and connections. The store is left as it is."""
+        self._stopping = True
+        self._waker.wake()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+            self._thread = None
+            self._socket.close(0)
+        with self._peers_lock:
+            for peer in self._peers.values():
+                peer.close()
+            self._peers.clear()
+        with self._pool_lock:
+            self._pool.close()
+            self._segments_of.clear()
+        if not self._context.closed:
+            self._context.destroy(0)
+            self._waker.close()
+
+    # ---- fetching
+
+    def _request(
+        self, endpoint: str, ids: Sequence[str], keys: Sequence[str], host: str, deadline: float
+    ) -> list[Any] | None:
+        """Frames of the encoded sample; None when shared memory could not be mapped."""
+        request_id = os.urandom(16)
+        header = pack_header("fetch", self._run_id, b"", id=request_id)
+        payload = pack_payload({"ids": list(ids), "keys": list(keys), "host": host})
+        peer = self._peer(endpoint)
+        answer, *frames = peer.exchange(request_id, [header, payload], deadline)
+        fields = unpack_header(answer)
+        if fields["kind"] == "missing":
+            raise DataMissing(endpoint, [(str(i), str(k)) for i, k in unpack_payload(frames)])
+        if fields["kind"] == "shared":
+            return map_segment(SegmentRef.from_map(unpack_payload(frames))) if host else None
+        if fields["kind"] == "frames":
+            return list(_joined(frames, envelope.field(fields, "sizes", list)))
+        raise DataError(f"{endpoint} could not serve {list(keys)}: {fields.get('message')}")
+
+    def _peer(self, endpoint: str) -> PeerConnection:
+        with self._peers_lock:
+            if self._stopping:
+                raise DataError(f"the data plane of {self._name} is closed")
+            peer = self._peers.get(endpoint)
+            if peer is None or peer.broken:
+                if peer is not None:
+                    peer.close()
+                peer = self._peers[endpoint] = PeerConnection(self._context, endpoint)
+            return peer
+
+    # ---- serving
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        while not self._stopping:
+            if self._socket not in dict(poller.poll(10_000)):
+                continue
+            identity, *frames = self._socket.recv_multipart()
+            try:
+                header = unpack_header(frames[0])
+                if header.get("run") != self._run_id or header["kind"] != "fetch":
+                    raise ProtocolError(f"{header.get('kind')} of run {header.get('run')!r}")
+                request_id = envelope.field(header, "id", bytes)
+            except (ProtocolError, IndexError, KeyError) as error:
+                _log.warning("%s dropped a message: %s", self._name, error)
+                continue
+            answer = self._answer(request_id, frames[1:])
+            try:
+                self._socket.send_multipart([identity, *answer], zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:
+                _log.warning("%s could not answer a fetch: %s", self._name, error)
+
+    def _answer(self, request_id: bytes, payload: list[bytes]) -> list[Any]:
+        def header(kind: str, **fields: Any) -> bytes:
+            return pack_header(kind, self._run_id, b"", id=request_id, **fields)
+
+        try:
+            wish = unpack_payload(payload)
+            ids, keys = envelope.field(wish, "ids", list), envelope.field(wish, "keys", list)
+            ref = self._shared(ids, keys) if wish.get("host") and wish["host"] == self._host else None
+            if ref is not None:
+                return [header("shared"), pack_payload(ref.to_map())]
+            frames = encode_sample(self._store.get(ids, keys))
+            sizes = [memoryview(frame).nbytes for frame in frames]
+            return [header("frames", sizes=sizes), *_chunked(frames)]
+        except DataMissing as error:
+            return [header("missing"), pack_payload(error.missing)]
+        except (TransportError, ValueError, TypeError, AttributeError) as error:
+            return [header("error", message=f"{type(error).__name__}: {error}"[:4000])]
+
+    def _shared(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
+        """A segment with these values; None when they are small or there is no memory for it."""
+        name = (tuple(ids), tuple(sorted(keys)))
+        with self._pool_lock:
+            ref = self._pool.find(name)
+            if ref is not None:
+                return ref
+            frames = encode_sample(self._store.get(ids, keys))
+            if sum(memoryview(frame).nbytes for frame in frames) < SHM_FROM_BYTES:
+                return None
+            ref = self._pool.store(name, frames)
+            if ref is not None:
+                for sample_id in ids:
+                    self._segments_of.setdefault(sample_id, set()).add(name)
+            return ref
+
+    def _forget(self, ids: frozenset[str]) -> None:
+        """Samples were cleared: their segments are free for others."""
+        with self._pool_lock:
+            names = {name for i in ids for name in self._segments_of.pop(i, ())}
+            for name in names:
+                self._pool.release(name)
+                for sample_id in name[0]:
+                    self._segments_of.get(sample_id, set()).discard(name)
+
+
+def _chunked(frames: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    for frame in frames:
+        view = memoryview(frame)
+        for start in range(0, max(view.nbytes, 1), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+def _joined(chunks: Sequence[Any], sizes: Sequence[Any]) -> Iterator[Any]:
+    """The frames of the given sizes from their chunks; a frame of one chunk is not copied."""
+    if not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) > MAX_MESSAGE_BYTES:
+        raise ProtocolError("bad frame sizes in an answer")
+    counts = [max(1, -(-size // CHUNK_BYTES)) for size in sizes]
+    if sum(counts) != len(chunks):
+        raise ProtocolError(f"{len(chunks)} chunks for frames of {list(sizes)!r:.80} bytes")
+    position = 0
+    for count, size in zip(counts, sizes, strict=True):
+        parts = [memoryview(chunk) for chunk in chunks[position : position + count]]
+        position += count
+        if sum(part.nbytes for part in parts) != size:
+            raise ProtocolError("chunks do not add up to the frame they belong to")
+        yield parts[0] if count == 1 else memoryview(bytearray().join(parts))

@@ -1,0 +1,195 @@
+"""Shared memory between processes of one host that cannot leak.
+
+A segment is an anonymous memory file (memfd) of the producer. The consumer opens it through the producer's
+/proc entry, so there is no name to unlink or to sweep: the kernel frees the memory when the last process
+that holds it ends, however it ends. Consumers hold a shared file lock as long as they map a segment; the
+producer writes new contents into a cleared segment only under an exclusive lock, and every filling has a
+number of its own, so a consumer that comes late sees that it is late. Consumers map privately: what they
+write stays with them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from realhf.transport.errors import ProtocolError
+
+ALIGNMENT = 64
+PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class SegmentRef:
+    """Where a filling of a segment is: enough for another process of the host to map it."""
+
+    pid: int
+    descriptor: int
+    inode: int
+    filling: int
+    offsets: list[int]
+    sizes: list[int]
+
+    def to_map(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_map(value: Any) -> SegmentRef:
+        """Raises ProtocolError on a map that is not a reference."""
+        try:
+            ref = SegmentRef(**value)
+        except TypeError as error:
+            raise ProtocolError(f"not a segment reference: {error}") from None
+        lists = (ref.offsets, ref.sizes)
+        numbers = [ref.pid, ref.descriptor, ref.inode, ref.filling]
+        if not all(isinstance(x, list) for x in lists) or len(ref.offsets) != len(ref.sizes):
+            raise ProtocolError("not a segment reference: offsets and sizes do not match")
+        if not all(type(n) is int and n >= 0 for n in [*numbers, *ref.offsets, *ref.sizes]):
+            raise ProtocolError("not a segment reference: negative or non-integer number")
+        return ref
+
+
+class Segment:
+    """The producer's side of one segment. Raises OSError when the system has no memory left."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = -(-capacity // PAGE) * PAGE
+        self._descriptor = os.memfd_create("realhf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._filling = 0
+        self._map: mmap.mmap | None = None
+        os.ftruncate(self._descriptor, self.capacity)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+    def fill(self, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
+        """Write new contents; None when a consumer still reads the old ones."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        offsets, end = layout([view.nbytes for view in views])
+        if end > self.capacity:
+            raise ValueError(f"{end} bytes do not fit a segment of {self.capacity}")
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        try:
+            self._filling += 1
+            os.pwrite(self._descriptor, self._filling.to_bytes(8, "little"), 0)
+            for offset, view in zip(offsets, views, strict=True):
+                self._write(offset, view)
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        inode = os.fstat(self._descriptor).st_ino
+        sizes = [view.nbytes for view in views]
+        return SegmentRef(os.getpid(), self._descriptor, inode, self._filling, offsets, sizes)
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        # The first filling allocates pages, which is faster by pwrite; later ones find them mapped.
+        if self._filling > 1:
+            if self._map is None:
+                self._map = mmap.mmap(self._descriptor, self.capacity)
+            self._map[offset : offset + view.nbytes] = view  # pyright: ignore[reportArgumentType, reportCallIssue]
+            return
+        done = 0
+        while done < view.nbytes:
+            done += os.pwrite(self._descriptor, view[done:], offset + done)
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+        os.close(self._descriptor)
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Aligned offsets of buffers behind the filling number, and the total size."""
+    offsets, end = [], ALIGNMENT
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def map_segment(ref: SegmentRef) -> list[memoryview] | None:
+    """The buffers of a segment of another process; None when it cannot be reached or was filled anew since.
+    The mapping and its lock end with the last view of it."""
+    try:
+        descriptor = os.open(f"/proc/{ref.pid}/fd/{ref.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if status.st_ino != ref.inode:
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if int.from_bytes(os.pread(descriptor, 8, 0), "little") != ref.filling:
+            return None
+        if any(offset + size > status.st_size for offset, size in zip(ref.offsets, ref.sizes, strict=True)):
+            raise ProtocolError("a segment reference points behind the end of its segment")
+        # The map keeps a duplicate of the descriptor, and with it the lock, until it is released.
+        view = memoryview(mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return [view[offset : offset + size] for offset, size in zip(ref.offsets, ref.sizes, strict=True)]
+
+
+class SegmentPool:
+    """Segments in use by name, and cleared ones kept for the next filling (at most ``spare_bytes``). Not
+    thread-safe."""
+
+    def __init__(self, spare_bytes: int) -> None:
+        self._spare_bytes = spare_bytes
+        self._used: dict[Any, tuple[Segment, SegmentRef]] = {}
+        self._spare: list[Segment] = []
+
+    def find(self, name: Any) -> SegmentRef | None:
+        entry = self._used.get(name)
+        return entry[1] if entry else None
+
+    def store(self, name: Any, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
+        """Copy buffers into a segment; None when the system has no memory for one."""
+        _, size = layout([memoryview(buffer).nbytes for buffer in buffers])
+        for segment in sorted(self._spare, key=lambda s: s.capacity):
+            if size <= segment.capacity <= 2 * size + PAGE:
+                ref = segment.fill(buffers)
+                if ref is not None:
+                    self._spare.remove(segment)
+                    self._used[name] = (segment, ref)
+                    return ref
+        segment = None
+        try:
+            segment = Segment(size)
+            ref = segment.fill(buffers)
+        except OSError:
+            ref = None
+        if ref is None:
+            if segment is not None:
+                segment.close()
+            return None
+        self._used[name] = (segment, ref)  # pyright: ignore[reportArgumentType]
+        return ref
+
+    def release(self, name: Any) -> None:
+        """The contents under this name are no longer served."""
+        entry = self._used.pop(name, None)
+        if entry is None:
+            return
+        self._spare.append(entry[0])
+        while sum(segment.capacity for segment in self._spare) > self._spare_bytes:
+            self._spare.pop(0).close()
+
+    def close(self) -> None:
+        for segment, _ in self._used.values():
+            segment.close()
+        for segment in self._spare:
+            segment.close()
+        self._used.clear()
+        self._spare.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments, spare ones included."""
+        return sum(s.capacity for s, _ in self._used.values()) + sum(s.capacity for s in self._spare)
