@@ -180,9 +180,9 @@ class Grader:
 def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[int], after: int = -1) -> Evidence | None:
     """Layer 2, dedup: the first accepted request for this step that has not paid for another one."""
     for deed in evidence:
-        if deed.ok and deed.operation == step.operation and deed.index > after and deed.index not in spent:
-            if step.resource is None or same_resource(deed.resource, plain_name(step.resource)):
-                return deed
+        fits = deed.ok and deed.operation == step.operation and deed.index > after and deed.index not in spent
+        if fits and (step.resource is None or same_resource(deed.resource, plain_name(step.resource))):
+            return deed
     return None
 
 
