@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import socket
 import threading
 from typing import Any
 
 from realhf.env import sandbox
 from realhf.env.cli_frames import frame, read_frame
-from realhf.env.pinned_http import RefusedRequest
+from realhf.env.refusal import RefusedRequest
 from realhf.env.vfs import MAX_FILE_BYTES
 from realhf.env.warm_cli import WarmCli
 
 RUNAWAY_BYTES = 8 << 20
+MAX_RESIDENT_BYTES = 300 << 20
 _ADDRESS_BYTES = 2 << 30
 
 
@@ -64,6 +66,8 @@ class CliWorker:
         self.refusals: list[RefusedRequest] = []
         self.cli = WarmCli(account, self.refusals.append)
 
+    _statm = -1
+
     def serve(self, request: dict[str, Any], fds: list[int], read_roots: tuple[str, ...]) -> None:
         """Contain this process, then answer until the owner closes the channel. ``fds``: channel, connection."""
         channel, connection = (socket.socket(fileno=fd) for fd in fds)
@@ -71,13 +75,16 @@ class CliWorker:
         folder = request["folder"]
         sandbox.redirect_standard_streams()
         os.chdir(folder)
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         sandbox.forbid_new_privileges()
         sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES)
         sandbox.AuditGuard(read_roots=read_roots, write_roots=(folder,)).install()
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:
-            channel.sendall(frame(self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])))
-            if self._polluted(folder):
+            reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
+            reply["last"] = self._polluted(folder)
+            channel.sendall(frame(reply))
+            if reply["last"]:
                 return
 
     def _answer(self, argv: list[str], stdout_cap: int, stderr_cap: int) -> dict[str, Any]:
@@ -89,13 +96,19 @@ class CliWorker:
             "exit_code": code,
             "stdout": out.text(),
             "stderr": err.text(),
-            "refusal": None if refusal is None else refusal.rule,
+            "refusal": None if refusal is None else [refusal.rule, refusal.message],
             "requests": requests,
         }
 
     def _polluted(self, folder: str) -> bool:
         """True when a command left something behind that the next one could see."""
-        return threading.active_count() > 1 or os.getcwd() != folder
+        resident_bytes = int(os.pread(self._statm, 100, 0).split()[1]) * resource.getpagesize()
+        return (
+            threading.active_count() > 1
+            or os.getcwd() != folder
+            or resident_bytes > MAX_RESIDENT_BYTES
+            or not self.cli.connection.usable
+        )
 
 
 def _text(sink: CappedSink) -> io.TextIOWrapper:

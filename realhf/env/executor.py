@@ -12,9 +12,10 @@ from typing import Any
 
 from realhf.env.cli_frames import frame, read_frame
 from realhf.env.fork_server import ForkedProcess
-from realhf.env.policy import check_command
+from realhf.env.policy import check_command, refusal_text
 
 TIMED_OUT = "command timed out"
+MAX_COMMANDS_PER_WORKER = 500
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,17 @@ class ExecutorCounters:
 class CliExecutor:
     """The agent's shell of one slot. ``run`` blocks and serves one command at a time.
 
-    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator."""
+    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator; ``simulator_alive()`` is
+    asked when a worker or its connection was lost."""
 
-    def __init__(self, spawn: Callable[[], tuple[ForkedProcess, socket.socket]], limits: OutputLimits) -> None:
+    def __init__(
+        self,
+        spawn: Callable[[], tuple[ForkedProcess, socket.socket]],
+        simulator_alive: Callable[[], bool],
+        limits: OutputLimits,
+    ) -> None:
         self._spawn = spawn
+        self._simulator_alive = simulator_alive
         self._limits = limits
         self._worker: _Worker | None = None
         self.counters = ExecutorCounters()
@@ -132,34 +140,38 @@ class CliExecutor:
         return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule)
 
     def _execute(self, argv: tuple[str, ...]) -> CommandResult:
+        self.start()
+        worker = self._worker
+        assert worker is not None
+        reply = self._exchange(worker, argv)
+        worker.commands += 1
+        if reply is None or reply["last"] or worker.commands >= MAX_COMMANDS_PER_WORKER:
+            self.stop()
+            if not self._simulator_alive():
+                raise SimulatorLost("simulator lost")
+        if reply is None:
+            return CommandResult(exit_code=255, stdout="", stderr="command stopped: it used too much")
+        if reply.get("timed_out"):
+            self.counters.timeouts += 1
+            return CommandResult(exit_code=124, stdout="", stderr=TIMED_OUT, timed_out=True)
+        return self._result(reply)
+
+    def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> dict[str, Any] | None:
+        """The worker's reply; None when it died over the command."""
         limits = self._limits
         message = {"argv": argv, "stdout_cap": limits.stdout_bytes, "stderr_cap": limits.stderr_bytes}
-        for attempt in (0, 1):
-            self.start()
-            worker = self._worker
-            assert worker is not None
-            fresh = worker.commands == 0
-            worker.commands += 1
-            try:
-                worker.channel.sendall(frame(message))
-                if not select.select([worker.channel], [], [], limits.timeout_s)[0]:
-                    self.stop()
-                    self.counters.timeouts += 1
-                    return CommandResult(exit_code=124, stdout="", stderr=TIMED_OUT, timed_out=True)
-                reply = read_frame(worker.stream)
-            except (OSError, json.JSONDecodeError):
-                reply = None
-            if reply is not None:
-                return self._result(reply)
-            recycled = not fresh and attempt == 0
-            self.stop()
-            if not recycled:
-                break
-        return CommandResult(exit_code=255, stdout="", stderr="the command was stopped: it used too much")
+        try:
+            worker.channel.sendall(frame(message))
+            if not select.select([worker.channel], [], [], limits.timeout_s)[0]:
+                return {"timed_out": True, "last": True}
+            return read_frame(worker.stream)
+        except (OSError, json.JSONDecodeError):
+            return None
 
     def _result(self, reply: Mapping[str, Any]) -> CommandResult:
         if reply["refusal"] is not None:
-            return self._refused(reply["refusal"], f"refused ({reply['refusal']})")
+            rule, text = reply["refusal"]
+            return self._refused(rule, refusal_text(rule, text))
         return CommandResult(
             exit_code=reply["exit_code"],
             stdout=reply["stdout"],

@@ -1,4 +1,8 @@
-"""HTTP of the CLI worker: one connection, made by the owner and handed over; there is no other way out."""
+"""HTTP to one simulator over one connection.
+
+In a CLI worker the connection is made by the owner and handed over as a descriptor; there is no other way out.
+``botocore`` is here whichever copy of it the process uses: the CLI's own in a worker.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,34 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy)
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+
+from realhf.env.refusal import Refuse
 
 _MAX_RESPONSE_BYTES = 16 << 20
 _DROPPED_HEADERS = frozenset({"expect", "transfer-encoding", "content-length", "connection", "host"})
 _INTERNAL_PATH = re.compile(r"^/*_")
 
 
-class RefusedRequest(Exception):
-    """A request that must not leave the worker. ``rule`` is the refusal rule of the observation."""
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"{rule}: {message}")
-        self.rule = rule
-
-
-Refuse = Callable[[str, str], NoReturn]
-"""Records a refusal (rule, message) and raises RefusedRequest."""
-
-
 class PinnedConnection:
-    """The worker's only connection. Requests are serialised; used by every cached client."""
+    """Stands in for botocore's HTTP session. Requests are serialised; all clients share it.
 
-    def __init__(self, authority: str, refuse: Refuse, read_timeout_s: float = 5.0) -> None:
+    ``dial`` makes the first and every later connection; without it a broken connection stays broken."""
+
+    def __init__(
+        self,
+        authority: str,
+        refuse: Refuse,
+        dial: Callable[[], socket.socket] | None = None,
+        read_timeout_s: float = 5.0,
+    ) -> None:
         self._authority = authority
         self._refuse = refuse
+        self._dial = dial
         self._read_timeout_s = read_timeout_s
         self._socket: socket.socket | None = None
         self._file: io.BufferedReader | None = None
@@ -49,8 +51,28 @@ class PinnedConnection:
         self._socket = connection
         self._file = connection.makefile("rb")
 
+    @property
+    def usable(self) -> bool:
+        return self._socket is not None
+
     def send(self, request: AWSPreparedRequest) -> AWSResponse:
         """The answer, read whole. Raises RefusedRequest, ConnectionClosedError, ReadTimeoutError."""
+        data = self._encode(request)
+        with self._lock:
+            try:
+                status, headers, content = self._exchange(data, request.method)
+            except TimeoutError as error:
+                self._drop()
+                raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
+            except (OSError, ValueError) as error:
+                self._drop()
+                raise ConnectionClosedError(error=error, request=request, endpoint_url=request.url) from error
+        response = AWSResponse(request.url, status, headers, _Raw(content))
+        if not request.stream_output:
+            response._content = content
+        return response
+
+    def _encode(self, request: AWSPreparedRequest) -> bytes:
         target = self._target(request)
         body = _body_bytes(request.body)
         lines = [f"{request.method} {target} HTTP/1.1\r\nHost: {self._authority}\r\n".encode()]
@@ -62,28 +84,37 @@ class PinnedConnection:
                 lines.append(name.encode("ascii") + b": " + raw + b"\r\n")
         lines.append(b"Content-Length: %d\r\n\r\n" % len(body))
         lines.append(body)
-        with self._lock:
-            if self._socket is None or self._file is None:
-                raise ConnectionClosedError(error="no connection", request=request, endpoint_url=request.url)
-            try:
-                self._socket.sendall(b"".join(lines))
-                self.sent += 1
-                status, headers, content = _read_response(self._file, request.method)
-            except TimeoutError as error:
-                self._close()
-                raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
-            except (OSError, ValueError) as error:
-                self._close()
-                raise ConnectionClosedError(error=error, request=request, endpoint_url=request.url) from error
-        response = AWSResponse(request.url, status, headers, _Raw(content))
-        if not request.stream_output:
-            response._content = content
-        return response
+        return b"".join(lines)
+
+    def _exchange(self, data: bytes, method: str) -> tuple[int, dict[str, str], bytes]:
+        reused = self._socket is not None
+        try:
+            return self._exchange_once(data, method)
+        except ConnectionError:
+            # The simulator was replaced since the last call: nothing of this request reached the new one.
+            if not reused or self._dial is None:
+                raise
+            self._drop()
+            return self._exchange_once(data, method)
+
+    def _exchange_once(self, data: bytes, method: str) -> tuple[int, dict[str, str], bytes]:
+        if self._socket is None and self._dial is not None:
+            self.attach(self._dial())
+        if self._socket is None or self._file is None:
+            raise ConnectionResetError("no connection")
+        self._socket.sendall(data)
+        self.sent += 1
+        return _read_response(self._file, method)
 
     def close(self) -> None:
         """Clients close their session when garbage collected; the connection is everybody's and stays."""
 
-    def _close(self) -> None:
+    def disconnect(self) -> None:
+        """Drop the connection."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
         if self._socket is not None:
             self._socket.close()
         self._socket = self._file = None

@@ -48,8 +48,13 @@ class Verdict:
     message: str = ""
 
 
+def refusal_text(rule: str, message: str) -> str:
+    """The observation's error text of a refusal."""
+    return f"refused ({rule}): {message}"
+
+
 def _refuse(rule: str, message: str) -> Verdict:
-    return Verdict(rule=rule, message=f"refused ({rule}): {message}")
+    return Verdict(rule=rule, message=refusal_text(rule, message))
 
 
 def check_command(command: str) -> Verdict:

@@ -37,9 +37,9 @@ class Slot:
         self.ministack = ministack
         self.files = VirtualFolder(folder)
         self._zygote = zygote
+        self.executor = CliExecutor(self._spawn_worker, lambda: self.ministack.alive(), limits)
+        self._state: StateClient | None = None
         self._factory = factory
-        self.executor = CliExecutor(self._spawn_worker, limits)
-        self.state = StateClient(self.endpoint, self.account, factory)
         self.worker_pid = -1
 
     @property
@@ -50,9 +50,15 @@ class Slot:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def state(self) -> StateClient:
+        """Calls that set up, grade and list; never seen by the agent."""
+        if self._state is None:
+            self._state = StateClient(self.endpoint, self.account, self._factory)
+        return self._state
+
     def start(self) -> None:
-        """Called once the simulator is healthy: clients for its port, a worker."""
-        self.state = StateClient(self.endpoint, self.account, self._factory)
+        """Called once the simulator is healthy."""
         self.executor.start()
 
     def reset(self, seed: int = 0) -> None:
@@ -79,6 +85,8 @@ class Slot:
 
     def stop(self) -> None:
         self.executor.stop()
+        if self._state is not None:
+            self._state.close()
         self.ministack.stop()
 
     def _spawn_worker(self) -> tuple[ForkedProcess, socket.socket]:

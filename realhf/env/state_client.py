@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
 import botocore.session
-from botocore.client import BaseClient, Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.client import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.model import OperationNotFoundError
 
-_REGION = "us-east-1"
+from realhf.env.light_client import ENDPOINT, REGION, lighten
+from realhf.env.pinned_http import PinnedConnection
+from realhf.env.refusal import RefusedRequest, refuse
 
 
 class StateCallError(Exception):
@@ -28,29 +32,30 @@ class ClientFactory:
         self._session = botocore.session.Session()
         self._lock = threading.Lock()
 
-    def create(self, service: str, endpoint: str, account: str) -> BaseClient:
-        config = Config(
-            connect_timeout=2, read_timeout=5, retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}
-        )
+    def create(self, service: str, account: str, connection: PinnedConnection) -> Any:
+        """A client of botocore's ``service`` that sends over ``connection``."""
+        config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
         with self._lock:
-            return self._session.create_client(
+            client = self._session.create_client(
                 service,
-                region_name=_REGION,
-                endpoint_url=endpoint,
+                region_name=REGION,
+                endpoint_url=ENDPOINT,
                 aws_access_key_id=account,
                 aws_secret_access_key="none",
                 config=config,
             )
+        return lighten(client, account, connection)
 
 
 class StateClient:
-    """Calls of one slot's simulator. Thread-safe."""
+    """Calls of one slot's simulator at ``endpoint`` (``http://127.0.0.1:port``). Thread-safe."""
 
     def __init__(self, endpoint: str, account: str, factory: ClientFactory | None = None) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._account = account
         self._factory = factory or ClientFactory()
-        self._clients: dict[str, BaseClient] = {}
+        self._connection = PinnedConnection(ENDPOINT.removeprefix("http://"), refuse, self._dial)
+        self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name) without its metadata.
@@ -58,17 +63,28 @@ class StateClient:
         Raises StateCallError for an error answer, an unknown operation or bad parameters (code
         ``ParamValidation``), ConnectionError when the simulator does not answer."""
         client = self._clients.get(service)
-        if client is None:
-            client = self._clients[service] = self._factory.create(service, self._endpoint, self._account)
         try:
-            answer = client._make_api_call(operation, params or {})  # type: ignore[attr-defined]
+            if client is None:
+                client = self._clients[service] = self._factory.create(service, self._account, self._connection)
+            answer = client._make_api_call(operation, params or {})
         except ClientError as error:
             details = error.response.get("Error", {})
             raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
-        except BotoCoreError as error:
-            name = type(error).__name__
-            if name.endswith(("ConnectionError", "TimeoutError", "ConnectionClosedError")):
-                raise ConnectionError(f"simulator at {self._endpoint}: {error}") from error
+        except HTTPClientError as error:
+            raise ConnectionError(f"simulator at {self.endpoint}: {error}") from error
+        except (BotoCoreError, RefusedRequest) as error:
             raise StateCallError("ParamValidation", str(error)) from None
+        except OperationNotFoundError:
+            raise StateCallError("ParamValidation", f"{service} has no operation {operation}") from None
         answer.pop("ResponseMetadata", None)
         return answer
+
+    def close(self) -> None:
+        """Drop the connection; the next call makes a new one."""
+        self._connection.disconnect()
+
+    def _dial(self) -> socket.socket:
+        host, _, port = self.endpoint.removeprefix("http://").partition(":")
+        connection = socket.create_connection((host, int(port)), timeout=2.0)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection

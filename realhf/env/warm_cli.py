@@ -11,18 +11,22 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from datetime import date, datetime
+from functools import partial
 from typing import Any, NoReturn
 
 import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy)
 from awscli import clidriver, paramfile
 from awscli.argparser import ServiceArgParser
+from awscli.customizations import globalargs
+from awscli.customizations.cliinputjson import add_cli_input_json
+from awscli.customizations.generatecliskeleton import add_generate_skeleton
 from botocore.hooks import HierarchicalEmitter
 
-from realhf.env.pinned_http import PinnedConnection, Refuse, RefusedRequest
+from realhf.env.light_client import ENDPOINT, REGION, lighten
+from realhf.env.pinned_http import PinnedConnection
+from realhf.env.refusal import Refuse, RefusedRequest
 from realhf.env.vfs import is_plain_name
 
-REGION = "us-east-1"
-ENDPOINT = "http://localhost:4566"
 _MAX_PARAM_CHARS = 65536
 _CLIENT_EVENTS = ("after-call", "before-call", "before-parameter-build", "provide-client-params", "request-created",
                   "before-send", "response-received", "needs-retry", "choose-signer", "before-sign")  # fmt: skip
@@ -52,6 +56,16 @@ class UndoLog:
         """Handlers this command put on the session which a client made now would have inherited."""
         return [(name, handler) for emitter, name, handler, _ in self._entries
                 if emitter is session_emitter and name.startswith(_CLIENT_EVENTS)]  # fmt: skip
+
+    def take(self, action: Callable[[], Any]) -> tuple[Any, list[tuple[str, Any]]]:
+        """Run ``action``; its result, and the handlers it registered, which are taken back at once."""
+        outer, was_recording = self._entries, self._recording
+        self._entries, self._recording = [], True
+        result = action()
+        taken = [(event_name, handler) for _, event_name, handler, _ in self._entries]
+        self.undo()
+        self._entries, self._recording = outer, was_recording
+        return result, taken
 
     def undo(self) -> None:
         self._recording = False
@@ -129,7 +143,9 @@ class _WarmDriver(clidriver.CLIDriver):
             self._refuse("global-option", "this option is not available here")
         if args.region not in (None, REGION):
             self._refuse("region", f"only {REGION} is available here")
-        clidriver.emit_top_level_args_parsed_event(self.session, args, remaining)
+        # The program's other handlers of this moment set what is fixed here: signing, timeouts, certificates.
+        globalargs.resolve_types(args)
+        args.verify_ssl = None
 
     def _emit_session_event(self, parsed_args: Any) -> None:
         if not self.session_announced:
@@ -154,7 +170,8 @@ class WarmCli:
         self._session.create_client = self._cached_client
         self._log.attach(self._session)
         self._driver = _WarmDriver(self._session, self._refuse)
-        self._parsers: dict[int, Any] = {}
+        self._session.unregister("building-argument-table", add_cli_input_json)
+        self._session.unregister("building-argument-table", add_generate_skeleton)
         self._cache_parsers()
         logging.getLogger("awscli").setLevel(logging.CRITICAL)
 
@@ -169,7 +186,7 @@ class WarmCli:
             subcommands = command._get_command_table()
             for name in names:
                 operation = subcommands[name]
-                operation._create_operation_parser(operation.arg_table)
+                self._undo.take(partial(operation._create_operation_parser, operation.arg_table))
             self._cached_client(
                 command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None
             )
@@ -208,9 +225,7 @@ class WarmCli:
         if client is None:
             recording, self._undo._recording = self._undo._recording, False
             client = self._create_client(service_name, **kwargs)
-            client._endpoint.http_session = self.connection
-            client._request_signer.sign = _Signature(self.account, client._request_signer)
-            self._clients[key] = client
+            self._clients[key] = lighten(client, self.account, self.connection)
             self._undo._recording = recording
             return client
         for name, handler in self._undo.client_handlers(_inner_emitter(self._session.get_component("event_emitter"))):
@@ -219,6 +234,13 @@ class WarmCli:
 
     def _cache_parsers(self) -> None:
         service_parsers: dict[int, Any] = {}
+        scoped: dict[int, list[tuple[str, Any]]] = {}
+        build_table = clidriver.ServiceOperation._create_argument_table
+
+        def argument_table(operation: clidriver.ServiceOperation) -> Any:
+            # Handlers of one operation's table may listen to events of all; the public program never has two tables.
+            table, scoped[id(operation)] = self._undo.take(lambda: build_table(operation))
+            return table
         operation_parsers: dict[int, tuple[tuple[Any, ...], Any]] = {}
 
         def service_parser(command: clidriver.ServiceCommand) -> Any:
@@ -230,6 +252,8 @@ class WarmCli:
             return parser
 
         def operation_parser(operation: clidriver.ServiceOperation, arg_table: Mapping[str, Any]) -> Any:
+            for event_name, handler in scoped.get(id(operation), ()):
+                operation._session.register(event_name, handler)
             shape = tuple((id(argument), argument.required) for argument in arg_table.values())
             known = operation_parsers.get(id(operation))
             if known is not None and known[0] == shape:
@@ -239,22 +263,10 @@ class WarmCli:
             operation_parsers[id(operation)] = (shape, parser)
             return parser
 
+        clidriver.ServiceOperation._create_argument_table = argument_table  # type: ignore[method-assign]
         clidriver.ServiceCommand._create_parser = service_parser  # type: ignore[method-assign]
         clidriver.ServiceOperation._create_operation_parser = operation_parser  # type: ignore[method-assign]
         clidriver.ServiceOperation._add_help = lambda operation, parser: None  # type: ignore[method-assign]
-
-
-class _Signature:
-    """Stands in for SigV4: the simulator reads account, region and service from the header and checks no more."""
-
-    def __init__(self, account: str, signer: Any) -> None:
-        self._header = (
-            f"AWS4-HMAC-SHA256 Credential={account}/20260101/{REGION}/{signer.signing_name}/aws4_request, "
-            f"SignedHeaders=host, Signature={'0' * 64}"
-        )
-
-    def __call__(self, operation_name: str, request: Any, *args: Any, **kwargs: Any) -> None:
-        request.headers["Authorization"] = self._header
 
 
 def _inner_emitter(emitter: Any) -> HierarchicalEmitter:
