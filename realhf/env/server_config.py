@@ -24,7 +24,7 @@ class ServerConfig:
     """Settings of one server process. Port 0 means any free port (for MiniStack: any free range).
 
     max_steps: commands of one episode; cmd_timeout_s: one command; idle_timeout_s: 0 turns reaping off;
-    sandbox: auto, bwrap or plain.
+    sandbox: auto or plain.
     """
 
     host: str = "127.0.0.1"
@@ -33,6 +33,7 @@ class ServerConfig:
     ministack_base_port: int = 4566
     max_steps: int = 15
     max_command_bytes: int = 8192
+    cmd_timeout_s: float = 10.0
     idle_timeout_s: float = 3600.0
     ws_ping_interval_s: float = 20.0
     ws_ping_timeout_s: float = 600.0
@@ -45,6 +46,7 @@ class ServerConfig:
             "ministack_base_port": (0, 65535 - self.pool_size),
             "max_steps": (1, 10_000),
             "max_command_bytes": (16, 65536),
+            "cmd_timeout_s": (0.1, 600),
             "idle_timeout_s": (0, 1e7),
             "ws_ping_interval_s": (0.1, 1e5),
             "ws_ping_timeout_s": (0.1, 1e6),
@@ -53,8 +55,8 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{PREFIX}{name.upper()} (--{_flag(name)}) is {value}; allowed: {low} to {high}")
-        if self.sandbox not in ("auto", "bwrap", "plain"):
-            raise ConfigError(f"{PREFIX}SANDBOX is {self.sandbox!r}; allowed: auto, bwrap, plain")
+        if self.sandbox not in ("auto", "plain"):
+            raise ConfigError(f"{PREFIX}SANDBOX is {self.sandbox!r}; allowed: auto, plain")
         if not _is_loopback(self.host):
             raise ConfigError(f"{PREFIX}HOST is {self.host!r}; only a loopback address is served (no access token)")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
-_FENCE = re.compile(r"^`{3,}[a-zA-Z]*(?=\s|$)|`{3,}$")
 
 
 def extract_command(text: str) -> str | None:
@@ -32,7 +31,9 @@ def _without_reasoning(text: str) -> str:
 def _bare(line: str) -> str:
     line = line.strip()
     if line.startswith("```"):
-        line = _FENCE.sub("", line).strip().lstrip("`")
+        line = line.lstrip("`")
+        if not line.startswith(("aws ", "$ ")):
+            line = line.partition(" ")[2].lstrip()
     if line.endswith("```"):
         line = line.rstrip("`")
     if len(line) > 1 and line.startswith("`"):

@@ -19,6 +19,7 @@ from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.env_client import CapacityError, OpenEnvClient
 from realhf.rollout.lockstep import LockstepPlay, Seat
+from realhf.rollout.observation_text import OBSERVATION_CHARS
 from realhf.rollout.rollout_state import Job, Limits
 
 T = TypeVar("T")
@@ -53,7 +54,8 @@ class MultiTurnEnvPool:
         on_failure: ``retry`` plays an episode whose environment failed once more, on a new connection;
             ``drop`` returns it as a failed outcome.
 
-    ``timings`` sums ``env_s``, ``generation_s``, ``rounds``, ``env_steps`` and ``episodes`` of all runs.
+    ``timings`` sums ``env_s`` (of it ``reset_s``: the first resets of a run), ``generation_s``, ``rounds``,
+    ``env_steps`` and ``episodes`` of all runs.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class MultiTurnEnvPool:
         max_turns: int = 6,
         max_total_tokens: int = 4096,
         turn_tokens: int = 64,
-        observation_chars: int = 320,
+        observation_chars: int = OBSERVATION_CHARS,
         message_timeout_s: float = 60.0,
         connect_timeout_s: float = 20.0,
         retry_capacity_s: float = 0.0,
@@ -75,7 +77,9 @@ class MultiTurnEnvPool:
         if on_failure not in ("retry", "drop"):
             raise ValueError(f"on_failure is {on_failure!r}; allowed: retry, drop")
         self.size = size
-        self.timings = {"env_s": 0.0, "generation_s": 0.0, "rounds": 0.0, "env_steps": 0.0, "episodes": 0.0}
+        self.timings: dict[str, float] = {
+            "env_s": 0.0, "reset_s": 0.0, "generation_s": 0.0, "rounds": 0.0, "env_steps": 0.0, "episodes": 0.0,
+        }  # fmt: skip
         self._base_url = base_url
         self._limits = Limits(max_turns, max_total_tokens, turn_tokens, observation_chars)
         self._timeouts = {"connect_timeout_s": connect_timeout_s, "message_timeout_s": message_timeout_s}
@@ -152,7 +156,7 @@ class MultiTurnEnvPool:
         return [outcomes[start : start + group_size] for start in range(0, len(jobs), group_size)]
 
     def _rounds(self, play: LockstepPlay, policy: Policy) -> None:
-        with self._clock("env_s"):
+        with self._clock("env_s"), self._clock("reset_s"):
             self._call(play.fill())
         round_index = 0
         while requests := play.requests():

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+OBSERVATION_CHARS = 200
+"""Default cap: what a small model reads after every turn."""
 NO_COMMAND = "error: no command; reply with one line that starts with aws"
 
 _DROPPED_KEYS = frozenset(
@@ -32,7 +34,7 @@ _ERROR_LINE = re.compile(r"error|unknown options|invalid|denied|refused|timed ou
 _CALLED = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?")
 
 
-def observation_text(observation: Mapping[str, Any], *, max_chars: int = 320) -> str:
+def observation_text(observation: Mapping[str, Any], *, max_chars: int = OBSERVATION_CHARS) -> str:
     """Text of at most ``max_chars`` characters: minified output of a success ("ok" when there is none),
     the last meaningful line of an error. Longer text keeps its head and its tail."""
     if observation["command_success"]:

@@ -1,0 +1,86 @@
+"""The blocking side of a session: picks the task and plays episodes on one slot.
+
+Never writes to a curriculum: a trainer sends its task with the reset, and without one a template is drawn
+at random (environment spec 2.1, trainer mode and local mode).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from realhf.env import wire
+from realhf.env.episode import Episode, EpisodeError, StepData
+from realhf.env.executor import SimulatorLost
+from realhf.env.pool import Slot
+from realhf.env.task import Task, TaskError
+from realhf.env.tasks.loader import instantiate, load_templates
+from realhf.env.wire import WireError
+
+_LOG = logging.getLogger(__name__)
+Reply = tuple[dict[str, Any], float | None, bool]
+
+
+class EpisodePlayer:
+    """``realhf.env.session.Player`` over ``Episode``. One thread at a time, except ``kill``."""
+
+    def __init__(self, slot: Slot, max_steps: int) -> None:
+        self._slot = slot
+        self._episode = Episode(slot, max_steps)
+        self._random = random.Random()
+
+    def reset(self, data: dict[str, Any]) -> Reply:
+        """Start an episode. Raises WireError: VALIDATION_ERROR for the task, EXECUTION_ERROR for the rest."""
+        seed = data.get("seed")
+        if seed is None:
+            seed = self._random.randrange(1 << 31)
+        try:
+            task = self._task(data, seed)
+        except TaskError as error:
+            raise WireError(wire.VALIDATION_ERROR, str(error)[:300], field="data.task") from None
+        return self._play(lambda: self._episode.reset(task, seed, data.get("episode_id")))
+
+    def step(self, command: str) -> Reply:
+        """Run a command. Raises WireError (EXECUTION_ERROR)."""
+        return self._play(lambda: self._episode.step(command))
+
+    def state(self) -> dict[str, Any]:
+        """What ``AwsState`` describes; never criteria, setup, seed or solution. No inventory is taken."""
+        return {**self._episode.state(), "infra_state": {}}
+
+    def kill(self) -> None:
+        """End the command in flight by killing the CLI worker; the executor starts another when asked to."""
+        if self._slot.worker_pid > 0:
+            with suppress(ProcessLookupError):
+                os.kill(self._slot.worker_pid, signal.SIGKILL)
+
+    def _task(self, data: dict[str, Any], seed: int) -> Task:
+        if data.get("task") is not None:
+            return Task.from_json(data["task"])
+        task_id = data.get("task_id")
+        if task_id is None:
+            task_id = self._random.choice(load_templates()).task_id
+        try:
+            return instantiate(int(task_id), seed, data.get("split") or "train")
+        except ValueError as error:
+            raise TaskError(str(error)) from None
+
+    def _play(self, action: Callable[[], StepData]) -> Reply:
+        try:
+            result = action()
+        except TaskError as error:
+            raise WireError(wire.VALIDATION_ERROR, str(error)[:300], field="data.task") from None
+        except EpisodeError as error:
+            raise WireError(wire.EXECUTION_ERROR, str(error)[:300]) from None
+        except SimulatorLost as error:
+            _LOG.warning("slot %d: %s", self._slot.index, error)
+            raise WireError(wire.EXECUTION_ERROR, "simulator lost; call reset") from None
+        except Exception as error:
+            _LOG.exception("slot %d: the environment failed", self._slot.index)
+            raise WireError(wire.EXECUTION_ERROR, f"environment failure ({type(error).__name__})") from None
+        return result.observation, result.reward, result.done

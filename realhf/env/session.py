@@ -1,0 +1,183 @@
+"""One WebSocket session: it owns a MiniStack slot for its whole life.
+
+Episodes run in a worker thread; the event loop only moves frames. While a command is quick nothing but
+its thread is waited for; only a slow one is watched for a client that vanished. Source: environment
+spec 2.1, 2.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from realhf.env import wire
+from realhf.env.metrics import ServerMetrics
+from realhf.env.wire import Request, WireError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_WATCH_AFTER_S = 0.25
+_GRACE_S = 1.0
+_KILL_AGAIN_S = 0.2
+_KILLED_WAIT_S = 10.0
+_LOG = logging.getLogger(__name__)
+
+
+class Player(Protocol):
+    """The blocking side of a session; see ``realhf.env.player``."""
+
+    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]: ...
+
+    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def kill(self) -> None: ...
+
+
+class Session:
+    """Serves one accepted socket until the client, the reaper or the server ends it."""
+
+    def __init__(
+        self,
+        player: Player,
+        threads: Executor,
+        metrics: ServerMetrics,
+        *,
+        max_command_bytes: int,
+        idle_timeout_s: float,
+    ) -> None:
+        self._player = player
+        self._threads = threads
+        self._metrics = metrics
+        self._max_command_bytes = max_command_bytes
+        self._idle_timeout = idle_timeout_s or None
+        self._task: asyncio.Task[Any] | None = None
+        self._receiving: asyncio.Future[Message] | None = None
+        self._idle = False
+        self._stopping = False
+
+    def stop(self) -> None:
+        """The server shuts down: end now if idle, else after the command in flight. Call on the loop."""
+        self._stopping = True
+        if self._idle and self._task is not None:
+            self._task.cancel()
+
+    async def serve(self, receive: Receive, send: Send) -> tuple[int, str] | None:
+        """Answer frames until the end; returns code and reason of the close frame that is due, None when
+        the client is gone. No thread touches the slot any more when this returns."""
+        self._task = asyncio.current_task()
+        try:
+            return await self._frames(receive, send)
+        finally:
+            if self._receiving is not None:
+                self._receiving.cancel()
+
+    async def _frames(self, receive: Receive, send: Send) -> tuple[int, str] | None:
+        while True:
+            if self._stopping:
+                return 1001, "server shutdown"
+            try:
+                message = await self._next(receive)
+            except TimeoutError:
+                self._metrics.sessions_reaped.inc()
+                return 1001, "idle timeout"
+            except asyncio.CancelledError:
+                if not self._stopping or self._task is None:
+                    raise
+                self._task.uncancel()
+                return 1001, "server shutdown"
+            if message["type"] == "websocket.disconnect":
+                return None
+            reply = await self._answer(message.get("text"), receive)
+            if reply is None:
+                return 1000, ""
+            try:
+                await send({"type": "websocket.send", "text": reply})
+            except OSError:
+                return None
+
+    async def _next(self, receive: Receive) -> Message:
+        self._idle = True
+        try:
+            if self._receiving is not None:
+                pending, self._receiving = self._receiving, None
+                return await asyncio.wait_for(pending, self._idle_timeout)
+            async with asyncio.timeout(self._idle_timeout):
+                return await receive()
+        finally:
+            self._idle = False
+
+    async def _answer(self, text: str | None, receive: Receive) -> str | None:
+        """Text of the reply frame; None for a close request."""
+        request_id = None
+        try:
+            if text is None:
+                raise WireError(wire.VALIDATION_ERROR, "binary frames are not accepted")
+            request = wire.parse_request(text, max_command_bytes=self._max_command_bytes)
+            request_id = request.request_id
+            if request.kind == "close":
+                return None
+            return await self._off_loop(request, receive)
+        except WireError as error:
+            error.request_id = error.request_id if error.request_id is not None else request_id
+            self._metrics.errors.labels(error.code).inc()
+            return wire.encode_error(error)
+
+    async def _off_loop(self, request: Request, receive: Receive) -> str:
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, self._work, request)
+        try:
+            done, _ = await asyncio.wait((work,), timeout=_WATCH_AFTER_S)
+            if not done:
+                await self._watch(work, receive)
+        except asyncio.CancelledError:
+            await self._finish_or_kill(work)
+            raise
+        return work.result()
+
+    async def _watch(self, work: asyncio.Future[str], receive: Receive) -> None:
+        """A slow command: look out for the client's end meanwhile."""
+        self._receiving = asyncio.ensure_future(receive())
+        await asyncio.wait((work, self._receiving), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return
+        if self._receiving.result()["type"] == "websocket.disconnect":
+            await self._finish_or_kill(work)
+        else:
+            await asyncio.wait((work,))
+
+    async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
+        """Nobody waits for the answer any more. A killed command may be tried once more by the executor, so
+        the kill is repeated until the thread is back."""
+        done, _ = await asyncio.wait((work,), timeout=_GRACE_S)
+        deadline = time.monotonic() + _KILLED_WAIT_S
+        while not done:
+            if time.monotonic() > deadline:
+                _LOG.error("a command did not end within %g s after its worker was killed", _KILLED_WAIT_S)
+                return
+            self._metrics.workers_killed.inc()
+            self._player.kill()
+            done, _ = await asyncio.wait((work,), timeout=_KILL_AGAIN_S)
+
+    def _work(self, request: Request) -> str:
+        """In the worker thread: run the request and encode its reply. Raises WireError."""
+        began = time.perf_counter()
+        if request.kind == "state":
+            return wire.encode_reply("state", self._player.state(), request.request_id)
+        if request.kind == "reset":
+            observation, reward, done = self._player.reset(request.data)
+            self._metrics.reset_seconds.observe(time.perf_counter() - began)
+        else:
+            observation, reward, done = self._player.step(request.data["command"])
+            self._metrics.step_seconds.observe(time.perf_counter() - began)
+            if done:
+                outcome = "achieved" if observation["task_achieved"] else "truncated"
+                self._metrics.episodes.labels(outcome).inc()
+        return wire.encode_observation(observation, reward, done, request.request_id)

@@ -1,0 +1,94 @@
+"""The environment server process.
+
+Stands alone (``python -m workers.env_worker --port 8000 --pool-size 8``) or belongs to a run
+(``--master tcp://... --run-id ... --name env/0``), where it registers its address and ends with the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from realhf.env.executor import OutputLimits
+from realhf.env.player import EpisodePlayer
+from realhf.env.pool import MiniStackPool
+from realhf.env.server import EnvServer, listen
+from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, resolve
+
+_LOG = logging.getLogger("env_worker")
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal, the end of the run or an error. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="env_worker", description="Serve AWS episodes on MiniStack (OpenEnv wire).")
+    add_arguments(parser)
+    parser.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
+    parser.add_argument("--run-id", default="", help="run that the master belongs to")
+    parser.add_argument("--name", default="env/0", help="name of this worker in the roster")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _interrupt(stop))
+    try:
+        serve(resolve(arguments), arguments.master, arguments.run_id, arguments.name)
+    except Interrupted:
+        return 0
+    except (ConfigError, OSError, RuntimeError) as error:
+        print(f"env_worker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _interrupt(stop: threading.Event) -> None:
+    """The first signal unwinds the main thread; later ones do not disturb the clean-up."""
+    if not stop.is_set():
+        stop.set()
+        raise Interrupted
+
+
+def serve(config: ServerConfig, master: str, run_id: str, name: str) -> None:
+    """Start the pool and the server, then wait for the end. Raises OSError (port taken) or RuntimeError."""
+    listener = listen(config.host, config.port)
+    pool = MiniStackPool(
+        config.pool_size,
+        config.ministack_base_port,
+        sandbox=config.sandbox,
+        limits=OutputLimits(timeout_s=config.cmd_timeout_s),
+    )
+    server = EnvServer(pool, lambda slot: EpisodePlayer(slot, config.max_steps), config, listener)
+    try:
+        pool.start()
+        server.start()
+        print(f"env_worker: serving {config.pool_size} sessions at {server.url}", flush=True)
+        if master:
+            _follow_master(server, master, run_id, name)
+        else:
+            server.ended.wait()
+        if server.ended.is_set():
+            raise RuntimeError("the HTTP server ended unexpectedly; its log tells why")
+    finally:
+        server.stop()
+        pool.stop()
+        listener.close()
+
+
+def _follow_master(server: EnvServer, master: str, run_id: str, name: str) -> None:
+    from realhf.transport.rpc_worker import RpcWorker
+
+    index = int(name.rpartition("/")[2]) if name.rpartition("/")[2].isdigit() else 0
+    worker = RpcWorker(name, "env", index, run_id, master, ordered={}, endpoints={"env": server.url})
+    threading.Thread(target=lambda: (server.ended.wait(), worker.stop()), name="watch-server", daemon=True).start()
+    worker.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
