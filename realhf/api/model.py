@@ -62,8 +62,11 @@ class GenerationEngine(Protocol):
         ...
 
 
-LossFn = Callable[["Tensor", SequenceSample], "tuple[Tensor, dict[str, float]]"]
-"""(logprobs or logits of one microbatch, the microbatch) -> (summed loss, summed statistics)."""
+LossFn = Callable[["Tensor", SequenceSample, "Tensor | None"], "tuple[Tensor, dict[str, float]]"]
+"""(log-probabilities of one microbatch, the microbatch, entropies or None) -> (loss, statistics).
+
+Both tensors are fp32, packed L-1 per sequence, 0 where ``loss_mask`` excludes the predicted token. Losses
+and statistics are summed over microbatches; a statistic whose name ends in ``_max`` takes the maximum."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,10 @@ class TrainResult:
 
 
 class Engine(Protocol):
-    """The weights of one model role on one worker. Raises on a wrong batch, never trains silently less."""
+    """The weights of one model role on one worker. Raises on a wrong batch, never trains silently less.
+
+    ``version`` counts committed train steps; the train interface advances it once per step, and the
+    learning rate follows it. Setting it frees all rows of the generation engine."""
 
     version: int
 
@@ -90,13 +96,16 @@ class Engine(Protocol):
         with_entropy: bool = False,
     ) -> TrainResult:
         """One optimizer step. Per microbatch the engine computes the shifted log-probabilities of
-        ``packed_input_ids`` (fp32, packed L-1 per sequence, logits divided by ``temperature``) and calls
-        ``loss_fn``; returned losses are summed over microbatches (the loss_fn normalises by totals of the
-        whole batch). A non-finite loss or gradient norm leaves weights and optimizer untouched."""
+        ``packed_input_ids`` (fp32, packed L-1 per sequence, logits divided by ``temperature``; only where
+        ``loss_mask`` asks for them, if the sample has one) and calls ``loss_fn``, with their entropies if
+        ``with_entropy``; returned losses are summed over microbatches (the loss_fn normalises by totals of
+        the whole batch). A non-finite loss or gradient norm leaves weights and optimizer untouched.
+        Frees all rows of the generation engine when weights change."""
         ...
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
-        """Shifted log-probabilities of the sample's own tokens, fp32, shape (sum of L-1,), no gradient."""
+        """Shifted log-probabilities of the sample's own tokens, fp32, shape (sum of L-1,), no gradient; 0
+        where ``loss_mask`` excludes the predicted token, if the sample has one."""
         ...
 
     def generator(self) -> GenerationEngine:

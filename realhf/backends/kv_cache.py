@@ -143,7 +143,8 @@ class RowCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the stored keys and values."""
-        held = [t for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
+        layers = [cast(RowLayer, layer) for layer in self.layers]
+        held = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
 
     def reserve(self, rows: int, columns: int) -> None:

@@ -1,0 +1,79 @@
+"""Outcome advantages: one number per response from the scores of its group (dataflow spec section 10).
+
+Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample number of
+each sequence, and returns f32 (n,). Invalid sequences enter no statistic and get exactly 0, whatever their
+score (NaN included). Statistics are fp64 and per response, never weighted by tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_EPS = 1e-6
+
+
+def grpo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """(R - mean) / (unbiased std + 1e-6) within the group; exactly 0 when all valid scores are equal or fewer
+    than two are valid. Source: Shao et al. 2024, DeepSeekMath."""
+    score, stats = _group_statistics(scores, valid, group)
+    centred = score - stats.mean[group]
+    squares = torch.zeros_like(stats.mean).index_add(0, group, torch.where(valid, centred, 0.0).square())
+    std = (squares / (stats.count - 1).clamp(min=1)).sqrt()
+    return _finish(centred / (std[group] + _EPS), valid & stats.varied[group])
+
+
+def grpo_nostd(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """R - mean within the group. Source: Liu et al. 2025, Dr. GRPO."""
+    score, stats = _group_statistics(scores, valid, group)
+    return _finish(score - stats.mean[group], valid & stats.varied[group])
+
+
+def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """R minus the mean of the other valid responses of the group. Source: Ahmadian et al. 2024."""
+    score, stats = _group_statistics(scores, valid, group)
+    count = stats.count[group]
+    others = (stats.mean[group] * count - score) / (count - 1).clamp(min=1)
+    return _finish(score - others, valid & stats.varied[group])
+
+
+def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """R minus the mean over all valid responses of the batch; exactly 0 when all are equal."""
+    return grpo_nostd(scores, valid, torch.zeros_like(group))
+
+
+def normalise(advantages: Tensor, mask: Tensor, eps: float = 1e-5) -> Tensor:
+    """Whiten f32 (n,) over ``mask`` (bool): masked mean and biased std in fp64; 0 elsewhere."""
+    if not bool(mask.any()):
+        return torch.zeros_like(advantages)
+    chosen = advantages[mask].double()
+    std = (chosen - chosen.mean()).square().mean().sqrt()
+    return _finish((advantages.double() - chosen.mean()) / (std + eps), mask)
+
+
+class _GroupStatistics:
+    """Per group, fp64 (n groups,): ``count`` and ``mean`` of valid scores; ``varied`` bool."""
+
+    def __init__(self, score: Tensor, valid: Tensor, group: Tensor) -> None:
+        n_groups = int(group.max()) + 1 if len(group) else 0
+        blank = torch.zeros(n_groups, dtype=torch.float64, device=score.device)
+        self.count = blank.index_add(0, group, valid.double())
+        self.mean = blank.index_add(0, group, score) / self.count.clamp(min=1)
+        low = torch.where(valid, score, torch.inf)
+        high = torch.where(valid, score, -torch.inf)
+        lowest = torch.full_like(blank, torch.inf).scatter_reduce(0, group, low, "amin")
+        highest = torch.full_like(blank, -torch.inf).scatter_reduce(0, group, high, "amax")
+        self.varied = (self.count >= 2) & (highest > lowest)
+
+
+def _group_statistics(scores: Tensor, valid: Tensor, group: Tensor) -> tuple[Tensor, _GroupStatistics]:
+    """Scores in fp64 with 0 at invalid sequences, and the statistics. Raises ValueError when a valid score
+    is not finite: a failure must be marked as one, not scored."""
+    if not bool(torch.isfinite(scores[valid]).all()):
+        raise ValueError("a valid sequence has a reward that is not finite")
+    score = torch.where(valid, scores.double(), 0.0)
+    return score, _GroupStatistics(score, valid, group)
+
+
+def _finish(advantages: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep, advantages, 0.0).float()

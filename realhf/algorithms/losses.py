@@ -1,0 +1,145 @@
+"""Policy losses per token, KL estimators and how tokens are summed (dataflow spec section 10).
+
+All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside ``mask``
+may hold anything, NaN included: they change neither loss nor gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.presets import ResolvedPPO
+
+_MAX_EXPONENT = 20.0
+_MAX_KL = 10.0
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Inputs of a policy loss. ``logprobs`` has a gradient; ``old`` is the behaviour policy's;
+    ``sequence`` i64 (n,) numbers the sequence of each position, in [0, n_sequences)."""
+
+    logprobs: Tensor
+    old: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sequence: Tensor
+    n_sequences: int
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """``loss`` (n,), 0 outside the mask; ``ratio`` (n,) without gradient, 1 outside the mask; ``clipped`` and
+    ``dual_clipped`` bool (n,): where the clip decides the value; ``clamped``: positions whose exponent was
+    cut to +-20."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    dual_clipped: Tensor
+    clamped: int
+
+
+def ppo_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
+    """max(-A rho, -A clip(rho)), and at most ``c_clip`` |A| (dual clip; binds only for A < 0). With
+    ``ratio=sequence`` rho is the length-normalised sequence ratio (GSPO, Zheng et al. 2025)."""
+    ratio, clamped = policy_ratio(terms, options.ratio)
+    advantages = torch.where(terms.mask, terms.advantages, 0.0)
+    plain = -advantages * ratio
+    clip = -advantages * ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_higher)
+    loss = torch.maximum(plain, clip)
+    clipped = (clip > plain) & terms.mask
+    dual = torch.zeros_like(terms.mask)
+    if options.c_clip is not None:
+        bound = options.c_clip * advantages.abs()
+        dual = (loss > bound) & (advantages < 0)
+        loss = torch.where(dual, bound, loss)
+    return TokenLoss(torch.where(terms.mask, loss, 0.0), ratio.detach(), clipped, dual, clamped)
+
+
+def cispo_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
+    """-stop_gradient(clip(rho)) A log pi: clipped weights, no token loses its gradient (MiniMax-M1, 2025)."""
+    ratio, clamped = policy_ratio(terms, options.ratio)
+    ratio = ratio.detach()
+    weight = ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_higher)
+    advantages = torch.where(terms.mask, terms.advantages, 0.0)
+    loss = -weight * advantages * torch.where(terms.mask, terms.logprobs, 0.0)
+    return TokenLoss(loss, ratio, (weight != ratio) & terms.mask, torch.zeros_like(terms.mask), clamped)
+
+
+def reinforce_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
+    """-A log pi; the ratio is reported, not used."""
+    ratio, clamped = policy_ratio(terms, "token")
+    advantages = torch.where(terms.mask, terms.advantages, 0.0)
+    loss = -advantages * torch.where(terms.mask, terms.logprobs, 0.0)
+    nowhere = torch.zeros_like(terms.mask)
+    return TokenLoss(loss, ratio.detach(), nowhere, nowhere, clamped)
+
+
+def policy_ratio(terms: LossTerms, level: str) -> tuple[Tensor, int]:
+    """Current over behaviour probability, (n,), 1 outside the mask, and the number of clamped exponents.
+
+    ``token``: exp(lp - old). ``sequence``: the value is the geometric mean of the sequence, the gradient that
+    of the own token."""
+    difference = torch.where(terms.mask, terms.logprobs, 0.0) - torch.where(terms.mask, terms.old, 0.0)
+    if level == "token":
+        return difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp(), _beyond(difference)
+    blank = difference.new_zeros(terms.n_sequences)
+    total = blank.index_add(0, terms.sequence, difference.detach())
+    count = blank.index_add(0, terms.sequence, terms.mask.float())
+    mean = total / count.clamp(min=1)
+    value = mean.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp()[terms.sequence]
+    ratio = torch.where(terms.mask, value, 1.0) * (difference - difference.detach()).exp()
+    return ratio, _beyond(mean)
+
+
+def _beyond(exponent: Tensor) -> int:
+    return int((exponent.detach().abs() > _MAX_EXPONENT).sum())
+
+
+def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(a, b) at tokens drawn from a, with x = log a - log b: k1 x, k2 x^2 / 2, k3 exp(-x) - 1 +
+    x; clamped to +-10. Source: Schulman 2020, Approximating KL divergence."""
+    x = a - b
+    if estimator == "k1":
+        value = x
+    elif estimator == "k2":
+        value = 0.5 * x.square()
+    elif estimator == "k3":
+        value = (-x).clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp() - 1 + x
+    else:
+        raise ValueError(f"unknown KL estimator {estimator!r}")
+    return value.clamp(-_MAX_KL, _MAX_KL)
+
+
+def token_weights(
+    mask: Tensor, sequence: Tensor, n_sequences: int, aggregation: str, loss_scale_len: int = 1
+) -> Tensor:
+    """Weight of every token such that the sum of weight * loss is the aggregated loss, f32 (n,), 0 outside
+    the mask. Computed over a whole minibatch, so that it can be cut into microbatches afterwards, and
+    before any sequence is left out for having no advantage: normalisers count those too.
+
+    T tokens and S sequences with at least one token: ``token_mean`` 1/T; ``seq_mean_token_mean``
+    1/(S |o|); ``seq_mean_token_sum`` 1/S; ``constant`` 1/(S loss_scale_len)."""
+    count = torch.zeros(n_sequences, dtype=torch.float64, device=mask.device)
+    count = count.index_add(0, sequence, mask.double())
+    n_trained = (count > 0).sum().clamp(min=1)
+    if aggregation == "token_mean":
+        weight = torch.full_like(count, 1.0) / count.sum().clamp(min=1)
+    elif aggregation == "seq_mean_token_mean":
+        weight = 1 / (n_trained * count.clamp(min=1))
+    elif aggregation == "seq_mean_token_sum":
+        weight = torch.full_like(count, 1.0) / n_trained
+    elif aggregation == "constant":
+        weight = torch.full_like(count, 1.0) / (n_trained * loss_scale_len)
+    else:
+        raise ValueError(f"unknown loss aggregation {aggregation!r}")
+    return torch.where(mask, weight[sequence], 0.0).float()
+
+
+def weighted_sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """Sum of weights * values over the mask, a scalar with the graph of ``values`` attached."""
+    return torch.where(mask, values * weights, 0.0).sum()

@@ -1,0 +1,44 @@
+"""From environment scores to rewards: no model involved."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from realhf.api.model import CallContext, Model
+from realhf.api.sample import SequenceSample
+
+
+class OutcomeRewardInterface:
+    """``env_rewards`` -> ``rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32, one
+    per sequence (dataflow spec section 10, Score). A score that is not a number stays one: a failed
+    episode has no reward, not reward 0, and the ``outcome`` key excludes it."""
+
+    def __init__(
+        self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0
+    ) -> None:
+        if not max_reward_clip > 0 or not math.isfinite(reward_scaling) or not math.isfinite(reward_bias):
+            raise ValueError("max_reward_clip must be positive, reward_scaling and reward_bias finite")
+        self._scaling, self._bias, self._clip = reward_scaling, reward_bias, max_reward_clip
+
+    def inference(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> tuple[SequenceSample, dict[str, float]]:
+        """Output key ``rewards`` with the lengths of ``env_rewards``; stats ``reward_mean`` and ``n_scored``
+        over the finite scores."""
+        scores = sample["env_rewards"].float()
+        rewards = ((scores + self._bias) * self._scaling).clamp(-self._clip, self._clip)
+        finite = rewards[torch.isfinite(rewards)]
+        out = SequenceSample.from_tensors(
+            sample.ids, {"rewards": rewards}, {"rewards": sample.seqlens["env_rewards"]}
+        )
+        mean = float(finite.mean()) if len(finite) else 0.0
+        return out, {"reward_mean": mean, "n_scored": float(len(finite))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state

@@ -1,0 +1,62 @@
+"""Supervised fine-tuning on the trainable tokens of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.losses import token_weights, weighted_sum
+from realhf.algorithms.nonfinite import NonFiniteGuard
+from realhf.algorithms.sequences import PredictedTokens, replace_keys
+from realhf.api.model import CallContext, Model
+from realhf.api.sample import SequenceSample
+
+
+class SFTInterface:
+    """``packed_input_ids, loss_mask`` -> one optimizer step on the aggregated negative log-likelihood
+    (dataflow spec section 10; ``loss_agg=token_mean`` is -sum(m lp) / T)."""
+
+    def __init__(self, loss_agg: str = "token_mean", max_nonfinite_steps: int = 3) -> None:
+        self._aggregation = loss_agg
+        self._guard = NonFiniteGuard(max_nonfinite_steps)
+
+    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:
+        """One step; advances ``model.engine.version``. Stats ``loss, nll, grad_norm, lr, n_tokens, skipped``."""
+        batch = self._weighted(sample)
+        result = model.engine.train_batch(batch, self.loss, temperature=1.0, mb_spec=context.mb_spec)
+        self._guard.observe(model.role, batch, result, context)
+        model.engine.version += 1
+        stats = dict(result.stats)
+        stats["nll"] = stats["nll"] / max(1.0, stats["n_tokens"])
+        return {**stats, "grad_norm": result.grad_norm, "skipped": float(result.skipped)}
+
+    def evaluate(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:
+        """``nll`` per trainable token, without an update."""
+        logprobs = model.engine.logprobs(sample, temperature=1.0, mb_spec=context.mb_spec)
+        mask = PredictedTokens.of(sample).mask
+        n_tokens = int(mask.sum())
+        return {"nll": -float(logprobs[mask].double().sum()) / max(1, n_tokens), "n_tokens": float(n_tokens)}
+
+    def _weighted(self, sample: SequenceSample) -> SequenceSample:
+        tokens = PredictedTokens.of(sample)
+        weights = token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, self._aggregation)
+        keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
+        return replace_keys(sample.select(keys), shifted={"loss_weights": weights})
+
+    def loss(
+        self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of a microbatch (a ``LossFn``)."""
+        del entropy
+        mask = PredictedTokens.of(part).mask.to(logprobs.device)
+        total = -weighted_sum(logprobs, part["loss_weights"].to(logprobs.device), mask)
+        nll = -float(torch.where(mask, logprobs.detach(), 0.0).double().sum())
+        return total, {"nll": nll, "n_tokens": float(mask.sum())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nonfinite_in_a_row": self._guard.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._guard.in_a_row = int(state["nonfinite_in_a_row"])

@@ -1,0 +1,106 @@
+"""AdamW with a learning-rate schedule that follows the policy version, and fp32 master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from realhf.api.config import LRSchedule, OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
+    """Rate of the train step that turns ``version`` into ``version + 1``. Linear warm-up over
+    ``warmup_steps_proportion`` of ``total_steps`` (the first step is not zero), then constant, or linear or
+    cosine decay that would reach zero at ``total_steps``."""
+    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
+    if version < warmup:
+        return config.lr * (version + 1) / warmup
+    progress = min(1.0, (version - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler_type is LRSchedule.linear:
+        return config.lr * (1 - progress)
+    if config.lr_scheduler_type is LRSchedule.cosine:
+        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr
+
+
+class PolicyOptimizer:
+    """Steps the parameters of ``module``. Parameters kept in a narrower type get fp32 master copies, since
+    small updates would vanish in bf16. Biases and norms (one dimension) have no weight decay."""
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+        if config.lr < 0 or total_steps < 1:
+            raise ValueError(f"optimizer: lr {config.lr} must be >= 0 and total steps {total_steps} >= 1")
+        self._config, self._total = config, total_steps
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._masters = [p if p.dtype == torch.float32 else _master(p) for p in self._parameters]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [p for p in self._masters if p.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [p for p in self._masters if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        for p in self._parameters:
+            p.grad = None
+
+    def gradient_norm(self) -> float:
+        """Global L2 norm of the gradients, before clipping; fp32. 0 without any gradient."""
+        grads = [p.grad.float() for p in self._parameters if p.grad is not None]
+        return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    @torch.no_grad()
+    def step(self, version: int, norm: float) -> float:
+        """Clip by ``norm`` (the gradient norm, finite) and update; returns the learning rate used."""
+        rate = learning_rate(self._config, version, self._total)
+        limit = self._config.gradient_clipping
+        scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter.grad is not None:
+                if scale < 1.0:
+                    parameter.grad.mul_(scale)
+                if master is not parameter:
+                    master.grad = parameter.grad.float()
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self._publish()
+        return rate
+
+    def _publish(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+                master.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, and the master weights where they differ from the model's."""
+        masters = [m if m is not p else None for p, m in zip(self._parameters, self._masters, strict=True)]
+        return {"adamw": self._adamw.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._adamw.load_state_dict(state["adamw"])
+        for held, saved in zip(self._masters, _matching(state["masters"], self._masters), strict=True):
+            if saved is not None:
+                held.copy_(saved)
+        self._publish()
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().float().clone())
+
+
+def _matching(saved: Iterable[Any], held: list[nn.Parameter]) -> list[Any]:
+    items = list(saved)
+    if len(items) != len(held):
+        raise ValueError(f"optimizer state has {len(items)} parameters, the model {len(held)}")
+    return items

@@ -1,0 +1,93 @@
+"""Builds a ``TorchEngine`` from a folder or a hub id, with one-line errors for what is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from realhf.api.experiment import ModelSpec
+from realhf.backends.torch_engine import TorchEngine
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelLoadError(ValueError):
+    """A model cannot be loaded. The message is one line: role, path and cause."""
+
+
+class TorchBackend:
+    """Single process. ``device``: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
+
+    def __init__(self, device: str = "auto") -> None:
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self._device = torch.device(name)
+
+    def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> TorchEngine:
+        """Load weights and tokenizer of ``spec.path``. ``total_train_steps`` bounds the learning-rate
+        schedule. Raises ModelLoadError, or ValueError on an unknown dtype or a trainable role without
+        optimizer."""
+        if spec.dtype not in _DTYPES:
+            raise ValueError(f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}")
+        if spec.trainable and spec.optimizer is None:
+            raise ValueError(f"{spec.role} is trainable but has no optimizer")
+        torch.manual_seed(seed)
+        model = load_causal_lm(spec.path, spec.role, _DTYPES[spec.dtype]).to(self._device)
+        return TorchEngine(
+            model,
+            load_tokenizer(spec.path, spec.role),
+            optimizer=spec.optimizer if spec.trainable else None,
+            total_train_steps=total_train_steps,
+            gradient_checkpointing=spec.gradient_checkpointing,
+        )
+
+
+def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:
+    """The model of a folder or hub id, in evaluation mode. Raises ModelLoadError."""
+    _check_folder(path, role)
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(
+            f"{role}.path={path}: no such folder, and no readable model of that name ({_first_line(error)})"
+        ) from None
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # type: ignore[attr-defined]
+        raise ModelLoadError(f"{role}.path={path}: {config.model_type!r} is not a causal language model")
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"{role}.path={path}: weights do not load ({_first_line(error)})") from None
+
+
+def load_tokenizer(path: str, role: str) -> Any:
+    """The tokenizer of a folder or hub id. Raises ModelLoadError."""
+    _check_folder(path, role)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"{role}.path={path}: no tokenizer there ({_first_line(error)})") from None
+
+
+def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
+    """Raises ModelLoadError if the tokenizer cannot render a chat."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelLoadError(
+            f"{role}.path={path}: the tokenizer has no chat template; choose an instruction-tuned model or add "
+            "chat_template.jinja to the folder"
+        )
+
+
+def _check_folder(path: str, role: str) -> None:
+    """A path that can only be a folder must be one, or the hub client would report a bad repository name."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).is_dir():
+        raise ModelLoadError(f"{role}.path={path}: no such folder")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
