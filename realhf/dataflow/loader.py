@@ -16,6 +16,7 @@ from realhf.api.source import DataSource, SourceItem
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.model_function_call import Caller
 from realhf.dataflow.storage_map import StorageMap
+from realhf.transport.codec import decode_sample
 
 
 class Loader:
@@ -69,26 +70,38 @@ class Loader:
         return self._drawn.get(step, [])
 
     async def _load(self, items: Sequence[SourceItem], step: int) -> None:
-        values = {key: [self._value(item, key) for item in items] for key in self._keys}
+        given = [key for key in self._keys if key in items[0].values]
+        values = {key: [self._value(item, key) for item in items] for key in given}
         metadata = {
             name: [item.metadata[name] for item in items]
             for name in items[0].metadata
             if all(name in item.metadata for item in items)
         }
         ids = [item.id for item in items]
-        if self._keys:
-            payload = {"ids": ids, "values": values}
-            await self._caller.call(self._worker, "load", payload, timeout_s=self._timeout_s, step=step)
-            self._storage.record(ids, self._keys, self._worker)
         meta = SequenceSample(
             ids,
             {key: [[len(value)] for value in column] for key, column in values.items()},
-            dict.fromkeys(self._keys, "i64"),
-            dict.fromkeys(self._keys, ()),
+            dict.fromkeys(given, "i64"),
+            dict.fromkeys(given, ()),
             None,
             metadata,
         )
+        if self._keys:
+            payload = {"ids": ids, "values": values, "metadata": metadata}
+            reply = await self._caller.call(self._worker, "load", payload, timeout_s=self._timeout_s, step=step)
+            if len(given) < len(self._keys):
+                meta = meta.update(self._of_dataset(reply, items[0]).select(set(self._keys) - set(given)))
+            self._storage.record(ids, self._keys, self._worker)
         await self._buffer.put_batch(meta, cohort=step)
+
+    def _of_dataset(self, reply: Mapping[str, Any], item: SourceItem) -> SequenceSample:
+        """What the worker's dataset stored for keys that the source left out."""
+        meta = decode_sample(reply["meta"]) if reply.get("meta") else None
+        missing = set(self._keys) - set(item.values) - (meta.keys if meta else frozenset())
+        if meta is None or missing:
+            key = ", ".join(sorted(missing))
+            raise ValueError(f"the source gave sample {item.id!r} without key {key!r}, nor has {self._worker} it")
+        return meta
 
     @staticmethod
     def _value(item: SourceItem, key: str) -> list[int]:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +32,14 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 INTERFACE_STATE = "interfaces.json"
 
 
+class Dataset(Protocol):
+    """Rows that live on a worker. The source on the master decides which come next and says so in metadata."""
+
+    def load(self, ids: Sequence[str], metadata: Mapping[str, Sequence[Any]]) -> SequenceSample:
+        """One sample per id, from its metadata."""
+        ...
+
+
 class ModelHost:
     """Holds the models of one worker by role, and the interface of every model function call it may get."""
 
@@ -43,13 +51,18 @@ class ModelHost:
         fetch: Fetcher,
         *,
         run_dir: Path,
+        dataset: Dataset | None = None,
         fetch_timeout_s: float = 120.0,
     ) -> None:
         self._models = dict(models)
         self._interfaces = dict(interfaces)
         self._store, self._fetch = store, fetch
         self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
-        self._evaluators: dict[str, Any] = {}
+        self._dataset = dataset
+        # An evaluation with the arguments of a call shares its interface, and what that holds open.
+        self._evaluators: dict[str, Any] = {
+            _interface_key(mfc.interface, mfc.interface_args): interface for mfc, interface in interfaces.values()
+        }
 
     def handlers(self) -> dict[str, Handler]:
         """Handlers for the ordered lane, by name."""
@@ -66,7 +79,8 @@ class ModelHost:
 
     def close(self) -> None:
         """Close the interfaces that hold something open."""
-        for interface in (*(i for _, i in self._interfaces.values()), *self._evaluators.values()):
+        held = [*(interface for _, interface in self._interfaces.values()), *self._evaluators.values()]
+        for interface in {id(interface): interface for interface in held}.values():
             close = getattr(interface, "close", None)
             if close is not None:
                 close()
@@ -143,7 +157,8 @@ class ModelHost:
     # ---- data
 
     def load(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Store integers drawn by the source as i64: {ids, values: {key: one list per id}}."""
+        """Store integers drawn by the source as i64, and what the dataset has for their metadata:
+        {ids, values: {key: one list per id}, metadata} -> {nbytes, meta: encoded keys of the dataset or None}."""
         import torch
 
         ids, values = payload["ids"], payload["values"]
@@ -151,8 +166,14 @@ class ModelHost:
             key: torch.tensor([item for row in rows for item in row], dtype=torch.int64) for key, rows in values.items()
         }
         lengths = {key: [[len(row)] for row in rows] for key, rows in values.items()}
-        self._store.put(SequenceSample.from_tensors(ids, tensors, lengths), producer="load")
-        return {"nbytes": self._store.nbytes}
+        if tensors:
+            self._store.put(SequenceSample.from_tensors(ids, tensors, lengths), producer="load")
+        meta = None
+        if self._dataset is not None:
+            sample = self._dataset.load(ids, payload["metadata"])
+            self._store.put(sample, producer="load")
+            meta = [bytes(frame) for frame in encode_sample(sample.meta())]
+        return {"nbytes": self._store.nbytes, "meta": meta}
 
     def clear(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Free what is held of {ids}; returns the bytes still held."""
@@ -169,7 +190,7 @@ class ModelHost:
     def evaluate(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Run an interface's ``evaluate``: {role, interface, interface_args, args, step, seed, endpoints}. The
         interface is built once per name and arguments."""
-        key = json.dumps([payload["interface"], payload["interface_args"]], sort_keys=True)
+        key = _interface_key(payload["interface"], payload["interface_args"])
         if key not in self._evaluators:
             build = interface_registry.get(payload["interface"])
             self._evaluators[key] = build(**payload["interface_args"])
@@ -206,6 +227,10 @@ class ModelHost:
         folder.mkdir(parents=True, exist_ok=True)
         self._model(payload["role"]).engine.export_hf(folder)
         return {"folder": str(folder)}
+
+
+def _interface_key(name: str, args: Mapping[str, Any]) -> str:
+    return json.dumps([name, dict(args)], sort_keys=True)
 
 
 def _seed_everything(seed: int) -> None:
