@@ -15,7 +15,7 @@ from realhf.api.source import DataSource, SampleResult
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer_types import EndOfData, Retired
 from realhf.dataflow.loader import Loader
-from realhf.dataflow.model_function_call import Caller, ModelFunctionCall
+from realhf.dataflow.model_function_call import WAITS, Caller, ModelFunctionCall
 from realhf.dataflow.step_report import CallReport, StepReport, step_report
 from realhf.dataflow.storage_map import StorageMap
 
@@ -95,6 +95,7 @@ class FunctionExecutor:
         self._peak_resident = 0
         self._progress = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
+        self._tasks: Mapping[str, asyncio.Task[list[CallReport]]] = {}
 
     # ---- life
 
@@ -141,6 +142,7 @@ class FunctionExecutor:
         self._progress = began
         self._peak_resident = len(self.buffer)
         tasks: dict[str, asyncio.Task[list[CallReport]]] = {}
+        self._tasks = tasks
         for name in self.calls:
             tasks[name] = asyncio.create_task(self._run_mfc(name, step, tasks), name=f"{name}@{step}")
         await self._all_or_cancel(list(tasks.values()), step)
@@ -208,14 +210,14 @@ class FunctionExecutor:
     def explain(self, step: int, idle_s: float) -> str:
         """Who waits for what, one line per call."""
         lines = [f"nothing moved for {idle_s:.0f} s at step {step}:"]
-        for name, call in self.calls.items():
-            waits = self.buffer.explain_wait(name, step) if call.activity.startswith("waits") else call.activity
-            lines.append(f"  {name}: {waits}")
+        for name, state in self.activity().items():
+            lines.append(f"  {name}: {self.buffer.explain_wait(name, step) if state == WAITS else state}")
         return "\n".join([*lines, f"  loader: {self.loader.activity}"])
 
     def activity(self) -> dict[str, str]:
-        """What every call does at this moment, for a display."""
-        return {name: call.activity for name, call in self.calls.items()}
+        """What every call does at this moment, for a display: waits, runs on a worker, or is done."""
+        done = {name for name, task in self._tasks.items() if task.done()}
+        return {name: "done" if name in done else call.activity for name, call in self.calls.items()}
 
     # ---- results
 

@@ -23,6 +23,8 @@ from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.transport.codec import decode_sample
 from realhf.transport.roster import WorkerInfo
 
+WAITS = "waits"
+
 
 class Caller(Protocol):
     """The part of ``RpcMaster`` that the brain uses."""
@@ -93,7 +95,7 @@ class ModelFunctionCall:
             raise ValueError(f"{mfc.name}: {method} runs on one worker, role {mfc.model_role!r} has {len(workers)}")
         self.mfc = mfc
         self.inputs = graph.inputs(mfc.name)
-        self.activity = "idle"
+        self.activity = WAITS
         self._buffer, self._storage, self._caller = buffer, storage, caller
         self._workers = tuple(workers)
         self._seed = seed
@@ -103,14 +105,13 @@ class ModelFunctionCall:
         """Take one batch through the call. Raises EndOfData when the source is exhausted, MFCFailed when a
         worker fails or answers wrongly; the batch is ready again then."""
         began = time.monotonic()
-        self.activity = "waits for its batch"
         try:
             async with self._buffer.lease(self.mfc.name, cohort) as lease:
                 queued = time.monotonic()
                 self.activity = f"runs on {', '.join(self._workers)} since {time.strftime('%H:%M:%S')}"
                 return await self._run_lease(lease, step, call, queued - began)
         finally:
-            self.activity = "idle"
+            self.activity = WAITS
 
     async def _run_lease(self, lease: BatchLease, step: int, call: int, queue_s: float) -> CallReport:
         sent = time.monotonic()

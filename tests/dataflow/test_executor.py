@@ -1,0 +1,231 @@
+"""The executor with real model hosts and tensors; only the wire is replaced (see FakeCaller)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_graph import FakeCaller, ToySource, toy_graph
+
+from realhf.api.sample import SequenceSample
+from realhf.dataflow.buffer_types import EndOfData
+from realhf.dataflow.executor import FunctionExecutor, StallError
+from realhf.dataflow.model_function_call import MFCFailed
+from realhf.dataflow.step_report import StepReport
+from realhf.transport.errors import WorkerDied
+
+ONE = {"actor": ["w0"], "ref": ["w0"]}
+TWO = {"actor": ["w0"], "ref": ["w1"]}
+
+
+class Bench:
+    """An executor over in-process workers."""
+
+    def __init__(self, tmp_path: Path, workers: dict[str, list[str]], *, limit: int = 10**9, n: int = 4, **kw: Any):
+        n_seqs = kw.pop("n_seqs", {})
+        self.graph = toy_graph(n, **n_seqs)
+        self.caller = FakeCaller()
+        for name in sorted({w for names in workers.values() for w in names}):
+            roles = [role for role, names in workers.items() if name in names]
+            self.caller.add(name, roles, self.graph, tmp_path)
+        self.source = ToySource(limit)
+        self.executor = FunctionExecutor(
+            self.graph,
+            self.caller,
+            self.source,
+            source_worker="w0",
+            workers=workers,
+            seed=7,
+            endpoints={"env": ["http://here"]},
+            **kw,
+        )
+
+    async def run(self, steps: int) -> list[StepReport]:
+        async with self.executor as executor:
+            return [await executor.execute_step(executor.next_step) for _ in range(steps)]
+
+
+def weights(reports: list[StepReport]) -> list[float]:
+    return [report.stats["train"]["weight"] for report in reports]
+
+
+async def test_steps_report_results_in_drawing_order_and_free_every_tensor(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, TWO)
+    reports = await bench.run(3)
+    assert [r.id for report in reports for r in report.results] == [f"t{i}" for i in range(12)]
+    assert [r.metadata["task"] for r in reports[0].results] == [f"task {i}" for i in range(4)]
+    assert reports[0].results[2].rewards == [2.0, None]
+    assert reports[0].results[2].achieved == [True, False]
+    assert bench.source.recorded == [r for report in reports for r in report.results]
+    assert reports[0].stats["gen"]["task"] == "task 0"
+    assert set(reports[0].times) == {"gen", "ref", "rew", "train"}
+    assert len(bench.executor.storage) == 0
+    assert {name: len(store) for name, store in bench.caller.stores.items()} == {"w0": 0, "w1": 0}
+
+
+async def test_training_saw_the_tensors_of_every_producer(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, TWO)
+    (report,) = await bench.run(1)
+    noise, rewards = report.stats["gen"]["noise"], 2 * (0 + 1 + 2 + 3)
+    rows = 2 * sum(1 + task % 3 for task in range(4))
+    assert report.stats["train"]["weight"] == pytest.approx(1 + rewards * rows * noise, rel=1e-5)
+
+
+async def test_the_same_seed_gives_the_same_weights_wherever_the_reference_is(tmp_path: Path) -> None:
+    here, there, again = [await Bench(tmp_path, where).run(3) for where in (ONE, TWO, TWO)]
+    assert weights(here) == weights(there) == weights(again)
+
+
+async def test_sync_draws_follow_the_results_of_the_step_before(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE)
+    seen: list[tuple[int, int]] = []
+    draw = bench.source.next_batch
+    bench.source.next_batch = lambda n: seen.append((bench.source.count, len(bench.source.recorded))) or draw(n)
+    await bench.run(3)
+    assert seen[:3] == [(0, 0), (4, 4), (8, 8)]
+
+
+async def test_loading_runs_ahead_when_asked(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE, steps_in_flight=3)
+    async with bench.executor as executor:
+        await asyncio.sleep(0.05)
+        assert len(executor.buffer) == 12
+        report = await executor.execute_step(0)
+        assert report.n_samples == 4
+        assert [i for _, ids, _ in bench.caller.interface("w0", "gen").trace for i in ids] == ["t0", "t1", "t2", "t3"]
+
+
+async def test_calls_of_different_sizes_cover_the_step_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE, n=8, n_seqs={"gen": 8, "ref": 4, "rew": 1, "train": 4})
+    reports = await bench.run(2)
+    for mfc, calls in (("gen", 1), ("ref", 2), ("rew", 8), ("train", 2)):
+        trace = bench.caller.interface("w0", mfc).trace[:calls]
+        assert [i for _, ids, _ in trace for i in ids] == [f"t{i}" for i in range(8)], mfc
+    versions = {v for _, _, v in bench.caller.interface("w0", "rew").trace[-8:]}
+    assert versions == {1}
+    assert [len(r.calls) for r in reports] == [13, 13]
+    assert reports[0].stats["gen"]["n_tokens"] == 2 * sum(2 + task % 3 for task in range(8))
+
+
+async def test_training_waits_for_all_other_users_of_its_weights(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE, n=4, n_seqs={"gen": 1, "ref": 1, "rew": 1, "train": 1})
+    await bench.run(1)
+    order = [payload["mfc"] for _, handler, payload in bench.caller.sent if handler == "call"]
+    assert order.index("train") > max(i for i, name in enumerate(order) if name in ("gen", "rew"))
+
+
+async def test_a_batch_split_over_workers_comes_back_in_order(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"actor": ["w0"], "ref": ["w0", "w1", "w2"]}, n=7)
+    (report,) = await bench.run(1)
+    parts = {w: bench.caller.interface(w, "ref").trace[0][1] for w in ("w0", "w1", "w2")}
+    assert sorted(i for ids in parts.values() for i in ids) == [f"t{i}" for i in range(7)]
+    assert bench.caller.interface("w0", "train").trace[0][1] == tuple(f"t{i}" for i in range(7))
+    costs = {w: sum(2 * (2 + int(i[1:]) % 3) for i in ids) for w, ids in parts.items()}
+    assert max(costs.values()) <= 4 / 3 * max(sum(costs.values()) / 3, 8)
+    assert next(c for c in report.calls if c.mfc == "ref").imbalance == pytest.approx(
+        max(costs.values()) * 3 / sum(costs.values())
+    )
+
+
+async def test_a_partial_last_step_is_served_and_then_the_data_ends(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE, limit=6, n_seqs={"rew": 2})
+    async with bench.executor as executor:
+        reports = [await executor.execute_step(step) for step in range(2)]
+        assert [r.n_samples for r in reports] == [4, 2]
+        with pytest.raises(EndOfData, match="step 2"):
+            await executor.execute_step(2)
+
+
+def spoil_keys(sample: SequenceSample) -> SequenceSample:
+    return sample.select(["ids"]).remap_keys({"ids": "idz"})
+
+
+async def test_wrong_keys_name_the_call_and_the_keys(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE)
+    bench.caller.interface("w0", "gen").change = spoil_keys
+    with pytest.raises(MFCFailed, match=r"gen failed at step 0 on w0.*missing \['ids', 'logprobs'\], extra \['idz'\]"):
+        await bench.run(1)
+    assert bench.executor.buffer.stats()["calls"]["gen"]["leased"] == 0
+
+
+async def test_outputs_in_another_order_are_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE)
+    bench.caller.interface("w0", "rew").change = lambda sample: sample.reorder([1, 0, 2, 3])
+    with pytest.raises(MFCFailed, match=r"rew failed.*another order"):
+        await bench.run(1)
+
+
+async def test_an_error_cancels_the_siblings(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, TWO)
+    cancelled = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def before(worker: str, handler: str, payload: Any) -> Any:
+        if handler == "call" and payload["mfc"] == "rew":
+            raise WorkerDied(worker, "killed by the test")
+        return forever() if handler == "call" and payload["mfc"] == "ref" else None
+
+    bench.caller.before = before
+    with pytest.raises(MFCFailed, match=r"rew failed at step 0 on w0 \(samples t0, .*killed by the test") as caught:
+        await bench.run(1)
+    assert isinstance(caught.value.cause, WorkerDied)
+    assert cancelled.is_set()
+    bench.executor.buffer.check_invariants()
+
+
+async def test_a_failure_to_load_reaches_the_step(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE)
+
+    def broken(n: int) -> list[Any]:
+        raise RuntimeError("no tasks today")
+
+    bench.source.next_batch = broken
+    with pytest.raises(RuntimeError, match="no tasks today"):
+        await bench.run(1)
+
+
+async def test_a_source_without_the_key_is_named(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE)
+    draw = bench.source.next_batch
+    bench.source.next_batch = lambda n: [type(i)(i.id, i.metadata, {}) for i in draw(n)]
+    with pytest.raises(ValueError, match="'t0' without key 'task_ids'"):
+        await bench.run(1)
+
+
+async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=0.3)
+    bench.caller.before = lambda w, h, p: asyncio.sleep(30) if h == "call" and p["mfc"] == "rew" else None
+    with caplog.at_level(logging.WARNING), pytest.raises(StallError) as caught:
+        await bench.run(1)
+    text = str(caught.value)
+    assert "rew: runs on w0" in text
+    assert "train: train takes 4 samples of step 0: 0 ready, 4 not yet taken; 4 lack 'rewards' (from rew)" in text
+    assert "nothing moved" in caplog.text
+
+
+async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
+    for ahead in (1, 2):
+        whole = await Bench(tmp_path, ONE, steps_in_flight=ahead).run(5)
+        first = Bench(tmp_path, ONE, steps_in_flight=ahead)
+        async with first.executor as executor:
+            for step in range(3):
+                await executor.execute_step(step)
+            await asyncio.sleep(0.01)
+            state = executor.state_dict()
+            first.caller.hosts["w0"].save({"folder": str(tmp_path / "ckpt"), "roles": ["actor"]})
+        second = Bench(tmp_path, ONE, steps_in_flight=ahead)
+        second.caller.hosts["w0"].restore({"folder": str(tmp_path / "ckpt"), "roles": ["actor"]})
+        second.executor.load_state_dict(state)
+        assert second.executor.next_step == 3
+        rest = await second.run(2)
+        assert weights(rest) == weights(whole)[3:]
+        assert [r.id for report in rest for r in report.results] == [f"t{i}" for i in range(12, 20)]
