@@ -35,7 +35,7 @@ def warm_start(config: ExperimentConfig) -> ExperimentSpec:
     spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
     files = [path for pattern in LEARNING_FILES for path in PACKAGE.glob(pattern)]
     key = content_key([[job.artifact.name for job in spec.jobs], to_plain(options.optimizer), options.train_steps,
-                       options.batch_size, config.actor.backend, config.actor.dtype, config.seed], files)
+                       options.batch_size, config.rollout.max_total_tokens, config.actor.backend, config.actor.dtype, config.seed], files)
     return replace(spec, run_dir=run_folder(config) / "warm_start", artifact=_cache(config) / f"policy-{key}")
 
 
@@ -53,8 +53,9 @@ def _supervised(
     train = MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "sft", n_seqs=batch,
                    input_keys=("packed_input_ids", "loss_mask"), timeout_s=config.rpc.call_timeout_s,
                    mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb))
-    source = SourceSpec("jsonl_chat", {"path": str(demonstrations.artifact)}, keys=train.input_keys,
-                        worker=actor.workers[0])
+    rows = {"path": str(demonstrations.artifact)}
+    source = SourceSpec("jsonl_chat", rows, keys=train.input_keys, worker=actor.workers[0],
+                        dataset_args={**rows, "max_tokens": config.rollout.max_total_tokens})
     return ExperimentSpec(
         name="sft_aws", models={"actor": actor}, mfcs=(train,), source=source, n_seqs=batch, total_train_steps=steps,
         seed=config.seed, run_dir=Path(), jobs=jobs, export_role="actor",

@@ -40,7 +40,7 @@ class BuiltExperiment:
         return RunPlan(
             spec=spec, env=config.env, rpc=config.rpc, monitor=config.monitor, exp_ctrl=config.exp_ctrl,
             recover_mode=config.recover_mode, torch_threads=config.torch_threads,
-            max_nonfinite_steps=config.ppo.max_nonfinite_steps, started_at=started_at,
+            started_at=started_at,
             plugins=(config.experiment_path,) if config.experiment_path else (),
         )
 
@@ -53,8 +53,6 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     spec = _build(module, watched_config)
     if spec.needs_env:
         to_plain(watched_config.env)
-    if any(spec.models[mfc.model_role].trainable for mfc in spec.mfcs):
-        reads.add("ppo.max_nonfinite_steps")
     check_effects(composed.overridden, reads, config.experiment, IDLE_REASONS)
     for every in (*spec.before, spec):
         _check_workers(every)

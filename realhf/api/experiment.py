@@ -38,12 +38,14 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A registered data source and its arguments. ``worker`` is the model worker that stores its tensors."""
+    """A registered data source and its arguments. ``worker`` is the model worker that stores its tensors.
+    ``dataset_args``: the worker also reads the dataset registered under this name (None: there is none)."""
 
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)
     keys: tuple[str, ...] = ()
     worker: int = 0
+    dataset_args: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,6 @@ class RunPlan:
     exp_ctrl: CheckpointConfig
     recover_mode: RecoverMode
     torch_threads: int
-    max_nonfinite_steps: int
     started_at: float
     plugins: tuple[str, ...] = ()
 

@@ -74,6 +74,7 @@ sources = Registry(
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
     },
 )
+datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})
 advantage_estimators = Registry(
     "advantage estimator",
     {

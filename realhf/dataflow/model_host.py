@@ -33,10 +33,10 @@ INTERFACE_STATE = "interfaces.json"
 
 
 class Dataset(Protocol):
-    """Rows that live on a worker. The source on the master decides which come next and says so in metadata."""
+    """Rows that live on a worker. The source on the master decides which come next: metadata ``row``."""
 
-    def load(self, ids: Sequence[str], metadata: Mapping[str, Sequence[Any]]) -> SequenceSample:
-        """One sample per id, from its metadata."""
+    def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
+        """One sample per id."""
         ...
 
 
@@ -170,7 +170,7 @@ class ModelHost:
             self._store.put(SequenceSample.from_tensors(ids, tensors, lengths), producer="load")
         meta = None
         if self._dataset is not None:
-            sample = self._dataset.load(ids, payload["metadata"])
+            sample = self._dataset.load(ids, payload["metadata"]["row"])
             self._store.put(sample, producer="load")
             meta = [bytes(frame) for frame in encode_sample(sample.meta())]
         return {"nbytes": self._store.nbytes, "meta": meta}
