@@ -67,31 +67,21 @@ class RowTable:
 
         Returns (source rows, target rows) of the row contents to copy, all at once. The table has room for
         ``rows_needed(slots)`` rows."""
-        n, held = len(slots), self._row_of_slot
-        wanted = set(slots)
+        n, held, wanted = len(slots), self._row_of_slot, set(slots)
         occupant = {row: slot for slot, row in held.items()}
-        holes = [row for row in range(n) if occupant.get(row) not in wanted]
-        spare = iter(row for row in range(n, len(self.lengths)) if row not in occupant)
-        source: list[int] = []
-        target: list[int] = []
-        for slot in slots:
-            old = held.get(slot)
-            if old is not None and old < n:
-                continue
-            seat = holes.pop()
-            evicted = occupant.get(seat)
-            if evicted is not None:
-                refuge = old if old is not None else next(spare)
-                source, target = [*source, seat], [*target, refuge]
-                held[evicted] = refuge
-            if old is not None:
-                source, target = [*source, old], [*target, seat]
-            held[slot] = seat
+        fresh = [slot for slot in slots if slot not in held]
+        movers = [slot for slot in slots if slot not in fresh and held[slot] >= n]
+        seats = [row for row in range(n) if occupant.get(row) not in wanted]
+        evicted = [occupant[row] for row in seats if row in occupant]
+        refuges = [held[slot] for slot in movers]
+        refuges += [row for row in range(n, len(self.lengths)) if row not in occupant]
+        moves = [*zip(movers, seats, strict=False), *zip(evicted, refuges, strict=False)]
+        source, target = [held[slot] for slot, _ in moves], [row for _, row in moves]
+        held.update(moves)
+        held.update(zip(fresh, seats[len(movers) :], strict=True))
         self._move(source, target)
-        in_use = set(held.values())
+        in_use = set(held.values()) - {held[slot] for slot in fresh}
         self.lengths[[row for row in range(len(self.lengths)) if row not in in_use]] = 0
-        fresh = [held[slot] for slot in slots if slot not in occupant.values()]
-        self.lengths[fresh] = 0
         return source, target
 
     def _move(self, source: list[int], target: list[int]) -> None:

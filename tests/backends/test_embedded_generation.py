@@ -1,0 +1,190 @@
+"""The embedded engine against plain full forward passes and transformers ``generate``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.config import GenConfig
+from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.embedded_generation import EmbeddedGenerator, context_limit
+
+ARCHITECTURES = ["qwen3", "llama", "qwen2", "gpt2"]
+
+
+def full_forward_logprobs(model: Any, prefix: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    full = torch.tensor(prefix + tokens)
+    with torch.no_grad():
+        logits = model(input_ids=full[None]).logits[0].double() / temperature
+    log_p = logits - logits.exp().sum(-1, keepdim=True).log()
+    return log_p[len(prefix) - 1 : -1].gather(1, full[len(prefix) :, None])[:, 0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_equal_full_forward_over_turns_with_kept_caches(tiny_model: Any, architecture: str) -> None:
+    model, rng = tiny_model(architecture), random.Random(1)
+    engine = EmbeddedGenerator(model)
+    common = [rng.randrange(97) for _ in range(20)]
+    texts = {slot: common + [rng.randrange(97) for _ in range(rng.randrange(0, 30))] for slot in range(9)}
+    texts[3] = list(texts[2])
+    for turn in range(4):
+        if turn == 2:
+            engine.free([5])
+            texts[5] = [rng.randrange(97) for _ in range(7)]
+        live = [slot for slot in texts if rng.random() < 0.8]
+        rng.shuffle(live)
+        requests = [GenRequest(slot, texts[slot]) for slot in live]
+        config = GenConfig(max_new_tokens=14, temperature=0.7)
+        outputs = engine.generate(requests, config, stop_ids=range(12), seed=turn)
+        assert len({len(o.token_ids) for o in outputs}) > 1, "rows must end at different steps"
+        for slot, out in zip(live, outputs, strict=True):
+            expected = full_forward_logprobs(model, texts[slot], out.token_ids, 0.7)
+            torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
+            texts[slot] += out.token_ids + [rng.randrange(97) for _ in range(rng.randrange(1, 9))]
+    assert engine.reused_tokens > 2 * engine.computed_tokens
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_transformers_generate(tiny_model: Any, architecture: str) -> None:
+    model, rng = tiny_model(architecture), random.Random(2)
+    prompts = [[rng.randrange(3, 97) for _ in range(n)] for n in (1, 5, 17, 30)]
+    requests = [GenRequest(i, p) for i, p in enumerate(prompts)]
+    outputs = EmbeddedGenerator(model).generate(
+        requests, GenConfig(max_new_tokens=20, temperature=0), stop_ids=[2], seed=0
+    )
+    for prompt, out in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, eos_token_id=2,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert out.token_ids == expected[0, len(prompt) :].tolist()
+        assert out.finish_reason == ("stop" if out.token_ids[-1] == 2 else "length")
+
+
+def _run(engine: EmbeddedGenerator, prompts: list[list[int]], **options: Any) -> list[GenOutput]:
+    seed, stop_ids = options.pop("seed", 0), options.pop("stop_ids", ())
+    requests = [GenRequest(i, p) for i, p in enumerate(prompts)]
+    return engine.generate(requests, GenConfig(**options), stop_ids=stop_ids, seed=seed)
+
+
+def test_same_seed_same_tokens_and_another_seed_differs(tiny_model: Any) -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+    first = _run(EmbeddedGenerator(tiny_model()), prompts, max_new_tokens=30, seed=3)
+    assert _run(EmbeddedGenerator(tiny_model()), prompts, max_new_tokens=30, seed=3) == first
+    assert _run(EmbeddedGenerator(tiny_model()), prompts, max_new_tokens=30, seed=4) != first
+
+
+def test_kept_cache_and_fresh_engine_draw_the_same_tokens(tiny_model: Any) -> None:
+    kept = EmbeddedGenerator(tiny_model())
+    first = _run(kept, [[5, 6, 7]], max_new_tokens=5)[0]
+    longer = [[5, 6, 7, *first.token_ids, 11, 12]]
+    again = _run(kept, longer, max_new_tokens=8, seed=9)[0]
+    fresh = _run(EmbeddedGenerator(tiny_model()), longer, max_new_tokens=8, seed=9)[0]
+    assert again.token_ids == fresh.token_ids
+    assert kept.reused_tokens == 3 + 5 - 1
+
+
+def test_changed_prefix_is_recomputed_from_the_difference(tiny_model: Any) -> None:
+    model = tiny_model()
+    engine = EmbeddedGenerator(model)
+    _run(engine, [list(range(3, 23))], max_new_tokens=3)
+    edited = [*range(3, 13), 50, *range(14, 23)]
+    out = _run(engine, [edited], max_new_tokens=3)[0]
+    assert engine.reused_tokens == 10
+    expected = full_forward_logprobs(model, edited, out.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
+
+
+def test_group_prompt_is_computed_once(tiny_model: Any) -> None:
+    engine = EmbeddedGenerator(tiny_model())
+    prompt = list(range(3, 63))
+    _run(engine, [prompt] * 8, max_new_tokens=2)
+    assert engine.computed_tokens == 60 + 7
+
+
+def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
+    engine = EmbeddedGenerator(tiny_model())
+    _run(engine, [list(range(3, 33))], max_new_tokens=2)
+    engine.free()
+    _run(engine, [list(range(3, 33))], max_new_tokens=2)
+    assert engine.reused_tokens == 0
+
+
+def test_sampling_follows_the_distribution(tiny_model: Any) -> None:
+    """4,000 draws of one next token: every frequency within five standard errors of its probability."""
+    model, n = tiny_model(), 4000
+    outputs = _run(EmbeddedGenerator(model), [[7, 8, 9]] * n, max_new_tokens=1, temperature=1.5, seed=1)
+    with torch.no_grad():
+        p = (model(input_ids=torch.tensor([[7, 8, 9]])).logits[0, -1] / 1.5).softmax(-1)
+    counts = torch.bincount(torch.tensor([o.token_ids[0] for o in outputs]), minlength=97)
+    error = (counts / n - p).abs() / (p * (1 - p) / n).sqrt().clamp(min=1e-4)
+    assert float(error.max()) < 5
+
+
+def test_truncation_limits_what_is_drawn_and_keeps_reported_probabilities(tiny_model: Any) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        p = model(input_ids=torch.tensor([[7, 8, 9]])).logits[0, -1].softmax(-1)
+    order = p.argsort(descending=True)
+    nucleus = int((p[order].cumsum(0) < 0.6).sum()) + 1
+    for options, allowed in (({"top_k": 3}, order[:3]), ({"top_p": 0.6}, order[:nucleus])):
+        outputs = _run(EmbeddedGenerator(model), [[7, 8, 9]] * 400, max_new_tokens=1, **options)
+        drawn = {o.token_ids[0] for o in outputs}
+        assert drawn == set(allowed.tolist())
+        for out in outputs[:20]:
+            assert out.logprobs[0] == pytest.approx(float(p[out.token_ids[0]].log()), abs=1e-5)
+
+
+def test_min_new_tokens_holds_back_stop_ids(tiny_model: Any) -> None:
+    everything = list(range(97))
+    out = _run(EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, stop_ids=everything[:90], seed=2)[0]
+    assert len(out.token_ids) < 4
+    held = _run(EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, min_new_tokens=4,
+                stop_ids=everything[:90], seed=2)[0]  # fmt: skip
+    assert all(t >= 90 for t in held.token_ids[:4]) and len(held.token_ids) > 4
+
+
+def test_context_limit_ends_a_row(tiny_model: Any) -> None:
+    model = tiny_model()
+    assert context_limit(model.config) == 192
+    outputs = _run(EmbeddedGenerator(model), [[5] * 190, [5] * 192, [5]], max_new_tokens=6)
+    assert [len(o.token_ids) for o in outputs] == [2, 0, 6]
+    assert [o.finish_reason for o in outputs] == ["length"] * 3
+
+
+def test_version_is_stamped_on_tokens(tiny_model: Any) -> None:
+    out = EmbeddedGenerator(tiny_model(), version=lambda: 7).generate(
+        [GenRequest(0, [5])], GenConfig(max_new_tokens=3), stop_ids=(), seed=0
+    )[0]
+    assert out.versions == [7, 7, 7]
+
+
+def test_bad_requests_are_named(tiny_model: Any) -> None:
+    engine = EmbeddedGenerator(tiny_model())
+    with pytest.raises(ValueError, match="slot 4 has no tokens"):
+        engine.generate([GenRequest(4, [])], GenConfig(), stop_ids=(), seed=0)
+    with pytest.raises(ValueError, match="two requests"):
+        engine.generate([GenRequest(4, [1]), GenRequest(4, [2])], GenConfig(), stop_ids=(), seed=0)
+    for options, name in (({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"),
+                          ({"top_k": -1}, "top_k"), ({"max_new_tokens": 0}, "max_new_tokens"),
+                          ({"min_new_tokens": 99}, "min_new_tokens")):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            _run(engine, [[5]], **options)
+
+
+def test_broken_weights_raise_and_leave_no_rows_behind(tiny_model: Any) -> None:
+    model = tiny_model()
+    engine = EmbeddedGenerator(model)
+    good = model.get_input_embeddings().weight.detach().clone()
+    model.get_input_embeddings().weight.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError):
+        _run(engine, [[5, 6]], max_new_tokens=2)
+    model.get_input_embeddings().weight.data.copy_(good)
+    out = _run(engine, [[5, 6]], max_new_tokens=2)[0]
+    assert engine.reused_tokens == 0
+    expected = full_forward_logprobs(model, [5, 6], out.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
