@@ -26,6 +26,7 @@ from typing import Any
 
 from realhf.api.model import GenOutput, GenRequest
 from realhf.env.pool import MiniStackPool, Slot
+from realhf.env.server_process import EnvServerProcess
 from realhf.env.task import Task
 from realhf.env.tasks.loader import instantiate, load_templates, solve
 from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
@@ -92,18 +93,6 @@ def workload() -> tuple[list[Task], list[list[str]]]:
     return tasks, scripts
 
 
-def start_server() -> tuple[subprocess.Popen[str], str]:
-    """The environment server as its own process; returns it and its address."""
-    command = [sys.executable, "-m", "workers.env_worker", "--port", "0", "--ministack-base-port", "0",
-               "--pool-size", str(SESSIONS)]  # fmt: skip
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    for line in server.stdout:
-        if " at http" in line:
-            return server, line.rpartition(" at ")[2].strip()
-    raise RuntimeError(f"the environment server ended with code {server.wait()}")
-
-
 def play_ours(pool: MultiTurnEnvPool, tasks: Sequence[Task], scripts: Sequence[Sequence[str]]) -> tuple[float, float]:
     """One step: milliseconds of environment time, resets included, and of the turns alone."""
     before = dict(pool.timings)
@@ -139,12 +128,12 @@ def measure(repeats: int, baseline_repeats: int) -> dict[str, list[float]]:
     """Both designs in turn, so that a change of the machine's load meets both. Milliseconds."""
     tasks, scripts = workload()
     samples: dict[str, list[float]] = {"step_ms": [], "turns_ms": [], "process_per_command_ms": []}
-    server, url = start_server()
     baseline = MiniStackPool(SESSIONS)
     try:
         baseline.start()
         slots = [baseline.acquire() for _ in range(SESSIONS)]
-        with MultiTurnEnvPool(url, SESSIONS, max_turns=TURNS, max_total_tokens=1 << 16, turn_tokens=512) as pool:
+        limits = {"max_turns": TURNS, "max_total_tokens": 1 << 16, "turn_tokens": 512}
+        with EnvServerProcess(SESSIONS) as server, MultiTurnEnvPool(server.url, SESSIONS, **limits) as pool:
             for _ in range(WARM_UP):
                 play_ours(pool, tasks, scripts)
             for repeat in range(repeats):
@@ -155,8 +144,6 @@ def measure(repeats: int, baseline_repeats: int) -> dict[str, list[float]]:
                     samples["process_per_command_ms"].append(play_process_per_command(slots, scripts))
     finally:
         baseline.stop()
-        server.terminate()
-        server.wait(15)
     return samples
 
 

@@ -1,0 +1,75 @@
+"""The environment server as a child process, for benchmarks, notebooks and tests."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import IO
+
+_STOP_TIMEOUT_S = 12.0
+
+
+class EnvServerProcess:
+    """Runs ``python -m workers.env_worker`` on free ports; a context manager.
+
+    ``url`` is its address, ``process`` the child. Raises RuntimeError with its words when it does not start.
+    """
+
+    def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
+        command = [sys.executable, "-m", "workers.env_worker", "--port", "0", "--ministack-base-port", "0",
+                   "--pool-size", str(pool_size), *arguments]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self.process.stdout is not None
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=_read, args=(self.process.stdout, self._lines), daemon=True)
+        self._reader.start()
+        self.url = self._address(timeout_s)
+
+    def _address(self, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        said: list[str] = []
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                self.stop()
+                raise RuntimeError(f"the environment server did not start within {timeout_s:g} s") from None
+            if line is None:
+                raise RuntimeError(f"the environment server ended (code {self.process.wait()}): {''.join(said)}")
+            said.append(line)
+            if " sessions at http" in line:
+                return line.rpartition(" at ")[2].strip()
+
+    def output(self) -> str:
+        """What it said since it was started and ended."""
+        lines = []
+        while (line := self._lines.get(timeout=_STOP_TIMEOUT_S)) is not None:
+            lines.append(line)
+        return "".join(lines)
+
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL when that does not help. Returns the exit code; harmless when repeated."""
+        self.process.terminate()
+        try:
+            return self.process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def __enter__(self) -> EnvServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
