@@ -29,13 +29,13 @@ from realhf.dataflow.buffer_types import (
     DuplicateSampleError,
     EndOfData,
     NotDroppable,
-    PutWaiter,
     Retired,
     Station,
     Waiter,
 )
 from realhf.dataflow.ready_queue import ReadyQueue
 from realhf.dataflow.sample_table import SampleTable
+from realhf.dataflow.space_queue import SpaceQueue
 
 
 class AsyncIOSequenceBuffer:
@@ -75,8 +75,7 @@ class AsyncIOSequenceBuffer:
         self.leases: dict[int, BatchLease] = {}
         self._next_lease = 0
         self._next_birth = 0
-        self.putters: list[PutWaiter] = []
-        self.reserved = 0
+        self.space = SpaceQueue(max_size, self.__len__)
         self._retired_ids: set[str] = set()
         self.closed: str | None = None
         self.failure: BaseException | None = None
@@ -112,31 +111,17 @@ class AsyncIOSequenceBuffer:
         self._check_put(meta, births, cohort)
         count = len(meta)
         where = NO_COHORT if cohort is None else cohort
-        if not self.putters and not self.reserved and len(self) + count <= self.max_size:
+        if not self.space.busy and self.space.fits(count):
             self._insert(meta, births, where, version)
             return
         if not wait:
             raise BufferFull(f"{count} samples do not fit: {len(self)} of {self.max_size} resident")
-        await self._wait_for_space(count)
+        await self.space.wait(count)
         try:
             self._check_put(meta, births, cohort)
             self._insert(meta, births, where, version)
         finally:
-            self.reserved -= count
-            self._wake_putters()
-
-    async def _wait_for_space(self, count: int) -> None:
-        waiter = PutWaiter(count, asyncio.get_running_loop().create_future())
-        self.putters.append(waiter)
-        try:
-            await waiter.future
-        except asyncio.CancelledError:
-            if waiter in self.putters:
-                self.putters.remove(waiter)
-            elif not waiter.future.cancelled() and waiter.future.exception() is None:
-                self.reserved -= count
-            self._wake_putters()
-            raise
+            self.space.settle(count)
 
     def _check_put(self, meta: SequenceSample, births: Sequence[int] | None, cohort: int | None) -> None:
         if self.failure is not None:
@@ -227,7 +212,7 @@ class AsyncIOSequenceBuffer:
             available = sum(queue.live for queue in queues)
             if available >= station.n_seqs:
                 waiter.future.set_result(self._issue(station, queues, station.n_seqs))
-            elif self.closed is not None and not self.putters and not self.reserved:
+            elif self.closed is not None and not self.space.busy:
                 self._settle_tail(station, waiter, queues, available)
             if not waiter.future.done():
                 station.waiters.append(waiter)
@@ -385,7 +370,7 @@ class AsyncIOSequenceBuffer:
             self.evicted_total += len(slots)
         else:
             self.dropped[dropped] += len(slots)
-        self._wake_putters()
+        self.space.wake()
         return retired
 
     def _tell(self, retired: Retired | None) -> None:
@@ -403,22 +388,12 @@ class AsyncIOSequenceBuffer:
                 found.append((station.queue(cohort), count, queued))
         return found
 
-    def _wake_putters(self) -> None:
-        while self.putters:
-            waiter = self.putters[0]
-            if not waiter.future.done():
-                if len(self) + self.reserved + waiter.count > self.max_size:
-                    return
-                self.reserved += waiter.count
-                waiter.future.set_result(None)
-            self.putters.pop(0)
-
     # ---- ending
 
     def close_input(self, reason: str) -> None:
         """Nothing more will be put: getters drain what is there, then get EndOfData with this reason. A put
         that waits for space must be finished or cancelled first (ValueError)."""
-        if self.putters or self.reserved:
+        if self.space.busy:
             raise ValueError("close_input while a put waits for space")
         self.closed = reason
         self._serve_closed()
@@ -431,14 +406,12 @@ class AsyncIOSequenceBuffer:
     def abort(self, error: BaseException) -> None:
         """Every present and future waiter raises ``error``."""
         self.failure = error
-        futures = [w.future for w in self.putters]
+        self.space.abort(error)
         for station in self.stations.values():
-            futures += [w.future for w in station.waiters]
+            for waiter in station.waiters:
+                if not waiter.future.done():
+                    waiter.future.set_exception(error)
             station.waiters.clear()
-        self.putters.clear()
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
 
     # ---- reports
 

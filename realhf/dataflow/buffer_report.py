@@ -22,7 +22,7 @@ def stats(buffer: AsyncIOSequenceBuffer) -> dict[str, Any]:
     return {
         "resident": len(buffer),
         "max_size": buffer.max_size,
-        "putters_waiting": len(buffer.putters),
+        "putters_waiting": len(buffer.space),
         "oldest_age_s": oldest,
         "put": buffer.put_total,
         "evicted": buffer.evicted_total,
@@ -60,14 +60,12 @@ def check_invariants(buffer: AsyncIOSequenceBuffer) -> None:
     _check(all(table.ids[s] == i for i, s in table.slot_of.items()), 11, "index of ids")
     left = buffer.evicted_total + sum(buffer.dropped.values())
     _check(buffer.put_total == len(slots) + left, 1, "put = resident + evicted + dropped")
-    _check(len(slots) + buffer.reserved <= buffer.max_size, 8, "resident exceeds max_size")
+    _check(len(slots) + buffer.space.reserved <= buffer.max_size, 8, "resident exceeds max_size")
     everyone = sum(s.bit for s in buffer.stations.values())
     _check(not (table.done[slots] == everyone).any(), 6, "a sample stays after all calls are done")
     for station in buffer.stations.values():
         _check_station(buffer, station, slots)
-    if buffer.putters and not buffer.reserved:
-        room = buffer.max_size - len(buffer)
-        _check(buffer.putters[0].count > room, 9, "a putter waits while there is room")
+    _check(not buffer.space.first_fits(), 9, "a put waits while there is room")
 
 
 def _check_station(buffer: AsyncIOSequenceBuffer, station: Station, slots: np.ndarray) -> None:

@@ -84,14 +84,6 @@ class Waiter:
 
 
 @dataclass(eq=False)
-class PutWaiter:
-    """A put that waits for space for ``count`` samples."""
-
-    count: int
-    future: asyncio.Future[None]
-
-
-@dataclass(eq=False)
 class Station:
     """The buffer's state for one model function call; ``queues`` by cohort."""
 
