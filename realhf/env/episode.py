@@ -5,14 +5,10 @@ Source: environment spec 2.1 (observation), 6 (set-up) and 7 (end of an episode)
 
 from __future__ import annotations
 
-import functools
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from botocore import xform_name
-
-from realhf.env.command_table import ALLOWED
 from realhf.env.executor import CommandResult
 from realhf.env.grader import Grader, criteria_of
 from realhf.env.pool import Slot
@@ -20,6 +16,7 @@ from realhf.env.reward import RewardMeter
 from realhf.env.state_client import StateCallError
 from realhf.env.task import SetupCommand, Task
 from realhf.env.tracker import Tracker, resource_name
+from realhf.env.verifier import operation_allowed
 
 DEFAULT_MAX_STEPS = 15
 FINISHED = "episode finished; call reset"
@@ -119,7 +116,7 @@ class Episode:
         }
 
     def _set_up(self, command: SetupCommand) -> tuple[str, str]:
-        if not setup_allowed(command.service, command.operation):
+        if not operation_allowed(command.service, command.operation):
             raise SetupError(f"set-up may not call {command.service}:{command.operation}")
         try:
             self._slot.state.call(command.service, command.operation, dict(command.params))
@@ -151,9 +148,3 @@ def masked_task(task: Task | None) -> dict[str, Any] | None:
     if task is None:
         return None
     return {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}
-
-
-@functools.lru_cache(maxsize=1024)
-def setup_allowed(service: str, operation: str) -> bool:
-    """Whether set-up may send this request: the same table that binds agents."""
-    return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())

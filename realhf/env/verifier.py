@@ -8,6 +8,7 @@ values compare by type. Source: environment spec section 7.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +16,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import jmespath
+from botocore import xform_name
 from jmespath.exceptions import JMESPathError
 
+from realhf.env.command_table import ALLOWED
 from realhf.env.state_client import StateCallError
 from realhf.env.task import ACCOUNT_ID, TaskError
+from realhf.env.tracker import is_read
 
 _ABSENT_CODES = re.compile(r"NotFound|NoSuch|NonExistent|NotExist|^404$|^NotFound$")
 
@@ -164,6 +168,9 @@ def parse_check(data: Any) -> Check:
         for path in paths:
             jmespath.compile(path)
         if call is not None:
+            canonical = f"{call['service']}:{call['operation']}"
+            if not (is_read(canonical) and operation_allowed(call["service"], call["operation"])):
+                raise TaskError(f"a check may not call {canonical}")
             options = {key: value for key, value in data.items() if key != "call"}
             return CallCheck(call["service"], call["operation"], call.get("params", {}), **options)
         service = data["service"]
@@ -174,6 +181,12 @@ def parse_check(data: Any) -> Check:
         return ResourceCheck(service, kind, data["name"], data.get("attributes", {}))
     except (KeyError, TypeError, JMESPathError) as error:
         raise TaskError(f"check is malformed: {type(error).__name__}: {error}") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def operation_allowed(service: str, operation: str) -> bool:
+    """Whether a task may have this request sent on its behalf: the table that binds agents binds tasks too."""
+    return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())
 
 
 def equal(found: Any, expected: Any) -> bool:

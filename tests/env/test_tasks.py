@@ -1,0 +1,155 @@
+"""Templates, names and instances; and every task against the real simulator."""
+
+import itertools
+import json
+import random
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from realhf.env.command_table import ALLOWED
+from realhf.env.episode import Episode
+from realhf.env.grader import criteria_of
+from realhf.env.names import ADJECTIVES, NOUNS, SUFFIXES, draw_name, is_heldout_pair, words
+from realhf.env.pool import ACCOUNT, MiniStackPool
+from realhf.env.task import ACCOUNT_ID, Task, TaskError
+from realhf.env.tasks import get_template, instantiate, load_templates, mistakes, partial_solutions, solve
+from realhf.env.tasks.acceptance import problems
+from realhf.env.tasks.loader import fill
+
+TEMPLATES = load_templates()
+SPLITS = ("train", "heldout")
+
+
+def test_counts_ids_and_services() -> None:
+    tiers = [template.tier for template in TEMPLATES]
+    assert {tier: tiers.count(tier) for tier in set(tiers)} == {"warmup": 13, "beginner": 13, "intermediate": 13}
+    assert len({template.name for template in TEMPLATES}) == len(TEMPLATES)
+    warmup_services = {solve(instantiate(t.task_id, 0))[0].split()[1] for t in TEMPLATES if t.tier == "warmup"}
+    assert len(warmup_services) == 13
+    assert ACCOUNT_ID == ACCOUNT
+
+
+def test_half_of_the_creates_demand_an_attribute() -> None:
+    beginner = [criteria_of(instantiate(t.task_id, 0)) for t in TEMPLATES if t.tier == "beginner"]
+    demanding = sum(bool(criteria.resource and criteria.resource.attributes) for criteria in beginner)
+    assert 5 <= demanding <= 8
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_template_text(template) -> None:
+    assert 1 <= len(template.descriptions) <= 2
+    for seed, split in itertools.product(range(6), SPLITS):
+        task = instantiate(template.task_id, seed, split)
+        assert 15 <= len(task.description.split()) <= 32
+        for value in task.params.values():
+            assert str(value) in task.description, "the agent must be able to know every value"
+        scripts = [solve(task), *partial_solutions(task)]
+        scripts += [[*mistake.commands, *mistake.recovery] for mistake in mistakes(task)]
+        for command in itertools.chain.from_iterable(scripts):
+            assert "{" not in command.replace("id={S=", "")
+            argv = shlex.split(command)
+            assert argv[0] == "aws" and argv[2] in ALLOWED[argv[1]], command
+            assert "queue-url" not in argv or argv[1] != "sqs"
+        assert len(mistakes(task)) >= 2
+        assert any(mistake.recovery for mistake in mistakes(task))
+
+
+def test_names_are_made_of_distinct_plain_words() -> None:
+    assert (len(ADJECTIVES), len(NOUNS), len(SUFFIXES)) == (60, 60, 20)
+    assert len(set(words())) == 140
+    assert all(word.isalpha() and word.islower() for word in words())
+
+
+def test_heldout_names_are_unseen_pairs() -> None:
+    def pairs(split: str) -> set[tuple[str, str]]:
+        names = (instantiate(t.task_id, seed, split).params["name"] for t in TEMPLATES for seed in range(40))
+        return {tuple(name.split("-")[:2]) for name in names}  # type: ignore[misc]
+
+    train, heldout = pairs("train"), pairs("heldout")
+    assert len(train) > 700 and len(heldout) > 350
+    assert not train & heldout
+    share = sum(is_heldout_pair(a, n) for a in ADJECTIVES for n in NOUNS) / 3600
+    assert 0.15 < share < 0.25
+    seen = {name.split("-")[0] for name in (draw_name(random.Random(i), "train") for i in range(2000))}
+    assert seen == set(ADJECTIVES), "every word is known from training"
+
+
+def test_an_instance_is_decided_by_its_seed() -> None:
+    assert instantiate(206, 5) == instantiate(206, 5)
+    assert instantiate(206, 5) != instantiate(206, 6)
+    assert instantiate(206, 5).params != instantiate(206, 5, "heldout").params
+    texts = {instantiate(101, seed).description.split()[0] for seed in range(20)}
+    assert len(texts) == 2, "both phrasings are drawn"
+
+
+def test_fill_keeps_types_and_foreign_braces() -> None:
+    params = {"days": 7, "name": "x"}
+    assert fill({"a": "{days}", "b": ["{name}-{days}", True]}, params) == {"a": 7, "b": ["x-7", True]}
+    assert fill("id={S={name}} {account} {other}", params) == f"id={{S=x}} {ACCOUNT_ID} {{other}}"
+
+
+def test_wire_form_survives_a_round_trip() -> None:
+    for template in TEMPLATES:
+        task = instantiate(template.task_id, 3)
+        assert Task.from_json(json.dumps(task.to_json())) == task
+    data = instantiate(101, 0).to_json() | {"hints": ["ignored"], "params": None}
+    assert Task.from_json(data).params == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"task_id": -1}, "task_id"),
+        ({"task_id": True}, "task_id"),
+        ({"difficulty": "easy"}, "difficulty"),
+        ({"description": None}, "description"),
+        ({"success_criteria": []}, "success_criteria"),
+        ({"setup_commands": ["aws s3 ls"]}, "setup_commands"),
+        ({"setup_commands": [{"service": "s3"}]}, "operation"),
+        ({"setup_commands": [{"service": "s3", "operation": "ListBuckets"}] * 41}, "setup_commands"),
+    ],
+)
+def test_bad_task_objects_are_named(change: dict, named: str) -> None:
+    with pytest.raises(TaskError, match=named):
+        Task.from_json(instantiate(101, 0).to_json() | change)
+
+
+def test_unknown_arguments_are_named() -> None:
+    with pytest.raises(TaskError, match="split is"):
+        instantiate(101, 0, "test")
+    with pytest.raises(TaskError, match="9999"):
+        get_template(9999)
+    with pytest.raises(TaskError, match="novice"):
+        load_templates(["novice"])
+
+
+@pytest.mark.sim
+def test_every_task_keeps_its_promise(pool: MiniStackPool) -> None:
+    """Solution scores exactly 1; nothing, prefixes, partial and wrong-name solutions do not; habits fail and their
+    ways back lead home: 3 seeds of both splits."""
+    slots = [pool.acquire() for _ in range(pool.free_count)]
+
+    def check(lane: int) -> list[str]:
+        episode, found = Episode(slots[lane]), []
+        for template in TEMPLATES[lane :: len(slots)]:
+            for seed, split in itertools.product(range(3), SPLITS):
+                task = instantiate(template.task_id, seed, split)
+                wrong = problems(episode, task, with_mistakes=seed == 0 and split == "train")
+                found += [f"{task.template} {split} {seed}: {text}" for text in wrong]
+        return found
+
+    try:
+        with ThreadPoolExecutor(len(slots)) as threads:
+            assert list(itertools.chain.from_iterable(threads.map(check, range(len(slots))))) == []
+    finally:
+        for slot in slots:
+            pool.release(slot)
+
+
+def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
+    task = instantiate(101, 0)
+    easy = Task.from_json(task.to_json() | {"success_criteria": {"operation": "sts:GetCallerIdentity"}})
+    found = " ".join(problems(episode, easy))
+    assert "solution" in found and "doing nothing" in found
