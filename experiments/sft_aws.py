@@ -19,7 +19,7 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.monitor.provenance import package_versions
 
 PACKAGE = Path(__file__).resolve().parent.parent / "realhf"
-EPISODE_FILES = ("env/tasks/*", "env/names.py", "env/task.py", "env/sft_data.py", "rollout/observation_text.py")
+EPISODE_FILES = ("env/tasks/*", "env/names.py", "env/task.py", "env/sft_data.py", "api/observation_text.py")
 LEARNING_FILES = ("api/chat.py", "data/chat_dataset.py", "backends/builtin_policy.py", "algorithms/sft.py")
 
 

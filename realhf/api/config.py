@@ -76,7 +76,7 @@ class ReferenceConfig:
 class BuiltinModelConfig:
     """The small policy for machines without downloads (a Qwen3 configuration)."""
 
-    vocab_size: int = 1024
+    vocab_size: int = 1536
     hidden_size: int = 128
     num_layers: int = 4
     num_heads: int = 4

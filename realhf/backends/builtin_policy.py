@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import BuiltinModelConfig
+from realhf.api.observation_text import message_text
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPLIT_PATTERN = (
@@ -99,7 +100,7 @@ def demonstration_texts(path: Path) -> Iterator[str]:
     """The text of every message of a JSONL file of demonstrations."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
-            yield from (message["content"] for message in json.loads(line)["messages"])
+            yield from (message_text(message) for message in json.loads(line)["messages"])
 
 
 def build_builtin_policy(demonstrations: Path, out: Path, config: BuiltinModelConfig, seed: int) -> None:

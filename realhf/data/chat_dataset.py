@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.chat import TemplateChat
+from realhf.api.observation_text import message_text
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 
 
-def conversation_tokens(messages: Sequence[dict[str, str]], chat: TemplateChat) -> tuple[list[int], list[bool]]:
+def conversation_tokens(messages: Sequence[dict[str, Any]], chat: TemplateChat) -> tuple[list[int], list[bool]]:
     """Ids and loss mask of a conversation that starts with the user's task.
 
     The ids are those an episode would have had: the same template text around the turns, every turn tokenised
@@ -30,7 +31,7 @@ def conversation_tokens(messages: Sequence[dict[str, str]], chat: TemplateChat) 
         elif position == len(messages) - 1:
             break
         else:
-            turn = chat.following(message["content"], ended=True)
+            turn = chat.following(message_text(message), ended=True)
             mask += [False] * len(turn)
         ids += turn
     return ids, mask

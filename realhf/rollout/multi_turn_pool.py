@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.observation_text import OBSERVATION_CHARS
 from realhf.rollout.env_client import CapacityError, OpenEnvClient
 from realhf.rollout.lockstep import LockstepPlay, Seat
-from realhf.rollout.observation_text import OBSERVATION_CHARS
 from realhf.rollout.rollout_state import Job, Limits
 
 T = TypeVar("T")

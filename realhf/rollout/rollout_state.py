@@ -10,8 +10,8 @@ from typing import Any
 
 from realhf.api.env import VALID_STATUSES, ChatFormat, RolloutOutcome, StepResult, Turn
 from realhf.api.model import GenOutput
+from realhf.api.observation_text import NO_COMMAND, observation_text, shorten
 from realhf.rollout.extraction import extract_command
-from realhf.rollout.observation_text import NO_COMMAND, observation_text, shorten
 from realhf.rollout.token_buffer import TokenBuffer
 
 _SHRINK_ATTEMPTS = 6

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realhf.rollout.observation_text import observation_text, shorten
+from realhf.api.observation_text import observation_text, shorten
 
 
 def observed(output: str = "", error: str = "", *, hint: str = "") -> dict[str, Any]:

@@ -46,6 +46,14 @@ def observation_text(observation: Mapping[str, Any], *, max_chars: int = OBSERVA
     return shorten(normalise(text), max_chars)
 
 
+def message_text(message: Mapping[str, Any]) -> str:
+    """What a policy reads of one message of a demonstration: a ``tool`` message that carries the observation
+    map is rendered as a rollout renders it, anything else is its content."""
+    if message["role"] == "tool" and "observation" in message:
+        return observation_text(message["observation"])
+    return message["content"]
+
+
 def normalise(text: str) -> str:
     """Replace ports, times, uuids and long hexadecimal strings by fixed words."""
     text = _LOCAL_PORT.sub(r"\1:4566", text)
