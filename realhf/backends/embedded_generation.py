@@ -19,6 +19,7 @@ from torch import Tensor
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.kv_cache import RowCache
+from realhf.backends.row_attention import row_decoding
 from realhf.backends.row_table import PrefillItem, RowTable
 from realhf.backends.sampling import check_gen_config, sample_tokens
 
@@ -90,7 +91,8 @@ class EmbeddedGenerator:
         was_training = self.model.training
         self.model.eval()
         try:
-            made = self._run([requests[i] for i in room], config, stop_ids, seed)
+            with row_decoding(self.model):
+                made = self._run([requests[i] for i in room], config, stop_ids, seed)
         except BaseException:
             # Rows may be half written; a later call must not take their tokens for cached ones.
             self._table.free(None)

@@ -36,17 +36,22 @@ def sample_tokens(
     scaled = logits if config.temperature in (0.0, 1.0) else logits / config.temperature
     allowed = scaled if banned is None else scaled.masked_fill(banned, float("-inf"))
     if config.temperature == 0:
-        tokens = allowed.argmax(-1, keepdim=True)
-    else:
-        if config.top_k or config.top_p < 1:
-            allowed = truncate(allowed, config.top_k, config.top_p)
-        # Inverse of the cumulative distribution: one random number per row, not one per vocabulary entry.
-        # The first index whose cumulative mass exceeds the draw has positive mass by construction.
-        cumulative = torch.softmax(allowed, -1).cumsum(-1, dtype=torch.float64)
-        draw = (uniform[:, None] * cumulative[:, -1:]).contiguous()
-        tokens = torch.searchsorted(cumulative, draw, right=True).clamp_(max=logits.shape[-1] - 1)
-    logprobs = scaled.gather(-1, tokens) - scaled.logsumexp(-1, keepdim=True)
-    return tokens[:, 0], logprobs[:, 0]
+        return _reported(scaled, allowed.argmax(-1))
+    if config.top_k or config.top_p < 1:
+        allowed = truncate(allowed, config.top_k, config.top_p)
+    # Inverse of the cumulative distribution: one random number per row, not one per vocabulary entry.
+    # The first index whose cumulative mass exceeds the draw has positive mass by construction.
+    probabilities = torch.softmax(allowed, -1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    draw = (uniform[:, None] * cumulative[:, -1:]).contiguous()
+    tokens = torch.searchsorted(cumulative, draw, right=True).clamp_(max=logits.shape[-1] - 1)
+    if allowed is scaled:
+        return tokens[:, 0], probabilities.gather(-1, tokens).log()[:, 0]
+    return _reported(scaled, tokens[:, 0])
+
+
+def _reported(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
