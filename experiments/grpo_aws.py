@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.sft_aws import warm_start
 from realhf.algorithms.presets import resolve
 from realhf.api.config import ExperimentConfig, run_folder
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.plain import to_plain
 from realhf.api.sample import MicroBatchSpec
-
-from experiments.sft_aws import warm_start
 
 EPISODE_KEYS = ("packed_input_ids", "prompt_mask", "loss_mask", "packed_logprobs", "packed_versions",
                 "env_rewards", "seq_no_eos_mask", "outcome")

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
+from experiments.grpo_aws import actor_gen, actor_model, actor_train, aws_experiment, rew_inf
+from experiments.sft_aws import warm_start
 from realhf.algorithms.presets import resolve
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec
-
-from experiments.grpo_aws import actor_gen, actor_model, actor_train, aws_experiment, rew_inf
-from experiments.sft_aws import warm_start
 
 
 def build(config: ExperimentConfig) -> ExperimentSpec:

@@ -36,7 +36,7 @@ def warm_start(config: ExperimentConfig) -> ExperimentSpec:
     files = [path for pattern in LEARNING_FILES for path in PACKAGE.glob(pattern)]
     key = content_key([[job.artifact.name for job in spec.jobs], to_plain(options.optimizer), options.train_steps,
                        options.batch_size, config.rollout.max_total_tokens, config.actor.backend, config.actor.dtype, config.seed], files)
-    return replace(spec, run_dir=run_folder(config) / "warm_start", artifact=_cache(config) / f"policy-{key}")
+    return replace(spec, run_dir=run_folder(config) / f"warm_start-{key}", artifact=_cache(config) / f"policy-{key}")
 
 
 def _supervised(

@@ -213,7 +213,7 @@ class MonitorConfig:
     tensorboard: bool = True
     wandb: bool = False
     episodes_per_step: int = 2
-    plot_every_steps: int = 10
+    plot_every_steps: int = 20
 
 
 @dataclass

@@ -46,11 +46,10 @@ def describe(error: BaseException) -> str:
 
 
 def failure_cause(log: Path) -> str | None:
-    """The line that ``run_guarded`` left in a worker's log, if any."""
-    for line in reversed(log_tail(log, 400)):
-        if line.startswith(_MARK):
-            return line.removeprefix(_MARK)
-    return None
+    """Why a worker failed: the line that ``run_guarded`` left in its log, or else the last line there."""
+    lines = [line for line in log_tail(log, 400) if line.strip()]
+    marked = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    return marked[-1] if marked else lines[-1].strip() if lines else None
 
 
 def log_tail(log: Path, n_lines: int) -> list[str]:

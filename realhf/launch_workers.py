@@ -1,0 +1,147 @@
+"""The processes of one run: which they are, how they are watched, and what is said when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
+from realhf.monitor.display import Display
+from realhf.monitor.events import parse_event
+from realhf.scheduler.base import Scheduler, WorkerExit, WorkerSpec
+from realhf.scheduler.failure import failure_cause, log_tail
+from realhf.scheduler.local import LocalScheduler
+
+MASTER = "master"
+STOP_GRACE_S = 4.0
+LEAVE_TIMEOUT_S = 15.0
+TAIL_LINES = 8
+
+
+class LaunchError(RuntimeError):
+    """A process failed. The message names it, the cause and its log."""
+
+
+def make_scheduler(name: str) -> Scheduler:
+    """Raises LaunchError for a name that ``check_config`` does not know either."""
+    if name != "local":
+        raise LaunchError(f"scheduler={name}: unknown (known: local)")
+    return LocalScheduler(orphans_are_ours=True)
+
+
+def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> None:
+    """Run a job to its end; its artifact appears whole or not at all. Raises LaunchError."""
+    partial = job.artifact.with_name(f".{job.artifact.name}.{os.getpid()}.tmp")
+    job.artifact.parent.mkdir(parents=True, exist_ok=True)
+    argv = tuple(str(partial) if text == "{artifact}" else text for text in job.argv)
+    worker = WorkerSpec(f"job/{job.name}", job.module, argv, log)
+    deadline = time.monotonic() + job.timeout_s
+    display.show({"kind": "phase", "text": f"{job.name}: {job.artifact.name}"})
+    try:
+        scheduler.start(worker)
+        exits: list[WorkerExit] = []
+        while not exits:
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{worker.name} did not finish within {job.timeout_s:g} s (log: {log})")
+            exits = [event for event in scheduler.wait(1.0) if isinstance(event, WorkerExit)]
+        if exits[0].exit_code != 0:
+            raise LaunchError(failure_message(exits[0]))
+        if not partial.exists():
+            raise LaunchError(f"{worker.name} ended without its result (log: {log})")
+        _keep(partial, job.artifact)
+    finally:
+        scheduler.stop(STOP_GRACE_S)
+        _remove(partial)
+
+
+def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[str, Any]:
+    """Start master and workers, watch them, stop them all; the summary of the run. Raises LaunchError that
+    names the first worker that failed."""
+    plan.write()
+    summary: dict[str, Any] | None = None
+    leave_by = float("inf")
+    try:
+        scheduler.start(_master(plan, run_id := secrets.token_hex(6)))
+        while time.monotonic() < leave_by:
+            events = scheduler.wait(1.0)
+            exits = [event for event in events if isinstance(event, WorkerExit)]
+            for event in events:
+                message = None if isinstance(event, WorkerExit) else parse_event(event.text)
+                if message is None:
+                    continue
+                display.show(message)
+                if message["kind"] == "endpoint":
+                    for worker in _workers(plan, run_id, message["address"]):
+                        scheduler.start(worker)
+                elif message["kind"] == "done":
+                    summary, leave_by = message["summary"], time.monotonic() + LEAVE_TIMEOUT_S
+            if exits and summary is None:
+                raise LaunchError(failure_message(min(exits, key=_blame)))
+            if any(event.name == MASTER for event in exits):
+                break
+    finally:
+        scheduler.stop(STOP_GRACE_S)
+    if summary is None:
+        raise LaunchError("the master ended without a summary")
+    return summary
+
+
+def failure_message(exit_: WorkerExit) -> str:
+    """One line about the cause, and for a process that could not speak the last lines of its log."""
+    where = f"(log: {exit_.log})"
+    cause = failure_cause(exit_.log) if exit_.exit_code > 0 else None
+    if cause:
+        return f"{exit_.name} failed: {cause} {where}"
+    tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES))
+    told = f"; its log ends:\n{tail}" if tail else ""
+    return f"{exit_.name} ended before the run did: {exit_.reason} {where}{told}"
+
+
+def _blame(exit_: WorkerExit) -> tuple[bool, bool]:
+    """Of several that ended together the killed one comes first and the master, who reports others, last."""
+    return exit_.exit_code >= 0, exit_.name == MASTER
+
+
+def _log(spec: ExperimentSpec, name: str) -> Path:
+    return spec.run_dir / "logs" / f"{name.replace('/', '-')}.log"
+
+
+def _master(plan: RunPlan, run_id: str) -> WorkerSpec:
+    argv = ("--run-dir", str(plan.spec.run_dir), "--run-id", run_id)
+    return WorkerSpec(MASTER, "workers.master_worker", argv, _log(plan.spec, MASTER), events=True)
+
+
+def _workers(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
+    spec, env = plan.spec, plan.env
+    join = ("--run-id", run_id, "--master", master)
+    workers = []
+    if spec.needs_env:
+        argv = ("--name", "env/0", "--host", env.host, "--port", str(env.port), "--pool-size", str(env.pool_size),
+                "--ministack-base-port", str(env.ministack_base_port), "--max-steps", str(env.max_steps), *join)
+        workers.append(WorkerSpec("env/0", "workers.env_worker", argv, _log(spec, "env/0")))
+    for index in range(spec.n_model_workers):
+        argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
+        name = f"model_worker/{index}"
+        workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name)))
+    return workers
+
+
+def _keep(partial: Path, artifact: Path) -> None:
+    """Rename; a concurrent run may have made the same folder first, then that one stays."""
+    try:
+        os.replace(partial, artifact)
+    except OSError:
+        if not artifact.exists():
+            raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

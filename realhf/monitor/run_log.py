@@ -1,0 +1,78 @@
+"""Everything that a run writes for people, behind one object: events, metrics, pictures, texts, summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from realhf.api.config import MonitorConfig
+from realhf.monitor.evaluations import Evaluations
+from realhf.monitor.events import EventStream
+from realhf.monitor.metrics_log import MetricsLog
+from realhf.monitor.plots import plot_learning, plot_time_split
+from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, append_episodes, append_nonfinite
+from realhf.monitor.summary import build_summary, write_summary
+
+
+class RunLog:
+    """Opened at ``completed_steps`` (0: a fresh start); what a killed run wrote later is dropped."""
+
+    def __init__(
+        self, run_dir: Path, config: MonitorConfig, events: EventStream, *, completed_steps: int, total_steps: int
+    ) -> None:
+        self._run_dir, self._events, self._total = run_dir, events, total_steps
+        self._plot_every = config.plot_every_steps
+        name = "/".join(run_dir.parts[-2:])
+        self._metrics = MetricsLog(run_dir, config, completed_steps=completed_steps, run_name=name)
+        self.evaluations = Evaluations(run_dir)
+        self.evaluations.forget_after(completed_steps if completed_steps else -1)
+        if completed_steps == 0:
+            for file in (EPISODES_FILE, NONFINITE_FILE):
+                (run_dir / file).unlink(missing_ok=True)
+
+    def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
+        """One finished step, counted from 1."""
+        self._metrics.write(step, metrics)
+        if episodes:
+            append_episodes(self._run_dir, step, episodes)
+        self._events.emit("step", step=step, total=self._total, metrics=metrics)
+
+    def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
+        """A step whose update was left out because loss or gradient was not finite."""
+        append_nonfinite(self._run_dir, step, call, ids, stats)
+        self._events.emit("warning", text=f"step {step}: {call} skipped its update, loss or gradient was not "
+                                          f"finite; sample ids in {NONFINITE_FILE}")
+
+    def evaluation(self, step: int, report: dict[str, Any]) -> None:
+        """A held-out evaluation after ``step`` steps."""
+        self.evaluations.add(step, report)
+        when = "before training" if step == 0 else f"after step {step}"
+        self._events.emit("evaluation", when=when, report=report)
+
+    def phase(self, text: str) -> None:
+        self._events.emit("phase", text=text)
+
+    def plots_are_due(self, step: int) -> bool:
+        return self._plot_every > 0 and step % self._plot_every == 0
+
+    def draw(self) -> None:
+        """``learning.png`` and ``time.png`` as far as the run is. May run on a thread of its own."""
+        rows = list(self._metrics.rows)
+        last = rows[-1]["step"] if rows else 0
+        after = self.evaluations.at(last) if last else None
+        plot_learning(rows, self.evaluations.at(0), after, self._run_dir / "learning.png")
+        plot_time_split(rows, self._run_dir / "time.png")
+
+    def finish(self, *, wall_seconds: float, train_calls: Sequence[str]) -> dict[str, Any]:
+        """Pictures and ``summary.json``; returns the summary."""
+        rows = self._metrics.rows
+        last = rows[-1]["step"] if rows else 0
+        summary = build_summary(rows, self.evaluations.at(0), self.evaluations.at(last) if last else None,
+                                wall_seconds=wall_seconds, train_calls=train_calls)
+        self.draw()
+        write_summary(summary, self._run_dir)
+        return summary
+
+    def close(self) -> None:
+        self._metrics.close()

@@ -1,0 +1,253 @@
+"""The master: waits for the workers, runs the graph step by step, saves, evaluates, reports.
+
+    python -m workers.master_worker --run-dir DIR --run-id ID
+
+Its standard output is the event stream of ``realhf.monitor.events``; the first event is its endpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from realhf.api.config import RecoverMode
+from realhf.api.experiment import EvaluationSpec, RunPlan
+from realhf.api.graph import build_graph
+from realhf.api.mfc import InterfaceType
+from realhf.api.plugin import load_plugin
+from realhf.api.registry import sources
+from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
+from realhf.dataflow.executor import FunctionExecutor
+from realhf.dataflow.step_report import StepReport
+from realhf.monitor.events import EventStream
+from realhf.monitor.graph_files import write_graph_files
+from realhf.monitor.run_log import RunLog
+from realhf.monitor.step_metrics import flatten_step
+from realhf.scheduler.failure import run_guarded
+from realhf.transport.rpc_master import RpcMaster
+
+ACTIVITY_INTERVAL_S = 0.3
+
+
+class MasterWorker:
+    """One run from the first registration to the summary."""
+
+    def __init__(self, plan: RunPlan, run_id: str, events: EventStream) -> None:
+        self._plan, self._spec, self._run_id, self._events = plan, plan.spec, run_id, events
+        self._graph = build_graph(plan.spec.mfcs, plan.spec.source.keys, plan.spec.log_keys,
+                                  roles=plan.spec.models.keys())
+        self._rpc = RpcMaster(run_id, heartbeat_s=plan.rpc.heartbeat_s, dead_after_s=plan.rpc.dead_after_s)
+        self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
+        self._model_workers = [f"model_worker/{index}" for index in range(self._spec.n_model_workers)]
+        self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
+        self._wall_before = 0.0
+        self._drawing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        await self._rpc.start()
+        self._events.emit("endpoint", address=self._rpc.endpoint, run_id=self._run_id)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await self._workers_ready()
+                self._executor = self._make_executor()
+                self._log = await self._open_log()
+                stack.callback(self._log.close)
+                await self._train(stack)
+                await self._finish()
+        finally:
+            await self._rpc.close()
+
+    # ---- start
+
+    async def _workers_ready(self) -> None:
+        names = [*self._model_workers, *(["env/0"] if self._spec.needs_env else [])]
+        self._events.emit("phase", text=f"waiting for {', '.join(names)}")
+        await asyncio.to_thread(write_graph_files, self._graph, self._spec.run_dir)
+        for warning in self._graph.warnings:
+            self._events.emit("warning", text=warning)
+        timeout = self._plan.rpc.connect_timeout_s
+        await self._rpc.wait_for(self._model_workers, timeout)
+        self._events.emit("phase", text="loading models")
+        await self._on_model_workers("initialize")
+        await self._rpc.wait_for(names, timeout)
+
+    def _make_executor(self) -> FunctionExecutor:
+        spec = self._spec
+        return FunctionExecutor(
+            self._graph, self._rpc, sources.get(spec.source.name)(seed=spec.seed, **spec.source.args),
+            source_worker=f"model_worker/{spec.source.worker}",
+            workers={role: [f"model_worker/{i}" for i in model.workers] for role, model in spec.models.items()},
+            seed=spec.seed, endpoints=self._endpoints(), control_timeout_s=self._plan.rpc.control_timeout_s,
+        )
+
+    def _endpoints(self) -> dict[str, list[str]]:
+        """Addresses of every kind of service that registered."""
+        found: dict[str, list[str]] = {}
+        for _, info in sorted(self._rpc.roster.items()):
+            for kind, address in info.endpoints.items():
+                found.setdefault(kind, []).append(address)
+        return found
+
+    async def _open_log(self) -> RunLog:
+        """Restore the last checkpoint, if any and wanted, and open the log at its step."""
+        checkpoint = None
+        if self._plan.recover_mode is not RecoverMode.disabled:
+            checkpoint = await asyncio.to_thread(self._checkpoints.latest)
+        if checkpoint is None and self._plan.recover_mode is RecoverMode.resume:
+            raise RuntimeError(f"recover_mode=resume: no valid checkpoint in {self._checkpoints.folder}")
+        if checkpoint is not None:
+            await self._restore(checkpoint)
+        return RunLog(self._spec.run_dir, self._plan.monitor, self._events,
+                      completed_steps=checkpoint.step if checkpoint else 0, total_steps=self._spec.total_train_steps)
+
+    # ---- steps
+
+    async def _train(self, stack: contextlib.AsyncExitStack) -> None:
+        done, total = self._executor.next_step, self._spec.total_train_steps
+        if done == 0:
+            await self._evaluate(0)
+        elif done < total:
+            self._log.phase(f"resumed after step {done}")
+        else:
+            self._log.phase(f"nothing to train: {done} of {total} steps are done")
+        if done >= total:
+            return
+        self._log.phase("training")
+        await stack.enter_async_context(self._executor)
+        watcher = asyncio.create_task(self._show_activity())
+        stack.callback(watcher.cancel)
+        for step in range(done, total):
+            self._report(await self._executor.execute_step(step))
+            if (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0 or step + 1 == total:
+                await self._checkpoint(step + 1)
+            every = self._spec.evaluation.every_steps if self._spec.evaluation else 0
+            if every and (step + 1) % every == 0 and step + 1 < total:
+                await self._evaluate(step + 1)
+
+    def _report(self, report: StepReport) -> None:
+        step = report.step + 1
+        tokens: dict[str, int] = {}
+        for call in report.calls:
+            tokens[call.mfc] = tokens.get(call.mfc, 0) + call.n_tokens
+        metrics = flatten_step(wall_s=report.wall_s, stats=report.stats, times=report.times, tokens=tokens,
+                               buffer=report.buffer, source=report.source, train_calls=self._trains)
+        episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
+        self._log.step(step, metrics, episodes)
+        for call in report.calls:
+            if call.stats.get("skipped"):
+                self._log.skipped(step, call.mfc, call.ids, call.stats)
+        if self._log.plots_are_due(step) and (self._drawing is None or self._drawing.done()):
+            self._drawing = asyncio.create_task(asyncio.to_thread(self._log.draw))
+
+    async def _show_activity(self) -> None:
+        """Tell the display what runs, when it changes."""
+        shown: dict[str, Any] = {}
+        while True:
+            running = [name for name, state in self._executor.activity().items() if state.startswith("runs")]
+            resident, capacity = len(self._executor.buffer), self._executor.buffer.max_size
+            now = {"calls": running, "resident": resident, "capacity": capacity}
+            if now != shown:
+                self._events.emit("activity", **now)
+                shown = now
+            await asyncio.sleep(ACTIVITY_INTERVAL_S)
+
+    async def _evaluate(self, step: int) -> None:
+        evaluation = self._spec.evaluation
+        if evaluation is None or self._log.evaluations.at(step) is not None:
+            return
+        self._log.phase("held-out evaluation " + ("before training" if step == 0 else f"after step {step}"))
+        report = await self._evaluation_report(evaluation, step)
+        if report:
+            self._log.evaluation(step, report)
+
+    async def _evaluation_report(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
+        """The same seed every time: before and after are compared on the same instances."""
+        worker = f"model_worker/{self._spec.models[evaluation.role].workers[0]}"
+        payload = {
+            "role": evaluation.role, "interface": evaluation.interface, "args": dict(evaluation.args),
+            "interface_args": dict(evaluation.interface_args), "step": step, "seed": self._spec.seed,
+            "endpoints": self._endpoints(),
+        }
+        reply = await self._rpc.call(worker, "evaluate", payload, timeout_s=self._plan.rpc.call_timeout_s, step=step)
+        return reply["stats"]
+
+    # ---- saving
+
+    def _trainable_roles(self, worker: str) -> list[str]:
+        index = self._model_workers.index(worker)
+        return [role for role, model in self._spec.models.items() if model.trainable and index in model.workers]
+
+    async def _on_model_workers(self, handler: str, folder: Path | None = None) -> None:
+        """Call every model worker; ``folder`` gets one subfolder per worker."""
+        calls = [
+            self._rpc.call(worker, handler, {"roles": self._trainable_roles(worker),
+                                             "folder": str(folder / worker.replace("/", "-")) if folder else ""},
+                           timeout_s=self._plan.rpc.call_timeout_s)
+            for worker in self._model_workers
+        ]
+        await asyncio.gather(*calls)
+
+    async def _checkpoint(self, step: int) -> None:
+        state = {"executor": self._executor.state_dict(), "wall_seconds": self._wall_seconds()}
+        draft = await asyncio.to_thread(self._checkpoints.begin, step)
+        try:
+            await self._on_model_workers("save", draft)
+        except Exception as error:
+            raise self._checkpoints.failed(step, draft, error) from error
+        await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
+
+    async def _restore(self, checkpoint: Checkpoint) -> None:
+        self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
+        await self._on_model_workers("restore", checkpoint.folder)
+        self._executor.load_state_dict(checkpoint.state["executor"])
+        self._wall_before = float(checkpoint.state["wall_seconds"])
+
+    async def _export(self) -> None:
+        """The policy in Hugging Face format: ``policy`` in the run folder, or the artifact others wait for."""
+        role = self._spec.export_role
+        if role is None:
+            return
+        target = self._spec.artifact or self._spec.run_dir / "policy"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        worker = f"model_worker/{self._spec.models[role].workers[0]}"
+        await self._rpc.call(worker, "export", {"role": role, "folder": str(target)},
+                             timeout_s=self._plan.rpc.call_timeout_s)
+
+    async def _finish(self) -> None:
+        await self._evaluate(self._executor.next_step)
+        self._log.phase("exporting the policy")
+        await self._export()
+        if self._drawing is not None:
+            await self._drawing
+        summary = await asyncio.to_thread(self._log.finish, wall_seconds=self._wall_seconds(), train_calls=self._trains)
+        self._events.emit("done", summary=summary)
+
+    def _wall_seconds(self) -> float:
+        return self._wall_before + time.time() - self._plan.started_at
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
+    parser.add_argument("--run-id", required=True)
+    args = parser.parse_args()
+    events = EventStream.on_stdout()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def work() -> None:
+        plan = RunPlan.read(args.run_dir)
+        for plugin in plan.plugins:
+            load_plugin(plugin)
+        asyncio.run(MasterWorker(plan, args.run_id, events).run())
+
+    return run_guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

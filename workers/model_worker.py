@@ -1,0 +1,111 @@
+"""A model worker: holds models, their tensors, and runs the calls that the master sends.
+
+    python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --index 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from realhf.api.experiment import ModelSpec, RunPlan
+from realhf.api.model import Model
+from realhf.api.plugin import load_plugin
+from realhf.api.registry import backends, datasets, interfaces
+from realhf.dataflow.model_host import ModelHost
+from realhf.scheduler.failure import run_guarded
+from realhf.transport.data_plane import DataPlane
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.tensor_store import TensorStore
+
+HOST_HANDLERS = ("call", "load", "clear", "evaluate", "save", "restore", "export", "stats")
+
+
+class ModelWorker:
+    """Registers at once, so that the master sees it, and loads its models when told to (``initialize``)."""
+
+    def __init__(self, plan: RunPlan, index: int, run_id: str, master: str) -> None:
+        self._plan, self._index = plan, index
+        name = f"model_worker/{index}"
+        self._store = TensorStore(name)
+        self._plane = DataPlane(name, run_id, self._store, shm=plan.rpc.shm)
+        self._plane.start()
+        self._host: ModelHost | None = None
+        self._rpc = RpcWorker(
+            name, "model_worker", index, run_id, master,
+            ordered={"initialize": self.initialize, **{handler: self._on_host(handler) for handler in HOST_HANDLERS}},
+            data_endpoint=self._plane.endpoint, connect_timeout_s=plan.rpc.connect_timeout_s,
+        )
+
+    def run(self) -> None:
+        """Serve until the master says bye. Raises MasterLost, RpcTimeout or ProtocolError."""
+        try:
+            self._rpc.run()
+        finally:
+            if self._host is not None:
+                self._host.close()
+            self._plane.close()
+
+    def initialize(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Load the models of this worker and build the interfaces of its calls."""
+        del payload
+        spec = self._plan.spec
+        set_torch_threads(self._plan.torch_threads, spec.n_model_workers)
+        mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
+        models = {role: self._load(model) for role, model in mine.items()}
+        calls = {mfc.name: (mfc, interfaces.get(mfc.interface)(**mfc.interface_args))
+                 for mfc in spec.mfcs if mfc.model_role in mine}
+        dataset = None
+        if spec.source.worker == self._index and spec.source.dataset_args is not None:
+            tokenizer = next(iter(models.values())).tokenizer
+            dataset = datasets.get(spec.source.name)(tokenizer=tokenizer, **spec.source.dataset_args)
+        self._host = ModelHost(models, calls, self._store, self._plane.fetch, run_dir=spec.run_dir, dataset=dataset)
+        return {"roles": sorted(models)}
+
+    def _load(self, model: ModelSpec) -> Model:
+        spec = self._plan.spec
+        backend = backends.get(model.backend)(**model.backend_args)
+        engine = backend.build(model, seed=spec.seed, total_train_steps=spec.total_train_steps)
+        return Model(model.role, engine, engine.tokenizer)
+
+    def _on_host(self, handler: str) -> Any:
+        def run(payload: dict[str, Any]) -> dict[str, Any]:
+            if self._host is None:
+                raise RuntimeError(f"{handler} before initialize")
+            return self._host.handlers()[handler](payload)
+
+        return run
+
+
+def set_torch_threads(configured: int, n_model_workers: int) -> None:
+    """``configured`` threads, or (0) this worker's share of the cores it may use."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(configured or max(1, cores // n_model_workers))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--master", required=True, help="the master's endpoint")
+    parser.add_argument("--index", type=int, required=True)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def work() -> None:
+        plan = RunPlan.read(args.run_dir)
+        for plugin in plan.plugins:
+            load_plugin(plugin)
+        ModelWorker(plan, args.index, args.run_id, args.master).run()
+
+    return run_guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
