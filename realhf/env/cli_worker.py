@@ -49,11 +49,11 @@ class CappedSink(io.RawIOBase):
         return len(view)
 
     def text(self) -> str:
-        """The kept text, cut on a character boundary, control characters replaced."""
+        """The kept text, cut on a character boundary; carriage returns dropped, control characters replaced."""
         kept = bytes(self._kept)
         if self._dropped:
             kept = kept.decode("utf-8", "ignore").encode()
-        text = kept.decode("utf-8", "replace")
+        text = kept.decode("utf-8", "replace").replace("\r", "")
         if not text.isprintable():
             text = "".join(c if (c >= " " and c != "\x7f") or c in "\n\t" else "\ufffd" for c in text)
         return text + (f"\n...[truncated {self._dropped} bytes]" if self._dropped else "")

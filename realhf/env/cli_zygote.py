@@ -18,8 +18,10 @@ from realhf.env.fork_server import serve_forks
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    account = sys.argv[2]
+    sys.argv = ["aws"]  # argparse names the program after it
     isolated = sandbox.leave_network()
-    worker = CliWorker(account=sys.argv[2])
+    worker = CliWorker(account)
     worker.cli.preload(ALLOWED)
     roots = sandbox.package_roots()
     gc.collect()

@@ -160,8 +160,17 @@ ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
 MINISTACK_MODULES = (
     "acm", "alb", "apigateway", "apigateway_v1", "athena", "autoscaling", "backup", "batch", "cloudformation",
     "cloudtrail", "cloudwatch", "cloudwatch_logs", "codebuild", "cognito", "dynamodb", "ec2", "ecr", "ecs",
-    "efs", "elasticache", "eventbridge", "firehose", "glue", "iam", "kinesis", "kms", "lambda_svc",
+    "efs", "elasticache", "eventbridge", "firehose", "glue", "iam", "kinesis", "kms", "lambda_durable", "lambda_svc",
     "opensearch", "rds", "route53", "s3", "scheduler", "secretsmanager", "ses", "sns", "sqs", "ssm",
     "stepfunctions", "sts", "tagging", "transfer", "waf",
 )  # fmt: skip
 """Modules of MiniStack that serve these services; imported before the simulators are forked."""
+
+MINISTACK_SERVICES = (
+    "acm", "apigateway", "athena", "autoscaling", "backup", "batch", "cloudformation", "cloudtrail", "codebuild",
+    "cognito-idp", "dynamodb", "ec2", "ecr", "ecs", "elasticache", "elasticfilesystem", "elasticloadbalancing",
+    "events", "firehose", "glue", "iam", "kinesis", "kms", "lambda", "logs", "monitoring", "opensearch", "rds",
+    "route53", "s3", "scheduler", "secretsmanager", "ses", "sns", "sqs", "ssm", "states", "sts", "tagging",
+    "wafv2",
+)  # fmt: skip
+"""MiniStack's names of these services."""

@@ -17,13 +17,15 @@ import socket
 import sys
 import threading
 import uuid
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import uvloop
 
 from realhf.env import sandbox
 from realhf.env.asgi_http import AsgiApp, HttpConnection
-from realhf.env.command_table import MINISTACK_MODULES
+from realhf.env.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.env.fork_server import serve_forks
 
 RESET_PATH = "/_realhf/reset"
@@ -90,6 +92,24 @@ def _import_modules() -> list[threading.Thread]:
     return deferred
 
 
+def _keep_only_metadata(services: Sequence[str]) -> None:
+    """MiniStack looks up a service's protocol in botocore's full model, tens of megabytes and 0.1 s per service
+    in every simulator. Load each once, before the fork, and keep the few words that are read."""
+    responses = importlib.import_module("ministack.core.responses")
+    original = responses._service_model.__wrapped__
+    light: dict[str, Any] = {}
+
+    def service_model(service: str) -> Any:
+        if service not in light:
+            model = original(service)
+            light[service] = None if model is None else SimpleNamespace(metadata=dict(model.metadata))
+        return light[service]
+
+    responses._service_model = service_model  # type: ignore[attr-defined]
+    for service in services:
+        service_model(service)
+
+
 def _guarded_app(app: AsgiApp, randomness: SeededRandomness) -> AsgiApp:
     async def guarded(scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] == RESET_PATH:
@@ -130,6 +150,7 @@ def main() -> None:
             raise RuntimeError(f"this version of ministack has no Lambda executor {executor}: not contained")
         setattr(lambda_module, f"_execute_function_{executor}", _stub_lambda)
     app = _guarded_app(app_module.app, randomness)
+    _keep_only_metadata(MINISTACK_SERVICES)
     isolated = sandbox.leave_network()
     gc.collect()
     gc.freeze()
