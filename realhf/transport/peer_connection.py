@@ -26,7 +26,10 @@ class PeerConnection:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 30)
         self._socket.setsockopt(zmq.RCVHWM, 4)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        # A peer listens before anyone learns its endpoint, so a refused connection (closed) is a dead peer too.
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
         self._socket.connect(endpoint)
         self._connected = False
         self.broken = False
@@ -62,8 +65,8 @@ class PeerConnection:
                     return frames
             elif self._monitor in ready:
                 event = recv_monitor_message(self._monitor)["event"]
-                if event == zmq.EVENT_DISCONNECTED:
-                    raise PeerLost(f"{self._endpoint} closed the connection during a fetch")
+                if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    raise PeerLost(f"{self._endpoint} refused or closed the connection")
                 self._connected = True
             elif not self._connected and time.monotonic() < deadline:
                 raise PeerLost(f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s")

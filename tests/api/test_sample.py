@@ -1,0 +1,206 @@
+"""SequenceSample: validation, and operations against plain-list references."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.keys import ITEMSIZE, TORCH_NAMES
+from realhf.api.sample import DuplicateKeyError, MicroBatchSpec, SequenceSample, inverse_perm
+
+torch.set_num_threads(1)
+
+
+def build(groups: list[list[int]], dtype: str = "i64", trailing: tuple[int, ...] = ()) -> SequenceSample:
+    """Sample whose element values are all different, with a second key of one value per sequence."""
+    rows = sum(map(sum, groups))
+    count = rows * int(np.prod(trailing, dtype=int))
+    x = torch.arange(count).to(getattr(torch, TORCH_NAMES[dtype])).reshape(rows, *trailing)
+    score = torch.arange(sum(map(len, groups)), dtype=torch.float32)
+    lengths = {"x": groups, "score": [[1] * len(group) for group in groups]}
+    ids = [f"s{i}" for i in range(len(groups))]
+    return SequenceSample.from_tensors(ids, {"x": x, "score": score}, lengths, {"tag": ids})
+
+
+def as_lists(sample: SequenceSample) -> list[tuple[str, list[list[int]], str]]:
+    """Per sample: id, rows of every sequence of x, metadata; read without the code under test."""
+    flat, out, row = sample["x"].tolist(), [], 0
+    for sample_id, group, tag in zip(sample.ids, sample.seqlens["x"], sample.metadata["tag"], strict=True):
+        sequences = []
+        for length in group:
+            sequences.append(flat[row : row + length])
+            row += length
+        out.append((sample_id, sequences, tag))
+    return out
+
+
+groups = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=8)
+
+
+@given(groups, st.sampled_from(sorted(ITEMSIZE)), st.sampled_from([(), (2,), (0,), (1, 3)]))
+@settings(max_examples=80, deadline=None)
+def test_unpack_then_gather_restores_every_bit(lengths, dtype, trailing):
+    sample = build(lengths, dtype, trailing)
+    parts = sample.unpack()
+    assert [len(part) for part in parts] == [1] * len(sample)
+    assert SequenceSample.gather(parts) == sample
+
+
+@given(groups, st.randoms(use_true_random=False))
+@settings(max_examples=80, deadline=None)
+def test_reorder_and_select_move_whole_samples(lengths, random):
+    sample = build(lengths)
+    before = as_lists(sample)
+    perm = list(range(len(sample)))
+    random.shuffle(perm)
+    moved = sample.reorder(perm)
+    assert as_lists(moved) == [before[i] for i in perm]
+    assert moved.reorder(inverse_perm(perm)) == sample
+    chosen = perm[: random.randint(1, len(perm))]
+    assert as_lists(sample.select_ids(chosen)) == [before[i] for i in chosen]
+
+
+@pytest.mark.parametrize("n_parts", [1, 2, 3, 4, 8, 15])
+@pytest.mark.parametrize("group_size", [1, 2, 5, 16])
+def test_split_balanced_covers_exactly_and_bounds_the_imbalance(n_parts, group_size):
+    rng = np.random.default_rng(n_parts * 100 + group_size)
+    lengths = rng.integers(0, 50, size=(20, group_size)).tolist()
+    sample = build(lengths)
+    parts, forward, backward = sample.split_balanced(n_parts)
+    assert sorted(i for part in parts for i in part.ids) == sorted(sample.ids)
+    assert SequenceSample.gather(parts) == sample.reorder(forward)
+    assert SequenceSample.gather(parts).reorder(backward) == sample
+    # Longest-first assignment: parts differ by at most the largest single item.
+    loads = [sum(map(sum, part.seqlens["x"])) for part in parts]
+    assert max(loads) - min(loads) <= max(map(sum, lengths))
+
+
+@given(groups, st.integers(1, 4), st.one_of(st.none(), st.integers(1, 12)))
+@settings(max_examples=100, deadline=None)
+def test_microbatches_respect_cap_and_minimum(lengths, n_mbs, cap):
+    sample = build(lengths)
+    parts = sample.split_microbatches(MicroBatchSpec(n_mbs, cap))
+    assert sorted(i for part in parts for i in part.ids) == sorted(sample.ids)
+    assert len(parts) >= min(n_mbs, len(sample))
+    if cap is not None:
+        key = max(("score", "x"), key=lambda k: sum(map(sum, sample.seqlens[k])))
+        for part in parts:
+            assert len(part) == 1 or sum(map(sum, part.seqlens[key])) <= cap
+    again = sample.split_microbatches(MicroBatchSpec(n_mbs, cap))
+    assert [part.ids for part in again] == [part.ids for part in parts]
+
+
+def test_index_arrays():
+    sample = build([[2, 0], [3]])
+    assert sample.cu_seqlens("x").tolist() == [0, 2, 2, 5]
+    assert sample.cu_seqlens("x").dtype == np.int32
+    assert sample.sequence_index("x").tolist() == [0, 0, 2, 2, 2]
+    assert sample.group_index("x").tolist() == [0, 0, 1]
+    assert sample.n_tokens("x") == 5
+    assert sample.sample_tokens("x").tolist() == [2, 3]
+
+
+def test_update_adds_keys_and_refuses_repeats():
+    sample = build([[1], [2]])
+    scores, tokens = sample.select(["score"]), sample.select(["x"])
+    assert tokens.update(scores) == sample
+    with pytest.raises(DuplicateKeyError, match="score"):
+        sample.update(scores)
+    with pytest.raises(ValueError, match="same order"):
+        tokens.update(scores.reorder([1, 0]))
+    with pytest.raises(ValueError, match="metadata-only"):
+        tokens.update(scores.meta())
+
+
+def test_remap_keys_is_injective():
+    sample = build([[1]])
+    assert sample.remap_keys({"x": "y"}).keys == {"y", "score"}
+    assert sample.remap_keys({"x": "score", "score": "x"})["score"].dtype == torch.int64
+    with pytest.raises(DuplicateKeyError):
+        sample.remap_keys({"x": "score"})
+    with pytest.raises(KeyError, match="'z'"):
+        sample.remap_keys({"z": "y"})
+
+
+def test_gather_checks_its_parts():
+    a, b = build([[1], [2]]).unpack()
+    with pytest.raises(ValueError, match="'s0' occurs twice"):
+        SequenceSample.gather([a, a])
+    with pytest.raises(ValueError, match="disagree in keys"):
+        SequenceSample.gather([a, b.select(["x"])])
+    bare = SequenceSample.from_tensors(b.ids, b.data or {}, b.seqlens)
+    with pytest.raises(ValueError, match="metadata"):
+        SequenceSample.gather([a, bare])
+    assert SequenceSample.gather([a, bare], allow_metadata_loss=True).metadata == {}
+    assert SequenceSample.gather([a, b], keys=["x"]).keys == {"x"}
+
+
+def test_split_needs_an_exact_partition():
+    sample = build([[1], [2], [3]])
+    for parts in ([[0], [1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]]):
+        with pytest.raises(ValueError, match="partition"):
+            sample.split(parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": []}, "at least one id"),
+        ({"ids": ["a", "a"]}, "'a' occurs twice"),
+        ({"ids": ["a", "b" * 257]}, "longer than 256"),
+        ({"seqlens": {"x": [[2]]}}, "1 length lists for 2 ids"),
+        ({"seqlens": {"x": [[2], [-1]]}}, ">= 0"),
+        ({"seqlens": {"x": [[2], [2]]}}, "lengths say"),
+        ({"seqlens": {"y": [[2], [1]]}}, "differ"),
+        ({"dtypes": {"x": "f32"}}, "declared f32"),
+        ({"dtypes": {"x": "c64"}}, "unknown dtype tag"),
+        ({"trailing_shapes": {"x": (-1,)}}, "negative trailing"),
+        ({"metadata": {"m": [1]}}, "1 items for 2 ids"),
+        ({"metadata": {"m": [[], 1]}}, "scalars only"),
+    ],
+)
+def test_constructor_refuses_contradictions(change, message):
+    good = {
+        "ids": ["a", "b"],
+        "seqlens": {"x": [[2], [1]]},
+        "dtypes": {"x": "i64"},
+        "trailing_shapes": {"x": ()},
+        "data": {"x": torch.arange(3)},
+    }
+    SequenceSample(**good)
+    with pytest.raises(ValueError, match=message):
+        SequenceSample(**{**good, **change})
+
+
+def test_unsupported_tensor_dtype():
+    with pytest.raises(ValueError, match="complex64"):
+        SequenceSample.from_tensors(["a"], {"x": torch.zeros(1, dtype=torch.complex64)}, {"x": [[1]]})
+
+
+def test_shuffled_depends_on_the_seed_alone():
+    sample = build([[i] for i in range(12)])
+    torch.manual_seed(0)
+    first = sample.shuffled(7)
+    torch.manual_seed(1)
+    assert sample.shuffled(7) == first
+    assert sample.shuffled(8).ids != first.ids
+
+
+def test_equality_compares_bits():
+    def one(value: float) -> SequenceSample:
+        return SequenceSample.from_tensors(["a"], {"x": torch.tensor([value])}, {"x": [[1]]})
+
+    assert one(float("nan")) == one(float("nan"))
+    assert one(0.0) != one(-0.0)
+    assert one(1.0) != one(1.0).meta()
+
+
+def test_import_leaves_torch_alone():
+    code = "import sys, realhf.api.sample, realhf.api.keys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

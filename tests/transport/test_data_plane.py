@@ -1,0 +1,271 @@
+"""Tensors between real processes, by shared memory and by TCP."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+import zmq
+
+from realhf.api.sample import SequenceSample
+from realhf.transport import data_plane
+from realhf.transport.data_plane import DataPlane
+from realhf.transport.envelope import pack_header
+from realhf.transport.errors import DataError, DataMissing, FetchTimeout, PeerLost
+from realhf.transport.shared_memory import Segment, SegmentPool, map_segment
+from realhf.transport.tensor_store import TensorStore
+
+torch.set_num_threads(1)
+SCRIPT = str(Path(__file__).with_name("store_process.py"))
+ROWS = 50_000
+
+
+class Owner:
+    """A store in another process."""
+
+    def __init__(self, mode: str = "shm") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, SCRIPT, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.endpoint = self._read()
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line: str) -> list[int]:
+        """Bytes stored and number of memory files afterwards."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return [int(word) for word in self._read().split()]
+
+
+def owned() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    made.process.send_signal(signal.SIGCONT)
+    made.process.kill()
+    made.process.communicate(timeout=10)
+
+
+long_lived = pytest.fixture(scope="module", name="long_lived")(owned)
+fresh_owner = pytest.fixture(name="fresh_owner")(owned)
+
+
+@pytest.fixture
+def owner(long_lived: Owner) -> Owner:
+    """The same process for many tests, its store emptied."""
+    long_lived.tell("clear " + " ".join(map(str, range(10))))
+    return long_lived
+
+
+@pytest.fixture
+def planes():
+    made = [DataPlane(mode, "run", TensorStore(mode), shm=mode == "shm") for mode in ("shm", "tcp")]
+    for plane in made:
+        plane.start()
+    yield made
+    for plane in made:
+        plane.close()
+
+
+def mapped_segments() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:realhf")
+
+
+@pytest.mark.parametrize("rows", [0, 10, ROWS])
+def test_both_paths_give_the_same(owner, planes, rows):
+    owner.tell(f"put 7 {rows}")
+    owner.tell(f"put 8 {rows + 3}")
+    by_shm, by_tcp = (plane.fetch(owner.endpoint, ["8", "7"], ["m", "x"], 20) for plane in planes)
+    assert by_shm == by_tcp
+    assert by_shm.ids == ("8", "7")
+    expected = torch.cat([torch.arange(rows + 3) + 8, torch.arange(rows) + 7])
+    assert torch.equal(by_shm["x"], expected)
+    assert by_shm["m"].dtype == torch.bool and by_shm.metadata == {"from": ["owner"] * 2}
+
+
+def test_large_values_come_by_shared_memory_and_small_ones_do_not(owner, planes):
+    owner.tell(f"put 1 {ROWS}")
+    owner.tell("put 2 10")
+    before = mapped_segments()
+    small = planes[0].fetch(owner.endpoint, ["2"], ["x"], 20)
+    assert mapped_segments() == before
+    large = planes[0].fetch(owner.endpoint, ["1"], ["x"], 20)
+    assert mapped_segments() == before + 1
+    del small, large
+    gc.collect()
+    assert mapped_segments() == before, "the mapping ends with its last tensor"
+
+
+def test_writing_to_a_fetched_tensor_stays_private(owner, planes):
+    owner.tell(f"put 1 {ROWS}")
+    for plane in planes:
+        first = plane.fetch(owner.endpoint, ["1"], ["x"], 20)["x"]
+        first.zero_()
+        assert plane.fetch(owner.endpoint, ["1"], ["x"], 20)["x"][5] == 6
+
+
+def test_memory_that_is_read_is_not_reused(fresh_owner, planes):
+    held = []
+    for i in range(5):
+        fresh_owner.tell(f"put {i} {ROWS}")
+        held.append(planes[0].fetch(fresh_owner.endpoint, [str(i)], ["x"], 20))
+        assert fresh_owner.tell(f"clear {i}")[0] == 0
+    for i, sample in enumerate(held):
+        assert torch.equal(sample["x"], torch.arange(ROWS) + i)
+    files = fresh_owner.tell("nbytes")[1]
+    assert files == 5
+    del held, sample
+    gc.collect()
+    for i in range(5, 9):
+        fresh_owner.tell(f"put {i} {ROWS}")
+        assert planes[0].fetch(fresh_owner.endpoint, [str(i)], ["x"], 20)["x"][0] == i
+        assert fresh_owner.tell(f"clear {i}") == [0, files], "cleared segments are filled again"
+
+
+def test_missing_values_are_listed(owner, planes):
+    owner.tell("put 1 10")
+    for plane in planes:
+        with pytest.raises(DataMissing) as caught:
+            plane.fetch(owner.endpoint, ["1", "2"], ["x"], 20)
+        assert caught.value.missing == [("2", "x")]
+        assert owner.endpoint in str(caught.value)
+        assert plane.fetch(owner.endpoint, ["1"], ["x"], 20).ids == ("1",)
+    owner.tell("clear 1")
+    with pytest.raises(DataMissing):
+        planes[0].fetch(owner.endpoint, ["1"], ["x"], 20)
+
+
+def test_own_values_come_from_the_store(planes):
+    sample = SequenceSample.from_tensors(["a"], {"x": torch.arange(9)}, {"x": [[9]]})
+    planes[0]._store.put(sample)
+    assert planes[0].fetch(planes[0].endpoint, ["a"], ["x"], 1)["x"].data_ptr() == sample["x"].data_ptr()
+
+
+def test_two_busy_workers_serve_each_other(planes):
+    a, b = planes
+    for plane, name in ((a, "a"), (b, "b")):
+        plane._store.put(SequenceSample.from_tensors([name], {"x": torch.arange(ROWS)}, {"x": [[ROWS]]}))
+    results: list[SequenceSample] = []
+
+    def work(plane: DataPlane, peer: DataPlane, name: str) -> None:
+        results.extend(plane.fetch(peer.endpoint, [name], ["x"], 20) for _ in range(10))
+
+    threads = [threading.Thread(target=work, args=args) for args in ((a, b, "b"), (b, a, "a")) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 40
+
+
+def test_chunks_are_joined(owner, planes, monkeypatch):
+    owner.tell(f"put 1 {ROWS}")
+    reference = planes[0].fetch(owner.endpoint, ["1"], ["x", "m"], 20)
+    monkeypatch.setattr(data_plane, "CHUNK_BYTES", 10_000)
+    planes[0]._store.put(reference)
+    assert planes[1].fetch(planes[0].endpoint, ["1"], ["x", "m"], 20) == reference
+
+
+def test_a_killed_owner_is_noticed_and_leaves_nothing(fresh_owner, planes):
+    before = set(os.listdir("/dev/shm"))
+    fresh_owner.tell(f"put 1 {ROWS}")
+    held = planes[0].fetch(fresh_owner.endpoint, ["1"], ["x"], 20)
+    assert set(os.listdir("/dev/shm")) == before, "segments have no name that could be left behind"
+    fresh_owner.process.send_signal(signal.SIGSTOP)
+    timer = threading.Timer(0.3, fresh_owner.process.kill)
+    timer.start()
+    with pytest.raises(PeerLost, match=fresh_owner.endpoint):
+        planes[0].fetch(fresh_owner.endpoint, ["2"], ["x"], 20)
+    assert torch.equal(held["x"], torch.arange(ROWS) + 1), "what was fetched lives on"
+    del held
+    gc.collect()
+    assert mapped_segments() == 0
+    with pytest.raises(PeerLost):
+        planes[0].fetch(fresh_owner.endpoint, ["2"], ["x"], 20)
+
+
+def test_a_frozen_owner_is_a_timeout(owner, planes):
+    owner.tell("put 1 10")
+    planes[0].fetch(owner.endpoint, ["1"], ["x"], 20)
+    owner.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(FetchTimeout, match=owner.endpoint):
+        planes[0].fetch(owner.endpoint, ["1"], ["x"], 0.3)
+    owner.process.send_signal(signal.SIGCONT)
+    assert planes[0].fetch(owner.endpoint, ["1"], ["x"], 20).ids == ("1",)
+
+
+def test_close_gives_everything_up(fresh_owner, planes):
+    fresh_owner.tell(f"put 1 {ROWS}")
+    planes[0].fetch(fresh_owner.endpoint, ["1"], ["x"], 20)
+    assert fresh_owner.tell("nbytes")[1] == 1
+    assert fresh_owner.tell("quit") == [0]
+    assert fresh_owner.process.wait(10) == 0
+    planes[0].close()
+    planes[0].close()
+    with pytest.raises(DataError, match="closed"):
+        planes[0].fetch(fresh_owner.endpoint, ["1"], ["x"], 1)
+
+
+def test_strangers_are_not_served(owner):
+    owner.tell("put 1 10")
+    wish = msgpack.packb({"ids": ["1"], "keys": ["x"], "host": ""})
+    with zmq.Context() as context, context.socket(zmq.DEALER) as rogue:
+        rogue.connect(owner.endpoint)
+        rogue.send_multipart([pack_header("fetch", "another run", b"", id=b"1" * 16), wish])
+        rogue.send_multipart([b"\xc1"])
+        for bad in (
+            b"\x01",
+            b"\xc1",
+            msgpack.packb({"ids": 3, "keys": []}),
+            msgpack.packb({"ids": [[]], "keys": ["x"]}),
+        ):
+            rogue.send_multipart([pack_header("fetch", "run", b"", id=b"2" * 16), bad])
+            assert rogue.poll(5000), "a malformed wish has an answer"
+            answer = msgpack.unpackb(rogue.recv_multipart()[0])
+            assert (answer["kind"], answer["id"]) == ("error", b"2" * 16)
+
+
+def test_other_than_loopback_is_refused():
+    with pytest.raises(ValueError, match="loopback"):
+        DataPlane("w", "run", TensorStore(), bind="tcp://0.0.0.0:0")
+
+
+def test_a_refilled_segment_cannot_be_taken_for_the_old_one():
+    segment = Segment(100_000)
+    old = segment.fill([b"a" * 1000])
+    assert old is not None
+    views = map_segment(old)
+    assert views is not None and bytes(views[0]) == b"a" * 1000
+    assert segment.fill([b"b" * 1000]) is None, "a consumer maps it"
+    del views
+    new = segment.fill([b"b" * 1000, b"", b"c"])
+    assert new is not None
+    assert map_segment(old) is None
+    again = map_segment(new)
+    assert again is not None and [bytes(view) for view in again] == [b"b" * 1000, b"", b"c"]
+    del again
+    segment.close()
+    assert map_segment(new) is None
+
+
+def test_spare_segments_are_bounded():
+    pool = SegmentPool(spare_bytes=100_000)
+    for name in range(5):
+        assert pool.store(name, [bytes(40_000)]) is not None
+    for name in range(5):
+        pool.release(name)
+    assert 0 < pool.nbytes <= 100_000
+    pool.close()
+    assert pool.nbytes == 0

@@ -1,0 +1,317 @@
+"""Calls between real processes: order, lanes, errors, deadlines, death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from realhf.transport.envelope import MAX_PAYLOAD_BYTES, pack_header
+from realhf.transport.rpc_master import (
+    ProtocolError,
+    RemoteError,
+    RpcError,
+    RpcMaster,
+    RpcTimeout,
+    WorkerDied,
+)
+from realhf.transport.rpc_worker import MasterLost, RpcWorker
+
+SCRIPT = str(Path(__file__).with_name("worker_process.py"))
+
+
+class Cluster:
+    """A master in this process and workers in their own."""
+
+    def __init__(self) -> None:
+        self.deaths: list[str] = []
+        self.master = RpcMaster(
+            "run", heartbeat_s=0.5, dead_after_s=3, on_death=lambda name, _: self.deaths.append(name)
+        )
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def launch(self, name: str, run_id: str = "run") -> subprocess.Popen[str]:
+        command = [sys.executable, SCRIPT, self.master.endpoint, run_id, name]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process
+
+    async def join(self, *names: str) -> list[subprocess.Popen[str]]:
+        processes = [self.launch(name) for name in names]
+        await self.master.wait_for(names, timeout_s=60)
+        return processes
+
+
+@pytest.fixture
+async def cluster():
+    made = Cluster()
+    await made.master.start()
+    yield made
+    await made.master.close()
+    for process in made.processes:
+        try:
+            process.communicate(timeout=10)
+        finally:
+            process.kill()
+
+
+async def test_calls_run_in_order_while_the_immediate_lane_lives(cluster):
+    await cluster.join("w")
+    delays = [1.0, 0.2, 0.1, 0.0]
+    calls = [
+        cluster.master.call("w", "append", {"seconds": delay, "number": i}, timeout_s=20)
+        for i, delay in enumerate(delays)
+    ]
+    assert await cluster.master.call("w", "status", timeout_s=5) == [], "answered during the first call"
+    assert await asyncio.gather(*calls) == [1, 2, 3, 4]
+    assert await cluster.master.call("w", "log", timeout_s=5) == [0, 1, 2, 3]
+
+
+async def test_replies_may_come_out_of_order_across_workers(cluster):
+    await cluster.join("a", "b")
+    slow = cluster.master.call("a", "append", {"seconds": 0.5, "number": 1}, timeout_s=20)
+    fast = cluster.master.call("b", "echo", {"x": b"\0raw", "y": [1, None, 2.5]}, timeout_s=20)
+    assert await fast == {"x": b"\0raw", "y": [1, None, 2.5]}
+    assert not slow.done()
+    assert await slow == 1
+
+
+async def test_remote_exceptions_carry_the_remote_traceback(cluster):
+    await cluster.join("w")
+    with pytest.raises(RemoteError) as caught:
+        await cluster.master.call("w", "boom", {"meal": "pebbles"}, timeout_s=5, step=3, mfc="actor_train")
+    text = str(caught.value)
+    assert "ValueError: cannot digest pebbles" in text
+    assert "worker_process.py" in text and "in boom" in text
+    assert "'w'" in text and "actor_train, step 3" in text
+    assert (caught.value.kind, caught.value.handler) == ("ValueError", "boom")
+    assert await cluster.master.call("w", "echo", 1, timeout_s=5) == 1, "the worker survives"
+
+
+async def test_unknown_names_and_unsendable_values_are_protocol_errors(cluster):
+    await cluster.join("w")
+    call = cluster.master.call
+    with pytest.raises(WorkerDied, match="'nobody'"):
+        await call("nobody", "echo", timeout_s=5)
+    with pytest.raises(ProtocolError, match=r"no handler 'ecko'.*'echo'"):
+        await call("w", "ecko", timeout_s=5)
+    with pytest.raises(ProtocolError, match="cannot be sent"):
+        await call("w", "echo", object(), timeout_s=5)
+    with pytest.raises(ProtocolError, match="data plane"):
+        await call("w", "echo", bytes(MAX_PAYLOAD_BYTES + 1), timeout_s=5)
+    with pytest.raises(ProtocolError, match="cannot be sent"):
+        await call("w", "unsendable", timeout_s=5)
+    with pytest.raises(ProtocolError, match="exceeds"):
+        await call("w", "huge", MAX_PAYLOAD_BYTES + 1, timeout_s=30)
+    assert await call("w", "echo", 1, timeout_s=5) == 1
+
+
+async def test_a_deadline_names_the_worker_and_its_state(cluster):
+    await cluster.join("w")
+    late = cluster.master.call("w", "append", {"seconds": 1.5, "number": 0}, timeout_s=1, mfc="ref_inf")
+    skipped = cluster.master.call("w", "append", {"seconds": 0, "number": 1}, timeout_s=0.5)
+    with pytest.raises(RpcTimeout, match=r"append of worker 'w'"):
+        await skipped
+    with pytest.raises(RpcTimeout, match=r"ref_inf did not answer within 1 s.* was in append"):
+        await late
+    # The late reply is dropped, the call that had not begun is never made, and the order of calls holds.
+    assert await cluster.master.call("w", "log", timeout_s=5) == [0]
+
+
+async def test_a_cancelled_call_is_not_made(cluster):
+    await cluster.join("w")
+    first = cluster.master.call("w", "append", {"seconds": 0.5, "number": 0}, timeout_s=5)
+    second = cluster.master.call("w", "append", {"seconds": 0, "number": 1}, timeout_s=5)
+    second.cancel()
+    await first
+    assert await cluster.master.call("w", "log", timeout_s=5) == [0]
+
+
+async def test_a_killed_worker_fails_its_calls_at_once(cluster):
+    (process, _) = await cluster.join("w", "other")
+    calls = [cluster.master.call("w", "append", {"seconds": 60, "number": i}, timeout_s=100) for i in range(3)]
+    await asyncio.sleep(0.2)
+    process.kill()
+    for call in calls:
+        with pytest.raises(WorkerDied, match="worker 'w' died: its process ended"):
+            await asyncio.wait_for(call, 10)
+    assert cluster.deaths == ["w"]
+    with pytest.raises(WorkerDied):
+        await cluster.master.call("w", "echo", timeout_s=5)
+    assert await cluster.master.call("other", "roster", timeout_s=5) == {"other": "model"}
+
+
+async def test_a_frozen_worker_is_dead_after_the_silence_limit(cluster):
+    (process,) = await cluster.join("w")
+    call = cluster.master.call("w", "append", {"seconds": 60, "number": 0}, timeout_s=100)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerDied, match="no heartbeat"):
+            await asyncio.wait_for(call, 10)
+    finally:
+        process.kill()
+
+
+async def test_a_worker_may_return_under_its_name(cluster):
+    (process,) = await cluster.join("w")
+    version = cluster.master.roster_version
+    process.kill()
+    with pytest.raises(WorkerDied):
+        await asyncio.wait_for(cluster.master.call("w", "append", {"seconds": 60, "number": 0}, timeout_s=60), 10)
+    with pytest.raises(WorkerDied):
+        await cluster.master.wait_for(["w"], timeout_s=5)
+    cluster.master.expect("w")
+    await cluster.join("w")
+    assert cluster.master.roster_version > version
+    assert await cluster.master.call("w", "echo", 7, timeout_s=5) == 7
+
+
+async def test_registration_publishes_the_roster(cluster):
+    await cluster.join("a", "b")
+    info = cluster.master.roster["a"]
+    assert (info.kind, info.data_endpoint, info.endpoints["env"]) == (
+        "model",
+        "tcp://127.0.0.1:1",
+        "http://127.0.0.1:2",
+    )
+    assert await cluster.master.call("a", "roster", timeout_s=5) == {"a": "model", "b": "model"}
+
+
+async def test_refusals_say_why(cluster):
+    await cluster.join("w")
+    stranger, twin = cluster.launch("x", run_id="another"), cluster.launch("w")
+    for process, reason in ((stranger, "this is run 'run'"), (twin, "registered already")):
+        _, stderr = await asyncio.to_thread(process.communicate, timeout=20)
+        assert process.returncode == 1
+        assert reason in stderr
+    assert list(cluster.master.roster) == ["w"]
+
+
+async def test_waiting_for_workers_names_the_missing(cluster):
+    await cluster.join("a")
+    with pytest.raises(RpcTimeout, match=r"\['b', 'c'\]"):
+        await cluster.master.wait_for(["a", "b", "c"], timeout_s=0.2)
+    waiting = asyncio.ensure_future(cluster.master.wait_for(["b"], timeout_s=20))
+    await asyncio.sleep(0)
+    cluster.master.fail_worker("b", "exit code 1")
+    with pytest.raises(WorkerDied, match="exit code 1"):
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_garbage_and_stale_messages_are_dropped(cluster):
+    await cluster.join("w")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as rogue:
+        rogue.setsockopt(zmq.LINGER, 1000)
+        rogue.connect(cluster.master.endpoint)
+        for frames in (
+            [b""],
+            [b"\xc1\xff"],
+            [msgpack.packb({"v": 99})],
+            [msgpack.packb({"v": 1, "kind": "reply", "run": "run", "session": "no"})],
+            [pack_header("reply", "run", b"old", id=b"x" * 16), b"\x01"],
+            [pack_header("hello", "run", b"new", info={"name": 1})],
+            [pack_header("feast", "run", b"new")],
+            [b"a", b"b", b"c", b"d"],
+        ):
+            rogue.send_multipart(frames)
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            if cluster.master.dropped_messages >= 8:
+                break
+    assert cluster.master.dropped_messages == 8
+    assert await cluster.master.call("w", "echo", 1, timeout_s=5) == 1
+
+
+async def test_a_worker_that_exits_in_a_handler_reports_it(cluster):
+    (process,) = await cluster.join("w")
+    with pytest.raises(RemoteError, match="SystemExit"):
+        await cluster.master.call("w", "exit", timeout_s=5)
+    assert await asyncio.to_thread(process.wait, 10) == 3
+
+
+async def test_close_ends_the_workers(cluster):
+    processes = await cluster.join("a", "b")
+    waiting = cluster.master.call("a", "append", {"seconds": 0.3, "number": 0}, timeout_s=30)
+    await cluster.master.close()
+    assert [await asyncio.to_thread(p.wait, 10) for p in processes] == [0, 0]
+    with pytest.raises(WorkerDied):
+        await waiting
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:5", "ipc:///tmp/x"])
+def test_other_than_loopback_is_refused(address):
+    with pytest.raises(ValueError, match="loopback"):
+        RpcMaster("run", bind=address)
+
+
+async def test_a_taken_port_is_an_error(cluster):
+    second = RpcMaster("run", bind=cluster.master.endpoint)
+    with pytest.raises(RpcError, match="cannot listen"):
+        await second.start()
+
+
+def test_a_master_that_does_not_answer_is_a_timeout():
+    worker = RpcWorker("w", "model", 0, "run", "tcp://127.0.0.1:9", ordered={}, connect_timeout_s=0.3)
+    with pytest.raises(RpcTimeout, match=r"127.0.0.1:9 did not answer worker 'w'"):
+        worker.run()
+    worker.stop()
+
+
+def test_handlers_have_one_lane():
+    with pytest.raises(ValueError, match="echo"):
+        RpcWorker("w", "k", 0, "r", "tcp://127.0.0.1:9", ordered={"echo": print}, immediate={"echo": print})
+
+
+MASTER = """
+import asyncio, sys
+from realhf.transport.rpc_master import RpcMaster
+async def main():
+    master = RpcMaster("run", heartbeat_s=0.2)
+    await master.start()
+    print(master.endpoint, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_a_worker_notices_the_death_of_the_master():
+    process = subprocess.Popen([sys.executable, "-c", MASTER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        endpoint = process.stdout.readline().strip()
+        worker = RpcWorker("w", "model", 0, "run", endpoint, ordered={}, connect_timeout_s=20)
+        killer = threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(MasterLost, match="its process ended"):
+            worker.run()
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+async def test_stop_leaves_politely(cluster, caplog):
+    worker = RpcWorker("local", "model", 0, "run", cluster.master.endpoint, ordered={}, connect_timeout_s=20)
+    thread = threading.Thread(target=worker.run, daemon=True)
+    thread.start()
+    await cluster.master.wait_for(["local"], timeout_s=20)
+    worker.stop()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()
+    assert "local" not in cluster.master.roster
+    assert "died" not in caplog.text
+
+
+async def test_a_gap_in_the_call_order_ends_the_worker(cluster):
+    (process,) = await cluster.join("w")
+    cluster.master._peers["w"].next_no = 5
+    with pytest.raises(ProtocolError, match="call 5 arrived after call 0"):
+        await cluster.master.call("w", "echo", timeout_s=5)
+    assert await asyncio.to_thread(process.wait, 10) == 1
