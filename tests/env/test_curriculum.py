@@ -1,0 +1,213 @@
+"""Both strategies: arithmetic against independent formulas, mastery, promotion, persistence, what changes state."""
+
+import copy
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from realhf.env.curriculum import Curriculum, LearnabilityCurriculum, PriorityCurriculum, decayed_rate, make_curriculum
+from realhf.env.names import is_heldout_pair
+from realhf.env.task import TaskError
+from realhf.env.tasks import instantiate, load_templates
+
+STRATEGIES = ("priority", "learnability")
+
+
+def record(curriculum: Curriculum, template_id: int, *results: float) -> None:
+    for result in results:
+        curriculum.record_result(instantiate(template_id, 0), result, result)
+
+
+def drill(curriculum: Curriculum, steps: int) -> list[tuple[int, int]]:
+    """Draw, record a result that depends on the template, and so on."""
+    drawn = []
+    for _ in range(steps):
+        for task in curriculum.next_tasks(4):
+            drawn.append((task.task_id, task.seed))
+            curriculum.record_result(task, (task.task_id % 5) / 4, 0.5)
+    return drawn
+
+
+def test_decayed_rate() -> None:
+    assert decayed_rate([], 0.85) == 0
+    assert decayed_rate([1, 0], 0.85) == pytest.approx(0.85 / 1.85)
+    assert decayed_rate([0, 1], 0.85) == pytest.approx(1 / 1.85)
+
+
+def test_priority_arithmetic() -> None:
+    curriculum = PriorityCurriculum(0)
+    assert curriculum.priority(1) == 100
+    record(curriculum, 1, 0.0)
+    assert curriculum.priority(1) == 50 - 20, "weak, but attempted just now"
+    record(curriculum, 2, 1.0, 1.0)
+    assert curriculum.priority(1) == 50, "two episodes have passed since"
+    assert curriculum.priority(2) == -20
+
+
+def test_mastery_and_spaced_repetition() -> None:
+    curriculum = PriorityCurriculum(0, ["warmup"])
+
+    def schedule() -> tuple[int, int]:
+        return curriculum._records[1].interval, curriculum._records[1].reference
+
+    record(curriculum, 1, 1.0, 1.0)
+    assert schedule() == (0, 0)
+    record(curriculum, 1, 1.0)
+    assert schedule() == (3, 3)
+    record(curriculum, 1, 1.0)
+    assert schedule() == (3, 3), "not due yet"
+    for interval in (6, 12, 24, 48, 48):
+        record(curriculum, 2, *[0.0] * curriculum._records[1].interval)
+        assert curriculum.priority(1) == 30
+        record(curriculum, 1, 1.0)
+        assert schedule()[0] == interval
+    record(curriculum, 2, *[0.0] * 48)
+    record(curriculum, 1, 0.69)
+    assert schedule()[0] == 3, "a failed re-test starts over, the rate still being high"
+    record(curriculum, 1, 0.0, 0.0)
+    assert schedule()[0] == 0, "no longer mastered"
+
+
+def test_window_of_ten() -> None:
+    curriculum = PriorityCurriculum(0)
+    record(curriculum, 1, *[1.0] * 5, *[0.0] * 10)
+    assert curriculum.success_rate(1) == 0
+
+
+def test_promotion() -> None:
+    fast = PriorityCurriculum(0)
+    record(fast, 1, 1.0, 1.0)
+    assert fast.tier == "warmup"
+    record(fast, 1, 1.0)
+    assert fast.tier == "beginner"
+    slow = PriorityCurriculum(0)
+    record(slow, 1, 0.0, 0.0, 1.0, 1.0)
+    assert slow.tier == "warmup"
+    record(slow, 1, 1.0)
+    assert slow.tier == "beginner"
+    record(slow, 1, 1.0, 1.0, 1.0)
+    assert slow.tier == "beginner", "results of an earlier tier do not promote"
+    failing = PriorityCurriculum(0)
+    record(failing, 1, 1.0, 1.0, 0.0)
+    assert failing.tier == "warmup", "a failure blocks the fast track"
+    last = PriorityCurriculum(0, ["beginner"])
+    record(last, 101, *[1.0] * 20)
+    assert last.tier == "beginner"
+
+
+def test_candidates_are_the_tier_and_what_is_due() -> None:
+    curriculum = PriorityCurriculum(0)
+    record(curriculum, 1, 1.0, 1.0, 1.0)
+    beginner = {template.task_id for template in load_templates(["beginner"])}
+    assert {task.task_id for task in curriculum.next_tasks(13)} == beginner
+    record(curriculum, 101, 0.0, 0.0, 0.0)
+    assert {task.task_id for task in curriculum.next_tasks(14)} == beginner | {1}
+
+
+def test_learnability_weights() -> None:
+    curriculum = LearnabilityCurriculum(0, decay=0.5)
+    record(curriculum, 1, 1.0, 0.0, 0.5)
+    expected = (0.25 * 1.0 + 0.5 * 0.0 + 0.5) / 1.75
+    assert curriculum.success_rate(1) == pytest.approx(expected)
+    assert curriculum.weight(1) == pytest.approx(expected * (1 - expected) + 0.02)
+
+
+def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> None:
+    curriculum = LearnabilityCurriculum(3)
+    first: list[int] = []
+    for count in (16, 16, 7):
+        tasks = curriculum.next_tasks(count)
+        first += [task.task_id for task in tasks]
+        for task in tasks:
+            curriculum.record_result(task, 0.5 if task.task_id in (203, 204) else 0.0)
+    assert sorted(first) == [template.task_id for template in load_templates()]
+    draws = Counter(task.task_id for _ in range(100) for task in curriculum.next_tasks(16))
+    total = 2 * 0.27 + 37 * 0.02
+    assert draws[203] == pytest.approx(1600 * 0.27 / total, rel=0.05)
+    assert draws[1] == pytest.approx(1600 * 0.02 / total, rel=0.5)
+    batch = Counter(task.task_id for task in curriculum.next_tasks(16))
+    assert 3 <= batch[203] <= 4, "one batch follows the weights closely"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_heldout_is_never_served(strategy: str) -> None:
+    curriculum = make_curriculum(strategy, 1)
+    for task in [task for _ in range(60) for task in curriculum.next_tasks(8)]:
+        adjective, noun, _ = task.params["name"].split("-")
+        assert not is_heldout_pair(adjective, noun)
+        assert task == instantiate(task.task_id, task.seed)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resume_continues_with_the_same_tasks(strategy: str) -> None:
+    curriculum = make_curriculum(strategy, 7)
+    drill(curriculum, 20)
+    state = json.loads(json.dumps(curriculum.state_dict()))
+    other = make_curriculum(strategy, 99)
+    other.load_state_dict(state)
+    assert drill(other, 15) == drill(curriculum, 15)
+    assert other.stats() == curriculum.stats()
+    assert drill(make_curriculum(strategy, 7), 3) == drill(make_curriculum(strategy, 7), 3)
+    assert drill(make_curriculum(strategy, 7), 3) != drill(make_curriculum(strategy, 8), 3)
+
+
+def test_loading_minds_version_strategy_and_task_set(caplog: pytest.LogCaptureFixture) -> None:
+    curriculum = make_curriculum("learnability", 0)
+    record(curriculum, 1, 0.5)
+    state = curriculum.state_dict()
+    with pytest.raises(ValueError, match="strategy"):
+        make_curriculum("priority", 0).load_state_dict(state)
+    with pytest.raises(ValueError, match="version"):
+        curriculum.load_state_dict(state | {"version": 0})
+    smaller = LearnabilityCurriculum(0, ["warmup"])
+    smaller.load_state_dict(state)
+    assert "another set of tasks" in caplog.text
+    assert smaller.success_rate(1) == 0.5 and smaller.stats()["untried"] == 12
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_record_result_is_the_only_mutation(strategy: str) -> None:
+    curriculum = make_curriculum(strategy, 0)
+    drill(curriculum, 5)
+    before = copy.deepcopy(curriculum.state_dict())
+    curriculum.next_task()
+    curriculum.next_task(seed=3)
+    curriculum.next_tasks(20)
+    curriculum.stats()
+    after = curriculum.state_dict()
+    assert {k: v for k, v in after.items() if k != "rng"} == {k: v for k, v in before.items() if k != "rng"}
+    record(curriculum, 1, 1.0)
+    assert curriculum.state_dict()["episodes"] == before["episodes"] + 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) -> None:
+    curriculum = make_curriculum(strategy, 0)
+    curriculum.record_result(instantiate(1, 0), None)
+    figures = curriculum.stats()
+    assert (figures["invalid_groups"], figures["episodes"], figures["untried"]) == (1, 0, 39)
+    curriculum.record_result(instantiate(1, 0), 0.25, 0.5)
+    assert curriculum.stats()["success/warmup"] == 0.25 and curriculum.stats()["reward_last_10"] == 0.5
+    curriculum.reset()
+    assert curriculum.stats()["untried"] == 39
+
+
+def test_wrong_arguments() -> None:
+    curriculum = make_curriculum("learnability", 0, ["warmup"])
+    with pytest.raises(TaskError, match="101"):
+        record(curriculum, 101, 1.0)
+    with pytest.raises(ValueError, match="fraction"):
+        record(curriculum, 1, 1.5)
+    with pytest.raises(ValueError, match="learnability, priority"):
+        make_curriculum("greedy", 0)
+    with pytest.raises(TaskError, match="no task"):
+        make_curriculum("priority", 0, ["expert"])
+
+
+def test_concurrent_records_are_all_counted() -> None:
+    curriculum = make_curriculum("priority", 0)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda n: record(curriculum, 1 + n % 13, 0.0), range(400)))
+    assert curriculum.stats()["episodes"] == 400

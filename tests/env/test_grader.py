@@ -1,0 +1,241 @@
+"""Strategies on boundary values, with a fake state; the tracker's bookkeeping; parsing of criteria."""
+
+from typing import Any
+
+import pytest
+
+from realhf.env.executor import CommandResult, SentRequest
+from realhf.env.grader import Grader, Step, parse_criteria, unspent_request
+from realhf.env.state_client import StateCallError
+from realhf.env.task import TaskError
+from realhf.env.tracker import Tracker, is_read, plain_name, resource_name, same_resource
+from realhf.env.verifier import equal, parse_check
+
+
+class FakeState:
+    """Answers by operation; an exception is raised. Counts the calls."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.calls = 0
+
+    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+        self.calls += 1
+        answer = self.answers.get(operation, StateCallError("NoSuchThing", "absent"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Play:
+    """A tracker and a grader fed with requests as an executor would report them."""
+
+    def __init__(self, criteria: dict, state: FakeState, present: frozenset = frozenset()) -> None:
+        parsed = parse_criteria(criteria)
+        self.tracker = Tracker(present, parsed.operations)
+        self.grader = Grader(parsed, state)
+        self.grader.start()
+
+    def send(self, operation: str, params: dict, status: int = 200, code: str = "") -> float:
+        service, _, name = operation.partition(":")
+        request = SentRequest(service, name, params, status, code)
+        result = CommandResult(0 if request.ok else 255, "", "", requests=(request,))
+        return self.grader.evaluate(self.tracker.record(f"aws {operation}", result)).progress
+
+
+BUCKET = {"service": "s3", "type": "bucket", "name": "a"}
+
+
+def test_command_match_wants_operation_parameters_and_acceptance() -> None:
+    play = Play({"operation": "s3:ListObjectsV2", "params": {"Bucket": "a"}}, FakeState())
+    assert play.send("s3:ListBuckets", {}) == 0
+    assert play.send("s3:ListObjectsV2", {"Bucket": "a-2"}) == 0
+    assert play.send("s3:ListObjectsV2", {"Bucket": "a"}, 404, "NoSuchBucket") == 0
+    assert play.send("s3:ListObjectsV2", {"Bucket": "a", "MaxKeys": 5}) == 1
+    assert play.grader.grade.achieved
+
+
+def test_creation_is_half_done_without_its_attributes() -> None:
+    state = FakeState(DescribeStreamSummary={"StreamDescriptionSummary": {"StreamName": "a", "OpenShardCount": 1}})
+    check = {"service": "kinesis", "name": "a", "attributes": {"OpenShardCount": 2}}
+    play = Play({"operation": "kinesis:CreateStream", "resource_exists": check}, state)
+    assert play.send("kinesis:CreateStream", {"StreamName": "b"}) == 0
+    assert play.send("kinesis:CreateStream", {"StreamName": "a"}) == 0.5
+    state.answers["DescribeStreamSummary"] = {"StreamDescriptionSummary": {"StreamName": "a", "OpenShardCount": 2}}
+    assert play.send("kinesis:UpdateShardCount", {"StreamName": "a"}) == 1
+    assert play.grader.grade.achieved
+
+
+def two_steps(**second: Any) -> dict:
+    steps = [{"operation": "s3:CreateBucket", "resource": "a", "verify": BUCKET}]
+    return {"steps": [*steps, {"operation": "s3:PutObject", "resource": "a", **second}]}
+
+
+def test_steps_are_credited_by_prefix() -> None:
+    play = Play(two_steps(), FakeState(HeadBucket={}))
+    assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 0
+    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 1, "an earlier request may pay for the second step"
+    assert play.grader.credited_operations == ["s3:CreateBucket", "s3:PutObject"]
+
+
+def test_an_ordered_step_wants_a_later_request() -> None:
+    play = Play(two_steps(ordered=True), FakeState(HeadBucket={}))
+    assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 0
+    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 0.5
+    assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 1
+
+
+def test_a_step_whose_verification_fails_is_not_credited() -> None:
+    play = Play(two_steps(), FakeState())
+    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 0
+
+
+def test_missing_service_caps_progress() -> None:
+    play = Play(two_steps() | {"services": ["s3", "sns"]}, FakeState(HeadBucket={}))
+    play.send("s3:CreateBucket", {"Bucket": "a"})
+    assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 0.5
+    assert not play.grader.grade.achieved
+    assert play.send("sns:CreateTopic", {"Name": "t"}) == 1
+    assert play.grader.grade.achieved
+
+
+def test_state_checks_count_from_the_baseline() -> None:
+    def head(name: str) -> dict:
+        return {"call": {"service": "s3", "operation": name, "params": {}}}
+
+    checks = [head("HeadBucket"), head("HeadObject"), {**head("GetBucketPolicy"), "absent": True}]
+    state = FakeState(GetBucketPolicy={"Policy": "{}"}, HeadBucket={})
+    play = Play({"state_checks": checks, "steps": [{"operation": "s3:PutObject"}]}, state)
+    state.answers["HeadObject"] = {}
+    assert play.send("s3:PutObject", {"Bucket": "a"}) == pytest.approx(0.7 + 0.3 * 0.5)
+    del state.answers["GetBucketPolicy"]
+    assert play.send("s3:DeleteBucketPolicy", {"Bucket": "a"}) == 1
+    assert play.grader.grade.achieved
+
+
+def test_a_task_that_is_solved_from_the_start_is_an_error() -> None:
+    checks = [{"call": {"service": "s3", "operation": "HeadBucket", "params": {}}}]
+    with pytest.raises(TaskError, match="every state check"):
+        Play({"state_checks": checks}, FakeState(HeadBucket={}))
+
+
+def test_reads_and_failures_cost_no_verification() -> None:
+    state = FakeState(HeadBucket={})
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, state)
+    play.send("s3:ListBuckets", {})
+    play.send("s3:CreateBucket", {"Bucket": "a"}, 409, "BucketAlreadyExists")
+    assert state.calls == 0
+
+
+def test_a_broken_simulator_is_no_failed_task() -> None:
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(HeadBucket=ConnectionError()))
+    with pytest.raises(ConnectionError):
+        play.send("s3:CreateBucket", {"Bucket": "a"})
+
+
+def test_one_request_pays_for_one_step() -> None:
+    """Exploit of layer 2: one subscribe for two required subscriptions."""
+    subscribe = {"operation": "sns:Subscribe", "resource": "t"}
+    play = Play({"steps": [subscribe, subscribe]}, FakeState())
+    topic = {"TopicArn": "arn:aws:sns:us-east-1:000000000000:t"}
+    assert play.send("sns:Subscribe", topic) == 0.5
+    assert play.send("sns:ListTopics", {}) == 0.5
+    assert play.send("sns:Subscribe", topic) == 1
+    assert unspent_request(Step("sns:Subscribe", "t"), play.tracker.evidence, [0, 2]) is None
+
+
+@pytest.mark.parametrize("other", ["a-2", "a-", "A", "my-a", "", "a/a"])
+def test_only_the_exact_name_counts(other: str) -> None:
+    """Exploit of layer 7: prefixes, suffixes and substrings."""
+    assert not same_resource(other, "a")
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState())
+    assert play.send("s3:CreateBucket", {"Bucket": other}) == 0
+
+
+def test_lists_are_searched_for_the_exact_name() -> None:
+    """Exploit of layer 7: a log group whose name only begins with the wanted one."""
+    check = parse_check({"service": "logs", "name": "web"})
+    assert not check.holds(FakeState(DescribeLogGroups={"logGroups": [{"logGroupName": "web-2"}]}))
+    assert check.holds(FakeState(DescribeLogGroups={"logGroups": [{"logGroupName": "web-2"}, {"logGroupName": "web"}]}))
+
+
+@pytest.mark.parametrize(
+    ("service", "params", "name"),
+    [
+        ("sns", {"TopicArn": "arn:aws:sns:us-east-1:000000000000:t"}, "t"),
+        ("sqs", {"QueueUrl": "http://127.0.0.1:4566/000000000000/q"}, "q"),
+        ("iam", {"PolicyArn": "arn:aws:iam::aws:policy/ReadOnlyAccess"}, "ReadOnlyAccess"),
+        ("iam", {"UserName": "u", "PolicyArn": "arn:aws:iam::aws:policy/X"}, "u"),
+        ("glue", {"DatabaseInput": {"Name": "d"}}, "d"),
+        ("glue", {"DatabaseName": "d", "TableInput": {"Name": "t"}}, "d"),
+        ("events", {"Rule": "r", "Targets": []}, "r"),
+        ("sts", {}, ""),
+    ],
+)
+def test_resource_of_a_request(service: str, params: dict, name: str) -> None:
+    assert resource_name(service, params) == name
+
+
+def test_names_are_taken_out_of_arns_and_urls_only() -> None:
+    assert plain_name("a/b:c") == "a/b:c"
+
+
+@pytest.mark.parametrize(
+    ("operation", "read"), [("s3:GetObject", True), ("ecs:DescribeClusters", True), ("s3:PutObject", False)]
+)
+def test_reads(operation: str, read: bool) -> None:
+    assert is_read(operation) is read
+
+
+def test_rollbacks_count_once_per_pair_and_not_when_wanted() -> None:
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState())
+    play.send("s3:DeleteBucket", {"Bucket": "a"})
+    assert play.tracker.rollbacks == 0, "nothing of the agent's was deleted"
+    for _ in range(2):
+        play.send("s3:CreateBucket", {"Bucket": "a"})
+        play.send("s3:DeleteBucket", {"Bucket": "a"})
+    assert play.tracker.rollbacks == 1
+    wanted = Play({"steps": [{"operation": "s3:CreateBucket"}, {"operation": "s3:DeleteBucket"}]}, FakeState())
+    wanted.send("s3:CreateBucket", {"Bucket": "a"})
+    wanted.send("s3:DeleteBucket", {"Bucket": "a"})
+    assert wanted.tracker.rollbacks == 0
+
+
+def test_retries_count_for_what_the_setup_made_and_at_most_three() -> None:
+    present = frozenset(("s3", name) for name in "abcdef")
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(), present)
+    for name in "aabcdefz":
+        play.send("s3:CreateBucket", {"Bucket": name}, 409, "BucketAlreadyOwnedByYou")
+        play.send("s3:ListBuckets", {})
+    assert play.tracker.idempotent_retries == 3
+    other = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState())
+    other.send("s3:CreateBucket", {"Bucket": "a"}, 409, "BucketAlreadyOwnedByYou")
+    other.send("s3:ListBuckets", {})
+    assert other.tracker.idempotent_retries == 0
+
+
+def test_equality_minds_types() -> None:
+    assert equal({"a": [1, "x"]}, {"a": [1, "x"]})
+    for found, expected in [(1, "1"), (True, 1), ([1], [1, 2]), ({"a": 1, "b": 2}, {"a": 1}), (None, {})]:
+        assert not equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "criteria",
+    [
+        {},
+        {"operation": "", "steps": []},
+        {"resource_exists": {"service": "s3", "type": "bucket"}},
+        {"resource_exists": {"service": "moon", "name": "a"}},
+        {"resource_exists": {**BUCKET, "colour": "red"}},
+        {"resource_exists": {**BUCKET, "attributes": {"][": 1}}},
+        {"steps": [{"resource": "a"}]},
+        {"steps": ["s3:CreateBucket"]},
+        {"state_checks": [{"call": {"service": "s3", "operation": "DeleteBucket", "params": {}}}]},
+        {"state_checks": [{"call": {"service": "lambda", "operation": "Invoke", "params": {}}}]},
+        {"state_checks": [{"call": {"service": "athena", "operation": "GetQueryResults", "params": {}}}]},
+    ],
+)
+def test_malformed_criteria_are_task_errors(criteria: dict) -> None:
+    with pytest.raises(TaskError):
+        parse_criteria(criteria)

@@ -1,0 +1,58 @@
+"""The curriculum as a data source."""
+
+import json
+
+import pytest
+
+from realhf.api.registry import sources
+from realhf.api.source import DataSource, SampleResult, SourceItem
+from realhf.env.task import Task
+from realhf.env.task_source import TaskCurriculumSource
+from realhf.env.tasks import instantiate
+
+
+def results(items: list[SourceItem], rewards: list[float | None], achieved: list[bool]) -> list[SampleResult]:
+    return [SampleResult(item.id, item.metadata, rewards, achieved) for item in items]
+
+
+def test_items() -> None:
+    source = sources.get("task_curriculum")(seed=1, tiers=["warmup", "beginner"])
+    assert isinstance(source, DataSource)
+    items = source.next_batch(5) + source.next_batch(3)
+    assert [item.id.rpartition("@")[2] for item in items] == [str(n) for n in range(8)]
+    for item in items:
+        task = Task.from_json(item.metadata["task"])
+        assert item.id.startswith(f"{task.template}-{task.seed}@")
+        assert task == instantiate(task.task_id, item.metadata["task_seed"])
+        assert (item.metadata["template"], item.metadata["tier"]) == (task.template, task.tier)
+        assert item.metadata["tier"] in ("warmup", "beginner")
+        assert dict(item.values) == {"task_ids": [task.task_id]}
+        json.dumps(dict(item.metadata))
+
+
+def test_failed_rollouts_do_not_count() -> None:
+    source = TaskCurriculumSource(0)
+    items = source.next_batch(2)
+    source.record(results(items[:1], [1.0, None, 0.5, None], [True, False, False, False]))
+    source.record(results(items[1:], [None, None], [False, False]))
+    figures = source.stats()
+    assert (figures["episodes"], figures["invalid_groups"]) == (1, 1)
+    assert figures["reward_last_10"] == pytest.approx(0.75)
+    assert figures[f"success/{items[0].metadata['tier']}"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["learnability", "priority"])
+def test_resume(strategy: str) -> None:
+    def go(source: TaskCurriculumSource, steps: int) -> list[str]:
+        ids = []
+        for _ in range(steps):
+            items = source.next_batch(6)
+            ids += [item.id for item in items]
+            source.record(results(items, [1.0, 0.0], [True, False]))
+        return ids
+
+    first = TaskCurriculumSource(5, strategy=strategy)
+    go(first, 9)
+    second = TaskCurriculumSource(6, strategy=strategy)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert go(second, 9) == go(first, 9)
