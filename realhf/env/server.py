@@ -25,7 +25,8 @@ from realhf.env.server_config import ServerConfig
 from realhf.env.session import Player, Receive, Send, Session
 
 _SCRUB_WAIT_S = 0.25
-_STOP_SESSIONS_S = 6.0
+_STOP_SESSIONS_S = 5.0
+_STOP_RELEASES_S = 2.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,6 +55,7 @@ class SessionEndpoint:
         self._config = config
         self._metrics = metrics
         self._sessions: set[Session] = set()
+        self._releases: set[asyncio.Future[None]] = set()
         self._stopping = False
         self._threads = ThreadPoolExecutor(config.pool_size + 2, thread_name_prefix="env-session")
 
@@ -82,18 +84,21 @@ class SessionEndpoint:
             self._sessions.discard(session)
             self._leave()
             released = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.release, slot)
-            released.add_done_callback(_log_failed_release)
+            self._releases.add(released)
+            released.add_done_callback(self._released)
         if close is not None:
             await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
 
     async def stop(self) -> None:
-        """Refuse new sessions, end the open ones with 1001, wait for the threads to finish."""
+        """Refuse new sessions, end the open ones with 1001, wait until their slots are back."""
         self._stopping = True
         for session in list(self._sessions):
             session.stop()
         deadline = time.monotonic() + _STOP_SESSIONS_S
         while self._sessions and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=_STOP_RELEASES_S)
         self._threads.shutdown(wait=False)
 
     async def _reserve(self) -> Any | None:
@@ -132,6 +137,11 @@ class SessionEndpoint:
         await send({"type": "websocket.http.response.start", "status": 503, "headers": headers})
         await send({"type": "websocket.http.response.body", "body": json.dumps(body).encode()})
 
+    def _released(self, future: asyncio.Future[None]) -> None:
+        self._releases.discard(future)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            _LOG.error("a slot could not be released: %s", error)
+
     def _enter(self) -> None:
         self.active += 1
         self._metrics.sessions_active.set(self.active)
@@ -139,11 +149,6 @@ class SessionEndpoint:
     def _leave(self) -> None:
         self.active -= 1
         self._metrics.sessions_active.set(self.active)
-
-
-def _log_failed_release(future: asyncio.Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        _LOG.error("a slot could not be released: %s", error)
 
 
 def build_app(pool: SlotPool, endpoint: SessionEndpoint, config: ServerConfig, metrics: ServerMetrics) -> FastAPI:

@@ -142,7 +142,10 @@ class OpenEnvClient:
     async def receive(self) -> StepResult:
         """Second half of ``reset`` and ``step``."""
         data = (await self._reply("observation"))["data"]
-        return StepResult(data["observation"], data["reward"], data["done"])
+        try:
+            return StepResult(data["observation"], data["reward"], data["done"])
+        except (KeyError, TypeError) as error:
+            raise self._not_the_wire(error) from error
 
     async def close(self) -> None:
         """Say goodbye and close; harmless when the server is gone or ``close`` was called before."""
@@ -178,8 +181,7 @@ class OpenEnvClient:
             data = reply["data"]
             failure = EnvError(data["code"], data["message"]) if reply["type"] == "error" else None
         except (KeyError, TypeError, ValueError) as error:
-            self._poison()
-            raise ConnectionLost(f"{self.url} does not speak the OpenEnv wire: {error!r}") from error
+            raise self._not_the_wire(error) from error
         self._deadline = None
         if failure is not None:
             raise failure
@@ -198,6 +200,10 @@ class OpenEnvClient:
         except BaseException:
             self._poison()
             raise
+
+    def _not_the_wire(self, error: Exception) -> ConnectionLost:
+        self._poison()
+        return ConnectionLost(f"{self.url} does not speak the OpenEnv wire: {error!r}")
 
     def _poison(self) -> None:
         connection, self._connection, self._deadline = self._connection, None, None

@@ -1,0 +1,204 @@
+"""Sessions whose commands are slow: a fake player blocks where a real command would, the server is real."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from realhf.env.server import EnvServer, PortTaken, listen
+from realhf.env.server_config import ServerConfig
+
+
+class FakePool:
+    """Slots without simulators; a released slot is back after ``scrub_s``."""
+
+    def __init__(self, size: int, scrub_s: float = 0.0) -> None:
+        self.scrub_s = scrub_s
+        self.released: list[float] = []
+        self._free = list(range(size))
+
+    def acquire(self) -> int:
+        if not self._free:
+            raise RuntimeError("MiniStack pool exhausted")
+        return self._free.pop(0)
+
+    def release(self, slot: int) -> None:
+        time.sleep(self.scrub_s)
+        self.released.append(time.monotonic())
+        self._free.append(slot)
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def metrics(self) -> dict[str, Any]:
+        return {"free": len(self._free)}
+
+
+class FakeBlockingPlayer:
+    """A step blocks until it is killed or ``finish`` is set; the command "quick" does not block."""
+
+    def __init__(self) -> None:
+        self.finish = threading.Event()
+        self.started = threading.Event()
+        self.kills = 0
+
+    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
+        return {}, 0.0, False
+
+    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
+        self.started.set()
+        if command != "quick":
+            self.finish.wait(20)
+        return {"command_output": command, "task_achieved": False}, 0.0, False
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def kill(self) -> None:
+        self.kills += 1
+        if self.kills >= 2:
+            self.finish.set()
+
+
+class Stage:
+    """A served application over fakes."""
+
+    def __init__(self, size: int = 1, scrub_s: float = 0.0, **settings: Any) -> None:
+        self.pool = FakePool(size, scrub_s)
+        self.players: list[FakeBlockingPlayer] = []
+        config = ServerConfig(port=0, pool_size=size, **settings)
+        self.server = EnvServer(self.pool, self._player, config, listen("127.0.0.1", 0))
+        self.server.start()
+
+    def _player(self, slot: int) -> FakeBlockingPlayer:
+        self.players.append(FakeBlockingPlayer())
+        return self.players[-1]
+
+    def open(self) -> ClientConnection:
+        return connect(self.server.url.replace("http", "ws") + "/ws", compression=None, proxy=None)
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> float:
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < limit_s, "condition not reached"
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    served = Stage(**getattr(request, "param", {}))
+    yield served
+    for player in served.players:
+        player.finish.set()
+    served.server.stop()
+    assert served.server.ended.is_set()
+
+
+def send_step(session: ClientConnection, command: str = "slow") -> None:
+    session.send(json.dumps({"type": "step", "data": {"command": command}}))
+
+
+def test_client_that_vanishes_in_mid_command_frees_its_slot(stage: Stage) -> None:
+    session = stage.open()
+    send_step(session)
+    assert stage.players[0].started.wait(2)
+    session.socket.shutdown(socket.SHUT_RDWR)
+    assert stage.wait_for(lambda: stage.pool.free_count == 1, 4) <= 2.0
+    assert stage.players[0].kills == 2
+
+
+def test_a_command_that_ends_within_the_grace_is_not_killed(stage: Stage) -> None:
+    session = stage.open()
+    send_step(session)
+    assert stage.players[0].started.wait(2)
+    session.socket.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.4)
+    assert stage.pool.free_count == 0
+    stage.players[0].finish.set()
+    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
+    assert stage.players[0].kills == 0
+
+
+def test_the_loop_serves_others_while_a_command_blocks(stage: Stage) -> None:
+    session = stage.open()
+    send_step(session)
+    assert stage.players[0].started.wait(2)
+    time.sleep(0.3)
+    began = time.monotonic()
+    with urllib.request.urlopen(stage.server.url + "/health", timeout=2) as reply:
+        assert reply.status == 200
+    assert time.monotonic() - began < 1
+    session.close()
+
+
+def test_requests_sent_ahead_are_answered_in_order(stage: Stage) -> None:
+    session = stage.open()
+    send_step(session, "slow")
+    for _ in range(3):
+        send_step(session, "quick")
+    session.send('{"type":"state","id":9}')
+    time.sleep(0.4)
+    stage.players[0].finish.set()
+    replies = [json.loads(session.recv(timeout=3)) for _ in range(5)]
+    outputs = [reply["data"].get("observation", {}).get("command_output") for reply in replies]
+    assert outputs == ["slow", "quick", "quick", "quick", None] and replies[-1]["id"] == 9
+    session.close()
+
+
+@pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.3}], indirect=True)
+def test_idle_sessions_are_reaped_and_busy_ones_are_not(stage: Stage) -> None:
+    session = stage.open()
+    send_step(session)
+    time.sleep(0.8)
+    stage.players[0].finish.set()
+    assert json.loads(session.recv(timeout=2))["type"] == "observation"
+    with pytest.raises(ConnectionClosed) as closed:
+        session.recv(timeout=3)
+    assert closed.value.rcvd is not None
+    assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1001, "idle timeout")
+    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
+
+
+@pytest.mark.parametrize("stage", [{"scrub_s": 0.1}], indirect=True)
+def test_reopening_waits_for_the_scrub(stage: Stage) -> None:
+    for _ in range(3):
+        stage.open().close()
+
+
+@pytest.mark.parametrize("stage", [{"scrub_s": 1.0}], indirect=True)
+def test_a_long_scrub_is_refused_and_counts_nobody(stage: Stage) -> None:
+    stage.open().close()
+    with pytest.raises(InvalidStatus):
+        stage.open()
+    stage.wait_for(lambda: stage.pool.free_count == 1, 3)
+    stage.open().close()
+
+
+def test_stop_ends_a_busy_session_after_its_command(stage: Stage) -> None:
+    session = stage.open()
+    send_step(session)
+    assert stage.players[0].started.wait(2)
+    threading.Timer(0.4, stage.players[0].finish.set).start()
+    stage.server.stop()
+    assert json.loads(session.recv(timeout=2))["type"] == "observation"
+    with pytest.raises(ConnectionClosed) as closed:
+        session.recv(timeout=2)
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
+    assert stage.pool.free_count == 1
+
+
+def test_a_taken_port_is_named(stage: Stage) -> None:
+    port = int(stage.server.url.rpartition(":")[2])
+    with pytest.raises(PortTaken, match=str(port)):
+        listen("127.0.0.1", port)

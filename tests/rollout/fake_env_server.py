@@ -1,0 +1,95 @@
+"""A fake environment server: speaks the wire's frames without tasks, and misbehaves when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+
+
+class FakeEnvServer:
+    """``misbehave(connection_number, message)`` returns None, or what to do instead of answering: "hang",
+    "drop", "error" (an EXECUTION_ERROR frame), "late" (answer after 0.5 s) or a raw text to send."""
+
+    def __init__(self, misbehave: Callable[[int, dict[str, Any]], str | None] = lambda number, message: None) -> None:
+        self.connections = 0
+        self.open = 0
+        self._misbehave = misbehave
+        self._loop = asyncio.new_event_loop()
+        self._server: Server | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> FakeEnvServer:
+        self._thread.start()
+        assert self._started.wait(5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._loop.call_soon_threadsafe(self._server.close)
+        asyncio.run_coroutine_threadsafe(self._server.wait_closed(), self._loop).result(5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        self._loop.close()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+
+        async def start() -> None:
+            self._server = await serve(self._session, "127.0.0.1", 0, close_timeout=0.2)
+            self._started.set()
+
+        self._loop.run_until_complete(start())
+        self._loop.run_forever()
+
+    async def _session(self, connection: ServerConnection) -> None:
+        number = self.connections
+        self.connections += 1
+        self.open += 1
+        steps = 0
+        try:
+            async for text in connection:
+                message = json.loads(text)
+                if message["type"] == "close":
+                    return
+                steps = 0 if message["type"] == "reset" else steps + (message["type"] == "step")
+                trick = self._misbehave(number, message)
+                if trick == "drop":
+                    connection.transport.abort()
+                    return
+                if trick == "late":
+                    await asyncio.sleep(0.5)
+                elif trick == "error":
+                    failure = {"code": "EXECUTION_ERROR", "message": "x"}
+                    await connection.send(json.dumps({"type": "error", "data": failure}))
+                    continue
+                elif trick == "hang":
+                    continue
+                elif trick is not None:
+                    await connection.send(trick)
+                    continue
+                await connection.send(json.dumps(self._reply(message, steps)))
+        finally:
+            self.open -= 1
+
+    def _reply(self, message: dict[str, Any], steps: int) -> dict[str, Any]:
+        if message["type"] == "state":
+            return {"type": "state", "data": {}}
+        command = message.get("data", {}).get("command", "")
+        task = {"task_id": 1, "difficulty": "warmup", "description": "task"}
+        observation = {
+            "command_success": True, "command_output": command, "error": "", "task": task, "hint_text": "",
+            "task_achieved": steps >= 2, "partial_progress": min(1.0, steps / 2), "step_count": steps,
+        }  # fmt: skip
+        reward = 0.5 if steps else None
+        return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": steps >= 2}}

@@ -1,0 +1,56 @@
+"""A chat format and policies without a model, for pool tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from realhf.api.model import GenOutput, GenRequest
+
+END = 900
+FOLLOW = 901
+CUE = 902
+
+
+class LossyChat:
+    """One token per character. The policy's tokens are another spelling of the same characters (+ 1000), so
+    decoding and encoding again does not give the same ids."""
+
+    stop_ids = (END,)
+
+    def first(self, task: str) -> list[int]:
+        return [ord(c) % 900 for c in task] + [CUE]
+
+    def following(self, observation: str, *, ended: bool) -> list[int]:
+        return [*([] if ended else [END]), FOLLOW, *(ord(c) % 900 for c in observation), CUE]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(i - 1000) for i in token_ids if i >= 1000)
+
+
+class ScriptedPolicy:
+    """Says ``speak(prompt, turn)``, where the prompt is the episode's task text; records every batch.
+
+    ``finish`` is the finish reason (without it no end token)."""
+
+    def __init__(self, speak: Callable[[str, int], str], *, finish: str = "stop") -> None:
+        self.chat = LossyChat()
+        self.batches: list[list[tuple[int, tuple[int, ...]]]] = []
+        self.freed: list[int] = []
+        self._speak = speak
+        self._finish = finish
+
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        assert round_index == len(self.batches)
+        self.batches.append([(request.slot, tuple(request.token_ids)) for request in requests])
+        outputs = []
+        for request in requests:
+            ids = list(request.token_ids)
+            task = "".join(chr(i) for i in ids[: ids.index(CUE)])
+            words = self._speak(task, ids.count(CUE) - 1)
+            tokens = [ord(c) + 1000 for c in words] + ([END] if self._finish == "stop" else [])
+            version = round_index
+            outputs.append(GenOutput(tokens, [-0.25] * len(tokens), [version] * len(tokens), self._finish))
+        return outputs
+
+    def free(self, slots: Iterable[int]) -> None:
+        self.freed += slots
