@@ -13,7 +13,7 @@ from typing import Any
 
 from realhf.env.task import Task, TaskError
 from realhf.env.tracker import Evidence, is_read, plain_name, same_resource
-from realhf.env.verifier import Check, ResourceCheck, StateReader, equal, parse_check
+from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equal, parse_check
 
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the attributes are not right."""
@@ -105,7 +105,7 @@ class Grader:
     def start(self) -> None:
         """Look at the world right after set-up. Raises TaskError for a task that is solved already."""
         if self.criteria.state_checks:
-            self._baseline = self._checks_passing()
+            self._baseline = self._checks_passing(self._state)
             if self._baseline == len(self.criteria.state_checks):
                 raise TaskError("every state check of the task holds before the first command")
 
@@ -123,28 +123,28 @@ class Grader:
         return self.grade
 
     def _judge(self, worthy: Sequence[Evidence]) -> Grade:
-        criteria = self.criteria
+        criteria, now = self.criteria, Snapshot(self._state)
         match criteria.strategy:
             case "command_match":
                 achieved = any(matches_command(deed, criteria) for deed in worthy)
                 return Grade(float(achieved), achieved)
             case "resource_creation":
-                return self._judge_creation()
+                return self._judge_creation(now)
             case "multi_step":
-                self._credit_steps()
+                self._credit_steps(now)
                 share = len(self._credited) / len(criteria.steps)
                 complete = share == 1.0
                 services = services_reached(criteria.services, self._evidence)
                 if complete and not services:
                     share = (len(criteria.steps) - 1) / len(criteria.steps)
-                return Grade(share, complete and services and final_state_holds(criteria.steps, self._state))
+                return Grade(share, complete and services and final_state_holds(criteria.steps, now))
             case _:
-                return self._judge_checks()
+                return self._judge_checks(now)
 
-    def _judge_creation(self) -> Grade:
+    def _judge_creation(self, now: StateReader) -> Grade:
         resource = self.criteria.resource
         assert resource is not None
-        if resource.holds(self._state):
+        if resource.holds(now):
             return Grade(1.0, True)
         accepted = any(
             deed.ok and deed.operation == self.criteria.operation and same_resource(deed.resource, resource.name)
@@ -152,27 +152,27 @@ class Grader:
         )
         return Grade(INCOMPLETE_CREATION if accepted else 0.0, False)
 
-    def _judge_checks(self) -> Grade:
+    def _judge_checks(self, now: StateReader) -> Grade:
         criteria = self.criteria
-        self._credit_steps()
-        passing, total = self._checks_passing(), len(criteria.state_checks)
+        self._credit_steps(now)
+        passing, total = self._checks_passing(now), len(criteria.state_checks)
         share = max(0.0, (passing - self._baseline) / (total - self._baseline))
         if criteria.steps:
             share = STEP_SHARE * len(self._credited) / len(criteria.steps) + (1 - STEP_SHARE) * share
         achieved = passing == total and services_reached(criteria.services, self._evidence)
         return Grade(share, achieved)
 
-    def _checks_passing(self) -> int:
-        return sum(check.holds(self._state) for check in self.criteria.state_checks)
+    def _checks_passing(self, now: StateReader) -> int:
+        return sum(check.holds(now) for check in self.criteria.state_checks)
 
-    def _credit_steps(self) -> None:
+    def _credit_steps(self, now: StateReader) -> None:
         """Credit steps in list order, each to a request of its own, as far as they go."""
         steps = self.criteria.steps
         while len(self._credited) < len(steps):
             step = steps[len(self._credited)]
             after = self._credited[-1] if step.ordered and self._credited else -1
             deed = unspent_request(step, self._evidence, self._credited, after)
-            if deed is None or (step.verify is not None and not step.verify.holds(self._state)):
+            if deed is None or (step.verify is not None and not step.verify.holds(now)):
                 return
             self._credited.append(deed.index)
 

@@ -33,6 +33,27 @@ class StateReader(Protocol):
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]: ...
 
 
+class Snapshot:
+    """The state at one moment of grading: each request is sent once, however many checks ask for it."""
+
+    def __init__(self, state: StateReader) -> None:
+        self._state = state
+        self._answers: dict[str, dict[str, Any] | StateCallError] = {}
+
+    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+        """As ``StateReader.call``; repeats its answer or its StateCallError."""
+        key = f"{service}:{operation}:{params!r}"
+        if key not in self._answers:
+            try:
+                self._answers[key] = self._state.call(service, operation, params)
+            except StateCallError as error:
+                self._answers[key] = error
+        answer = self._answers[key]
+        if isinstance(answer, StateCallError):
+            raise answer
+        return answer
+
+
 @dataclass(frozen=True)
 class Lookup:
     """How a kind of resource is read: the describing call, where its object lies in the response, and the field

@@ -239,3 +239,17 @@ def test_equality_minds_types() -> None:
 def test_malformed_criteria_are_task_errors(criteria: dict) -> None:
     with pytest.raises(TaskError):
         parse_criteria(criteria)
+
+
+def test_one_grading_sends_each_request_once() -> None:
+    state = FakeState(HeadBucket={}, GetBucketVersioning={"Status": "Enabled"})
+    verify = {**BUCKET, "attributes": {"Versioning.Status": "Enabled"}}
+    steps = [
+        {"operation": "s3:CreateBucket", "verify": BUCKET},
+        {"operation": "s3:PutBucketVersioning", "verify": verify},
+    ]
+    play = Play({"steps": steps}, state)
+    play.send("s3:CreateBucket", {"Bucket": "a"})
+    assert state.calls == 1
+    play.send("s3:PutBucketVersioning", {"Bucket": "a"})
+    assert play.grader.grade.achieved and state.calls == 3
