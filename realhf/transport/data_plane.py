@@ -23,7 +23,8 @@ from realhf.transport.envelope import pack_header, pack_payload, unpack_header, 
 from realhf.transport.errors import DataError, DataMissing, ProtocolError, TransportError
 from realhf.transport.peer_connection import PeerConnection
 from realhf.transport.process_id import host_token
-from realhf.transport.shared_memory import SegmentPool, SegmentRef, map_segment
+from realhf.transport.shared_mapping import MappingCache
+from realhf.transport.shared_memory import SegmentPool, SegmentRef
 from realhf.transport.tensor_store import TensorStore
 from realhf.transport.waker import Waker
 
@@ -48,6 +49,7 @@ class DataPlane:
         self._bind = envelope.require_loopback(bind)
         self._host = host_token() if shm else ""
         self._pool = SegmentPool(SPARE_BYTES)
+        self._mappings = MappingCache(SPARE_BYTES)
         self._pool_lock = threading.Lock()
         self._segments_of: dict[str, set[Any]] = {}
         self._peers: dict[str, PeerConnection] = {}
@@ -101,6 +103,7 @@ class DataPlane:
             for peer in self._peers.values():
                 peer.close()
             self._peers.clear()
+        self._mappings.close()
         with self._pool_lock:
             self._pool.close()
             self._segments_of.clear()
@@ -123,7 +126,7 @@ class DataPlane:
         if fields["kind"] == "missing":
             raise DataMissing(endpoint, [(str(i), str(k)) for i, k in unpack_payload(frames)])
         if fields["kind"] == "shared":
-            return map_segment(SegmentRef.from_map(unpack_payload(frames))) if host else None
+            return self._mappings.open(SegmentRef.from_map(unpack_payload(frames))) if host else None
         if fields["kind"] == "frames":
             return list(_joined(frames, envelope.field(fields, "sizes", list)))
         raise DataError(f"{endpoint} could not serve {list(keys)}: {fields.get('message')}")

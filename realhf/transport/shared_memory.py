@@ -2,7 +2,7 @@
 
 A segment is an anonymous memory file (memfd) of the producer. The consumer opens it through the producer's
 /proc entry, so there is no name to unlink or to sweep: the kernel frees the memory when the last process
-that holds it ends, however it ends. Consumers hold a shared file lock as long as they map a segment; the
+that holds it ends, however it ends. Consumers hold a shared file lock as long as they use a segment; the
 producer writes new contents into a cleared segment only under an exclusive lock, and every filling has a
 number of its own, so a consumer that comes late sees that it is late. Consumers map privately: what they
 write stays with them.
@@ -109,31 +109,6 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return offsets, end
-
-
-def map_segment(ref: SegmentRef) -> list[memoryview] | None:
-    """The buffers of a segment of another process; None when it cannot be reached or was filled anew since.
-    The mapping and its lock end with the last view of it."""
-    try:
-        descriptor = os.open(f"/proc/{ref.pid}/fd/{ref.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(descriptor)
-        if status.st_ino != ref.inode:
-            return None
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if int.from_bytes(os.pread(descriptor, 8, 0), "little") != ref.filling:
-            return None
-        if any(offset + size > status.st_size for offset, size in zip(ref.offsets, ref.sizes, strict=True)):
-            raise ProtocolError("a segment reference points behind the end of its segment")
-        # The map keeps a duplicate of the descriptor, and with it the lock, until it is released.
-        view = memoryview(mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return [view[offset : offset + size] for offset, size in zip(ref.offsets, ref.sizes, strict=True)]
 
 
 class SegmentPool:

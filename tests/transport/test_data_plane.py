@@ -21,7 +21,8 @@ from realhf.transport import data_plane
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.envelope import pack_header
 from realhf.transport.errors import DataError, DataMissing, FetchTimeout, PeerLost
-from realhf.transport.shared_memory import Segment, SegmentPool, map_segment
+from realhf.transport.shared_mapping import MappingCache
+from realhf.transport.shared_memory import Segment, SegmentPool
 from realhf.transport.tensor_store import TensorStore
 
 torch.set_num_threads(1)
@@ -105,7 +106,8 @@ def test_large_values_come_by_shared_memory_and_small_ones_do_not(owner, planes)
     assert mapped_segments() == before + 1
     del small, large
     gc.collect()
-    assert mapped_segments() == before, "the mapping ends with its last tensor"
+    planes[0].close()
+    assert mapped_segments() == before
 
 
 def test_writing_to_a_fetched_tensor_stays_private(owner, planes):
@@ -189,11 +191,12 @@ def test_a_killed_owner_is_noticed_and_leaves_nothing(fresh_owner, planes):
     with pytest.raises(PeerLost, match=fresh_owner.endpoint):
         planes[0].fetch(fresh_owner.endpoint, ["2"], ["x"], 20)
     assert torch.equal(held["x"], torch.arange(ROWS) + 1), "what was fetched lives on"
-    del held
-    gc.collect()
-    assert mapped_segments() == 0
     with pytest.raises(PeerLost):
         planes[0].fetch(fresh_owner.endpoint, ["2"], ["x"], 20)
+    del held
+    gc.collect()
+    planes[0].close()
+    assert mapped_segments() == 0
 
 
 def test_a_frozen_owner_is_a_timeout(owner, planes):
@@ -243,21 +246,56 @@ def test_other_than_loopback_is_refused():
 
 
 def test_a_refilled_segment_cannot_be_taken_for_the_old_one():
-    segment = Segment(100_000)
+    segment, cache = Segment(100_000), MappingCache(1 << 20)
     old = segment.fill([b"a" * 1000])
     assert old is not None
-    views = map_segment(old)
+    views = cache.open(old)
     assert views is not None and bytes(views[0]) == b"a" * 1000
-    assert segment.fill([b"b" * 1000]) is None, "a consumer maps it"
+    assert segment.fill([b"b" * 1000]) is None, "a consumer uses it"
     del views
     new = segment.fill([b"b" * 1000, b"", b"c"])
     assert new is not None
-    assert map_segment(old) is None
-    again = map_segment(new)
+    assert cache.open(old) is None
+    again = cache.open(new)
     assert again is not None and [bytes(view) for view in again] == [b"b" * 1000, b"", b"c"]
     del again
     segment.close()
-    assert map_segment(new) is None
+    assert cache.open(new) is None
+    cache.close()
+    assert mapped_segments() == 0
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_mapping_is_used_again_unless_it_was_written_to(write):
+    segment, cache = Segment(100_000), MappingCache(1 << 20)
+    addresses = []
+    for letter in (b"a", b"b", b"c"):
+        ref = segment.fill([letter * 90_000])
+        assert ref is not None
+        views = cache.open(ref)
+        assert views is not None and bytes(views[0]) == letter * 90_000
+        if write:
+            views[0][50_000] = 0
+        addresses.append(views[0].obj)
+        assert mapped_segments() == (1 if letter == b"a" else 2), "ours and the producer's, no third"
+        addresses.clear()
+        del views
+    segment.close()
+    cache.close()
+
+
+def test_idle_mappings_are_bounded():
+    cache = MappingCache(100_000)
+    segments = [Segment(40_000) for _ in range(4)]
+    for segment in segments:
+        ref = segment.fill([b"x" * 30_000])
+        assert ref is not None
+        assert cache.open(ref) is not None
+    assert mapped_segments() == 2
+    cache.close()
+    assert mapped_segments() == 0
+    for segment in segments:
+        segment.close()
 
 
 def test_spare_segments_are_bounded():
