@@ -18,8 +18,8 @@ from realhf.env.player import EpisodePlayer
 from realhf.env.pool import MiniStackPool
 from realhf.env.server import EnvServer, listen
 from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, resolve
-
-_LOG = logging.getLogger("env_worker")
+from realhf.scheduler.failure import run_guarded
+from realhf.transport.rpc_worker import RpcWorker
 
 
 class Interrupted(Exception):
@@ -35,11 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="env/0", help="name of this worker in the roster")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if arguments.master:
+        return run_guarded(lambda: serve(resolve(arguments), arguments.master, arguments.run_id, arguments.name))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _interrupt(stop))
     try:
-        serve(resolve(arguments), arguments.master, arguments.run_id, arguments.name)
+        serve(resolve(arguments))
     except Interrupted:
         return 0
     except (ConfigError, OSError, RuntimeError) as error:
@@ -55,8 +57,9 @@ def _interrupt(stop: threading.Event) -> None:
         raise Interrupted
 
 
-def serve(config: ServerConfig, master: str, run_id: str, name: str) -> None:
-    """Start the pool and the server, then wait for the end. Raises OSError (port taken) or RuntimeError."""
+def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = "") -> None:
+    """Start the pool and the server, then wait for the end: for ever, or until the master says bye. Raises
+    OSError (port taken), RuntimeError (MiniStack does not come up) or MasterLost."""
     listener = listen(config.host, config.port)
     pool = MiniStackPool(
         config.pool_size,
@@ -82,10 +85,10 @@ def serve(config: ServerConfig, master: str, run_id: str, name: str) -> None:
 
 
 def _follow_master(server: EnvServer, master: str, run_id: str, name: str) -> None:
-    from realhf.transport.rpc_worker import RpcWorker
-
-    index = int(name.rpartition("/")[2]) if name.rpartition("/")[2].isdigit() else 0
-    worker = RpcWorker(name, "env", index, run_id, master, ordered={}, endpoints={"env": server.url})
+    index = name.rpartition("/")[2]
+    if not index.isdigit():
+        raise ConfigError(f"--name is {name!r}; it must end in /<number>")
+    worker = RpcWorker(name, "env", int(index), run_id, master, ordered={}, endpoints={"env": server.url})
     threading.Thread(target=lambda: (server.ended.wait(), worker.stop()), name="watch-server", daemon=True).start()
     worker.run()
 

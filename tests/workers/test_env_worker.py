@@ -1,0 +1,41 @@
+"""The environment server as a member of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import httpx
+import psutil
+import pytest
+
+from realhf.transport.rpc_master import RpcMaster
+
+pytestmark = pytest.mark.sim
+
+
+async def test_it_registers_its_address_and_leaves_with_the_master() -> None:
+    master = RpcMaster("run-1")
+    await master.start()
+    command = [sys.executable, "-m", "workers.env_worker", "--port", "0", "--pool-size", "1",
+               "--ministack-base-port", "0", "--master", master.endpoint, "--run-id", "run-1", "--name", "env/0"]
+    process = subprocess.Popen(command)
+    try:
+        await master.wait_for(["env/0"], 60)
+        info = master.roster["env/0"]
+        assert (info.kind, info.index, info.pid) == ("env", 0, process.pid)
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{info.endpoints['env']}/health")).json() == {"status": "healthy"}
+        family = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        await master.close()
+    assert await asyncio.to_thread(process.wait, 15) == 0
+    assert not psutil.wait_procs(family, timeout=2)[1]
+
+
+def test_a_bad_setting_is_one_fatal_line_in_the_log() -> None:
+    command = [sys.executable, "-m", "workers.env_worker", "--pool-size", "0", "--master", "tcp://127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("FATAL: ") and "POOL_SIZE" in done.stderr.splitlines()[-1]
