@@ -27,7 +27,8 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
     models, mfcs = {"actor": actor}, [actor_gen(config), rew_inf(config)]
     if ppo.needs_reference:
-        models["ref"] = ModelSpec("ref", actor.path, tuple(config.ref.workers), backend=actor.backend, dtype=actor.dtype)
+        models["ref"] = ModelSpec("ref", actor.path, tuple(config.ref.workers), backend=actor.backend,
+                                  dtype=actor.dtype)
         mfcs.append(ref_inf(config))
     mfcs.append(actor_train(config, extra_keys=("packed_ref_logprobs",) if ppo.needs_reference else ()))
     return aws_experiment("grpo_aws", config, models, mfcs, before)

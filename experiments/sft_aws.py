@@ -34,8 +34,9 @@ def warm_start(config: ExperimentConfig) -> ExperimentSpec:
     options = config.warm_start
     spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
     files = [path for pattern in LEARNING_FILES for path in PACKAGE.glob(pattern)]
-    key = content_key([[job.artifact.name for job in spec.jobs], to_plain(options.optimizer), options.train_steps,
-                       options.batch_size, config.rollout.max_total_tokens, config.actor.backend, config.actor.dtype, config.seed], files)
+    made_from = {"artifacts": [job.artifact.name for job in spec.jobs], "seed": config.seed,
+                 "model": [config.actor.backend, config.actor.dtype], "max_tokens": config.rollout.max_total_tokens}
+    key = content_key({**made_from, "options": {**to_plain(options), "cache_dir": None}}, files)
     return replace(spec, run_dir=run_folder(config) / f"warm_start-{key}", artifact=_cache(config) / f"policy-{key}")
 
 
