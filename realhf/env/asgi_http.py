@@ -16,8 +16,10 @@ MAX_HEAD_BYTES = 256 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _REASONS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
-AsgiApp = Callable[[dict[str, Any], Callable[[], Awaitable[dict[str, Any]]], Callable[[dict[str, Any]], Awaitable[None]]],
-                   Awaitable[None]]  # fmt: skip
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class HttpConnection(asyncio.Protocol):

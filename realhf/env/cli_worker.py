@@ -78,7 +78,8 @@ class CliWorker:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         sandbox.forbid_new_privileges()
         sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES)
-        sandbox.AuditGuard(read_roots=read_roots, write_roots=(folder,)).install()
+        guard = sandbox.AuditGuard(read_roots, (folder,), on_denied=self._denied)
+        guard.install()
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:
             reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
@@ -86,6 +87,9 @@ class CliWorker:
             channel.sendall(frame(reply))
             if reply["last"]:
                 return
+
+    def _denied(self, rule: str, message: str) -> None:
+        self.refusals.append(RefusedRequest(rule, message))
 
     def _answer(self, argv: list[str], stdout_cap: int, stderr_cap: int) -> dict[str, Any]:
         self.refusals.clear()

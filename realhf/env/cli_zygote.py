@@ -6,6 +6,7 @@ Run by ``ForkServer`` as ``python -m realhf.env.cli_zygote <control fd> <account
 from __future__ import annotations
 
 import gc
+import mimetypes
 import socket
 import sys
 from typing import Any
@@ -23,6 +24,7 @@ def main() -> None:
     isolated = sandbox.leave_network()
     worker = CliWorker(account)
     worker.cli.preload(ALLOWED)
+    mimetypes.init()
     roots = sandbox.package_roots()
     gc.collect()
     gc.freeze()

@@ -90,17 +90,17 @@ class ExecutorCounters:
 class CliExecutor:
     """The agent's shell of one slot. ``run`` blocks and serves one command at a time.
 
-    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator; ``simulator_alive()`` is
+    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator; ``simulator_healthy()`` is
     asked when a worker or its connection was lost."""
 
     def __init__(
         self,
         spawn: Callable[[], tuple[ForkedProcess, socket.socket]],
-        simulator_alive: Callable[[], bool],
+        simulator_healthy: Callable[[], bool],
         limits: OutputLimits,
     ) -> None:
         self._spawn = spawn
-        self._simulator_alive = simulator_alive
+        self._simulator_healthy = simulator_healthy
         self._limits = limits
         self._worker: _Worker | None = None
         self.counters = ExecutorCounters()
@@ -118,6 +118,8 @@ class CliExecutor:
         verdict = check_command(command)
         if verdict.rule is not None:
             return self._refused(verdict.rule, verdict.message)
+        if verdict.answer is not None:
+            return CommandResult(exit_code=0, stdout=verdict.answer, stderr="")
         started = time.perf_counter()
         try:
             return self._execute(verdict.argv)
@@ -147,7 +149,7 @@ class CliExecutor:
         worker.commands += 1
         if reply is None or reply["last"] or worker.commands >= MAX_COMMANDS_PER_WORKER:
             self.stop()
-            if not self._simulator_alive():
+            if not self._simulator_healthy():
                 raise SimulatorLost("simulator lost")
         if reply is None:
             return CommandResult(exit_code=255, stdout="", stderr="command stopped: it used too much")

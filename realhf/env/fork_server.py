@@ -7,6 +7,7 @@ ends when the owner's end of the socketpair closes, so SIGKILL of the owner leav
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -22,6 +24,10 @@ from typing import IO, Any
 from realhf.env import sandbox
 
 _MAX_DATAGRAM = 64 * 1024
+_RESTART_S = 30.0
+
+Child = Callable[[dict[str, Any], list[int]], None]
+"""What a forked process does with its request and descriptors; its return ends the process."""
 
 
 @dataclass
@@ -39,10 +45,8 @@ class ForkedProcess:
         """SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
         if self.pidfd < 0:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         if not select.select([self.pidfd], [], [], timeout_s)[0]:
             raise TimeoutError(f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL")
         os.close(self.pidfd)
@@ -85,8 +89,12 @@ class ForkServer:
     def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 5.0) -> ForkedProcess:
         """A new child that was given ``request`` and copies of ``fds``."""
         with self._lock:
-            if self._control is None:
+            if self._process is None or self._control is None:
                 raise RuntimeError(f"{self._module} is not running")
+            if self._process.poll() is not None:
+                self._control.close()
+                self.start()
+                self.wait_ready(_RESTART_S)
             try:
                 socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
             except OSError as error:
@@ -126,10 +134,10 @@ class ForkServer:
             self._process = None
 
 
-def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Callable[[dict[str, Any], list[int]], None]) -> None:
+def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) -> None:
     """The zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes.
 
-    Must be called with a single thread. ``child`` runs in the new process; its return or exception ends it."""
+    Must be called with a single thread."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(json.dumps(greeting).encode())
@@ -153,11 +161,7 @@ def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Callabl
 
 
 def _become_child(
-    control: socket.socket,
-    zygote: int,
-    request: dict[str, Any],
-    fds: list[int],
-    child: Callable[[dict[str, Any], list[int]], None],
+    control: socket.socket, zygote: int, request: dict[str, Any], fds: list[int], child: Child
 ) -> None:
     code = 1
     try:
@@ -169,7 +173,7 @@ def _become_child(
             child(request, fds)
             code = 0
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -98,6 +98,14 @@ class MiniStackProcess:
                 )
             time.sleep(0.01)
 
+    def healthy(self, timeout_s: float = 2.0) -> bool:
+        """True when it answers right now."""
+        try:
+            self._request("GET", "/_ministack/health", timeout_s)
+        except OSError:
+            return False
+        return True
+
     def reset(self, seed: int, timeout_s: float = 2.0) -> None:
         """Empty the simulator and seed everything it draws. Raises OSError."""
         self._request("POST", f"/_realhf/reset?{seed}", timeout_s)

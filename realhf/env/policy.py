@@ -2,14 +2,16 @@
 
 Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``, ``unknown-service``,
 ``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``.
+The worker enforces the same rules a second time on what the CLI made of the words.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from realhf.env.command_table import ALLOWED
 from realhf.env.vfs import is_plain_name
@@ -24,26 +26,34 @@ _FORBIDDEN_OPTIONS = (
     "cli-input-json", "cli-input-yaml", "cli-auto-prompt", "no-cli-auto-prompt", "cli-read-timeout",
     "cli-connect-timeout", "cli-binary-format", "no-cli-pager", "generate-cli-skeleton", "v2-debug",
 )  # fmt: skip
-_ALLOWED_GLOBALS = ("region", "output", "query", "no-paginate")
+_VALUED_GLOBALS = ("region", "output", "query")
 _OUTPUTS = ("json", "text", "table")
 _FILE_OPTIONS = {("s3api", "put-object"): "--body"}
-_OUTFILE_OPERATIONS = {("s3api", "get-object"), ("lambda", "invoke")}
-_TRANSFERS = {("s3", "cp"), ("s3", "mv")}
+_OUTFILE_OPERATIONS = frozenset({("s3api", "get-object"), ("lambda", "invoke")})
+_TRANSFERS = frozenset({("s3", "cp"), ("s3", "mv")})
+_FLAGS = (
+    "--no-paginate", "--dryrun", "--quiet", "--recursive", "--only-show-errors", "--no-progress",
+    "--follow-symlinks", "--no-follow-symlinks", "--no-guess-mime-type", "--ignore-glacier-warnings",
+    "--force-glacier-transfer", "--no-overwrite", "--validate-same-s3-paths",
+)  # fmt: skip
 _LOCAL_PREFIX = re.compile(r"fileb?://", re.IGNORECASE)
-_PLAIN_FILE = re.compile(r"^fileb?://([A-Za-z0-9][A-Za-z0-9_.-]{0,99})$")
-_URL = re.compile(r"^\s*https?://", re.IGNORECASE)
+_PLAIN_FILE = re.compile(r"fileb?://(.+)", re.DOTALL)
+_URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _URL_OPTIONS = frozenset({
-    "--queue-url", "--notification-endpoint", "--endpoint", "--callback-urls", "--logout-urls", "--uri",
-    "--url", "--website-redirect", "--website-redirect-location", "--target",
+    "--queue-url", "--notification-endpoint", "--callback-urls", "--logout-urls", "--uri", "--url",
+    "--website-redirect", "--website-redirect-location", "--target",
 })  # fmt: skip
-_BUCKET_OPTIONS = ("--bucket", "--key", "--prefix", "--copy-source")
+_PATH_OPTIONS = ("--bucket", "--key", "--copy-source")
+_PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``argv`` (without ``aws``) when allowed; otherwise ``rule`` and a text for the observation."""
+    """``argv`` (without ``aws``) when allowed; ``answer`` when the text is known without running anything;
+    otherwise ``rule`` and a text for the observation."""
 
     argv: tuple[str, ...] = ()
+    answer: str | None = None
     rule: str | None = None
     message: str = ""
 
@@ -59,12 +69,13 @@ def _refuse(rule: str, message: str) -> Verdict:
 
 def check_command(command: str) -> Verdict:
     """Decide on a command line as an agent wrote it. Never raises."""
-    if len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES:
-        return _refuse("too-long", f"a command may have {MAX_COMMAND_BYTES} bytes")
-    if "\0" in command or "\r" in command or "\n" in command.strip():
-        return _refuse("newline", "a command is one line of text")
     if any("\ud800" <= char <= "\udfff" for char in command):
         return _refuse("malformed", "the command is not valid Unicode")
+    if len(command.encode()) > MAX_COMMAND_BYTES:
+        return _refuse("too-long", f"a command may have {MAX_COMMAND_BYTES} bytes")
+    command = command.strip()
+    if "\0" in command or _has_bare_newline(command):
+        return _refuse("newline", "a command is one line of text")
     try:
         words = shlex.split(command, posix=True)
     except ValueError as error:
@@ -74,22 +85,47 @@ def check_command(command: str) -> Verdict:
     return check_argv(words[1:])
 
 
+def _has_bare_newline(command: str) -> bool:
+    quote, escaped = "", False
+    for char in command:
+        if escaped:
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        if char in "\r\n" and not quote:
+            return True
+    return False
+
+
 def check_argv(words: Sequence[str]) -> Verdict:
     """Decide on the words after ``aws``."""
     option = _global_option_problem(words)
     if option is not None:
         return option
-    positionals = _leading_words(words)
-    if len(positionals) < 1 or positionals[0] not in ALLOWED:
-        name = positionals[0] if positionals else ""
-        return _refuse("unknown-service", f"service {name[:60]!r} is not available here")
-    service = positionals[0]
-    if len(positionals) < 2 or positionals[1] not in ALLOWED[service]:
-        name = positionals[1] if len(positionals) > 1 else ""
-        return _refuse("operation", f"{service} {name[:60]!r} is not available here")
-    operation = positionals[1]
-    problem = _value_problem(words) or _file_problem(service, operation, words)
+    places = _command_places(words)
+    names = [words[place] for place in places]
+    if names[:1] == ["help"]:
+        return Verdict(answer=_listing("services", ALLOWED))
+    if not names or names[0] not in ALLOWED:
+        return _refuse("unknown-service", f"service {' '.join(names[:1])[:60]!r} is not available here")
+    if names[1:] == ["help"]:
+        return Verdict(answer=_listing(f"operations of {names[0]}", ALLOWED[names[0]]))
+    if len(names) < 2 or names[1] not in ALLOWED[names[0]]:
+        return _refuse("operation", f"{names[0]} {' '.join(names[1:])[:60]!r} is not available here")
+    service, operation = names
+    arguments = words[places[1] + 1 :]
+    if any(word == "help" and not option.startswith("--") for option, word in _with_option(arguments)):
+        return _refuse("operation", "only the operations of a service can be listed: aws SERVICE help")
+    problem = _value_problem(words) or _file_problem(service, operation, arguments)
     return problem or Verdict(argv=tuple(words))
+
+
+def _listing(title: str, names: Iterable[str]) -> str:
+    return f"Available {title}:\n" + "\n".join(sorted(names)) + "\n"
 
 
 def _split_option(word: str) -> tuple[str, str | None]:
@@ -97,33 +133,46 @@ def _split_option(word: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def _leading_words(words: Sequence[str]) -> list[str]:
-    """Service and operation: the first two words that are neither global options nor their values."""
-    found: list[str] = []
+def _with_option(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every word that is not an option, with the option it directly follows (a value) or ``""``."""
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            name, value = _split_option(word)
+            is_flag = len(name) > 2 and any(flag.startswith(name) for flag in _FLAGS)
+            option = "" if value is not None or is_flag else name
+            if value is not None:
+                yield name, value
+        else:
+            yield option, word
+            option = ""
+
+
+def _command_places(words: Sequence[str]) -> list[int]:
+    """Where service and operation stand: the first words that are neither global options nor their values."""
+    found: list[int] = []
     position = 0
     while position < len(words) and len(found) < 2:
         word = words[position]
         if word.startswith("-"):
             name, value = _split_option(word)
-            takes_value = any(option.startswith(name[2:]) for option in ("region", "output", "query"))
+            takes_value = any(option.startswith(name[2:]) for option in _VALUED_GLOBALS)
             position += 1 if value is not None or not takes_value else 2
         else:
-            found.append(word)
+            found.append(position)
             position += 1
     return found
 
 
 def _global_option_problem(words: Sequence[str]) -> Verdict | None:
     for position, word in enumerate(words):
-        if not word.startswith("-") or word == "-":
+        if not word.startswith("--"):
             continue
         name, value = _split_option(word)
-        if not name.startswith("--"):
-            continue
         stem = name[2:]
-        if any(option.startswith(stem) for option in _FORBIDDEN_OPTIONS) and stem not in _ALLOWED_GLOBALS:
+        if any(option.startswith(stem) for option in _FORBIDDEN_OPTIONS):
             return _refuse("global-option", f"option {name[:60]} is not available here")
-        following = value if value is not None else (words[position + 1] if position + 1 < len(words) else "")
+        following = value if value is not None else "".join(words[position + 1 : position + 2])
         if "region".startswith(stem) and following != REGION:
             return _refuse("region", f"only {REGION} is available here")
         if "output".startswith(stem) and following not in _OUTPUTS:
@@ -142,64 +191,48 @@ def _query_too_complex(query: str) -> bool:
 
 
 def _value_problem(words: Sequence[str]) -> Verdict | None:
-    """Local files and URLs in any value, whatever its form."""
-    previous = ""
+    """Local files, URLs and internal paths in any value, whatever its form."""
+    option = ""
     for word in words:
-        name, inline = _split_option(word) if word.startswith("--") else (previous, None)
-        value = inline if inline is not None else word
+        value = word
+        if word.startswith("--"):
+            option, inline = _split_option(word)
+            value = inline or ""
         if _LOCAL_PREFIX.search(value):
-            match = _PLAIN_FILE.match(value)
-            if match is None or not is_plain_name(match.group(1)):
-                return _refuse("local-file", "only plain names inside the working folder can be read")
-        if _URL.match(value) and name not in _URL_OPTIONS:
+            plain = _PLAIN_FILE.fullmatch(value)
+            if plain is None or not is_plain_name(plain.group(1)):
+                return _refuse("local-file", _PLAIN_NAMES_ONLY)
+        if _URL.match(value) and option not in _URL_OPTIONS:
             return _refuse("url-value", "a URL is not fetched and not accepted here")
-        if name in _BUCKET_OPTIONS and value.replace("%5f", "_").replace("%5F", "_").lstrip("/").startswith("_"):
+        if _is_internal(option, value):
             return _refuse("internal-path", "this name is not part of AWS")
-        if value.startswith("s3://_") or value.startswith("s3:///"):
-            return _refuse("internal-path", "this name is not part of AWS")
-        previous = word if word.startswith("--") and inline is None else previous
     return None
 
 
-def _file_problem(service: str, operation: str, words: Sequence[str]) -> Verdict | None:
+def _is_internal(option: str, value: str) -> bool:
+    address = value.startswith("s3://")
+    if not address and not (len(option) > 2 and any(name.startswith(option) for name in _PATH_OPTIONS)):
+        return False
+    path = value.removeprefix("s3://")
+    for _ in range(3):
+        path = unquote(path)
+    return path.replace("\\", "/").lstrip("/").startswith("_") or "../" in path or (address and path.startswith("/"))
+
+
+def _file_problem(service: str, operation: str, arguments: Sequence[str]) -> Verdict | None:
     """Arguments that name a local file without a prefix."""
     key = (service, operation)
-    if key in _FILE_OPTIONS:
-        for value in _option_values(words, _FILE_OPTIONS[key]):
-            if not is_plain_name(value):
-                return _refuse("local-file", "only plain names inside the working folder can be read")
-    if key in _TRANSFERS or key in _OUTFILE_OPERATIONS:
-        start = list(words).index(operation) + 1
-        return _path_problem(key in _TRANSFERS, words[start:])
-    return None
-
-
-def _path_problem(transfer: bool, words: Sequence[str]) -> Verdict | None:
-    """Every word that could be taken for a path must be an S3 address or a plain name."""
-    paths: list[str] = []
-    previous_option = False
-    for word in words:
-        if word.startswith("--"):
-            previous_option = "=" not in word
+    for option, word in _with_option(arguments):
+        if key in _FILE_OPTIONS and len(option) > 2 and _FILE_OPTIONS[key].startswith(option):
+            if not is_plain_name(word):
+                return _refuse("local-file", _PLAIN_NAMES_ONLY)
+        elif option:
             continue
-        if transfer and word == "-":
-            return _refuse("stdin", "standard input and output are not available here")
-        if transfer or not previous_option:
-            paths.append(word)
-        elif "/" in word and (word.startswith(("/", "~", ".")) or ".." in word):
-            return _refuse("local-file", "only plain names inside the working folder can be used")
-        previous_option = False
-    for path in paths:
-        if not (transfer and path.startswith("s3://")) and not is_plain_name(path) and not (transfer and "/" in path and not path.startswith(("/", "~", ".")) and ".." not in path):
-            return _refuse("local-file", "only plain names inside the working folder can be used")
+        elif key in _TRANSFERS:
+            if word == "-":
+                return _refuse("stdin", "standard input and output are not available here")
+            if not word.startswith("s3://") and not is_plain_name(word):
+                return _refuse("local-file", _PLAIN_NAMES_ONLY)
+        elif key in _OUTFILE_OPERATIONS and not is_plain_name(word):
+            return _refuse("local-file", _PLAIN_NAMES_ONLY)
     return None
-
-
-def _option_values(words: Sequence[str], option: str) -> list[str]:
-    """Values given to ``option`` in any spelling, abbreviations included."""
-    values = []
-    for position, word in enumerate(words):
-        name, inline = _split_option(word)
-        if len(name) > 2 and option.startswith(name):
-            values.append(inline if inline is not None else "".join(words[position + 1 : position + 2]))
-    return values

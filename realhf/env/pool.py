@@ -37,7 +37,7 @@ class Slot:
         self.ministack = ministack
         self.files = VirtualFolder(folder)
         self._zygote = zygote
-        self.executor = CliExecutor(self._spawn_worker, lambda: self.ministack.alive(), limits)
+        self.executor = CliExecutor(self._spawn_worker, lambda: self.ministack.healthy(), limits)
         self._state: StateClient | None = None
         self._factory = factory
         self.worker_pid = -1
@@ -107,7 +107,9 @@ class MiniStackPool:
 
     ``sandbox``: ``auto`` or ``plain``; both contain children by kernel and interpreter (see ``sandbox``)."""
 
-    def __init__(self, size: int, base_port: int = 0, *, sandbox: str = "auto", limits: OutputLimits | None = None) -> None:
+    def __init__(
+        self, size: int, base_port: int = 0, *, sandbox: str = "auto", limits: OutputLimits | None = None
+    ) -> None:
         if size < 1:
             raise ValueError(f"pool size must be at least 1, got {size}")
         if sandbox not in _SANDBOX_MODES:
@@ -170,19 +172,27 @@ class MiniStackPool:
 
     def acquire(self) -> Slot:
         """A free, living slot, least recently used first. Raises RuntimeError when there is none."""
-        while True:
-            with self._lock:
-                if not self._free:
-                    self._counters["exhausted"] += 1
-                    raise RuntimeError("MiniStack pool exhausted")
-                slot = self._free.popleft()
-                self._leased[slot.index] = slot
-                self._counters["acquired"] += 1
-            if slot.ministack.alive():
-                return slot
-            self._counters["respawns"] += 1
+        with self._lock:
+            if not self._free:
+                self._counters["exhausted"] += 1
+                raise RuntimeError("MiniStack pool exhausted")
+            slot = self._free.popleft()
+            self._leased[slot.index] = slot
+            self._counters["acquired"] += 1
+        if not slot.ministack.alive():
+            self._respawn_leased(slot)
+        return slot
+
+    def _respawn_leased(self, slot: Slot) -> None:
+        """Raises SimulatorLost; the slot is then free again, and dead: the next lease tries again."""
+        self._counters["respawns"] += 1
+        try:
             slot.respawn()
-            return slot
+        except SimulatorLost:
+            with self._lock:
+                del self._leased[slot.index]
+                self._free.append(slot)
+            raise
 
     def release(self, slot: Slot) -> None:
         """Scrub the slot and give it back. Raises ValueError for a slot that is not leased."""
@@ -195,9 +205,8 @@ class MiniStackPool:
             slot.executor.restart()
             slot.reset()
         except (SimulatorLost, OSError, RuntimeError) as error:
-            logger.warning("slot %d is replaced: %s", slot.index, error)
-            self._counters["respawns"] += 1
-            slot.respawn()
+            logger.warning("slot %d ends and is replaced at its next lease: %s", slot.index, error)
+            slot.stop()
         self._counters["scrub_seconds"] += time.perf_counter() - started
         with self._lock:
             self._free.append(slot)

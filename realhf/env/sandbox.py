@@ -70,7 +70,7 @@ def leave_network() -> bool:
     return libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
 
 
-def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int, cpu_seconds: int | None = None) -> None:
+def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int) -> None:
     """Lower this process's resource limits for good."""
     limits = {
         resource.RLIMIT_FSIZE: file_bytes,
@@ -78,8 +78,6 @@ def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int, cpu
         resource.RLIMIT_AS: address_bytes,
         resource.RLIMIT_CORE: 0,
     }
-    if cpu_seconds is not None:
-        limits[resource.RLIMIT_CPU] = cpu_seconds
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -110,10 +108,12 @@ class AuditGuard:
 
     ``read_roots``: folders whose files may be opened for reading (packages, time zones).
     ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
+    ``on_denied``: told the rule and text of everything that was stopped.
     """
 
     read_roots: tuple[str, ...]
     write_roots: tuple[str, ...] = ()
+    on_denied: Callable[[str, str], None] | None = None
 
     def install(self) -> None:
         """Add the hook. It cannot be removed for the life of the process."""
@@ -130,6 +130,11 @@ class AuditGuard:
             resolved = os.path.realpath(os.fsdecode(path)) + "/"  # type: ignore[arg-type]
             return resolved.startswith(roots)
 
+        def deny(rule: str, text: str) -> None:
+            if self.on_denied is not None:
+                self.on_denied(rule, text)
+            raise Denied(f"{rule}: {text}")
+
         def hook(event: str, args: tuple[object, ...]) -> None:
             verdict = verdicts.get(event)
             if verdict is None:
@@ -137,21 +142,25 @@ class AuditGuard:
             if verdict == "pass":
                 return
             if verdict == "open":
-                path, mode, flags = args[0], args[1], args[2]
-                writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-                writes = writes or (isinstance(mode, str) and any(c in mode for c in "wax+"))
-                if not inside(path, write_roots if writes else read_roots) and path != os.devnull:
-                    raise Denied("local-file: this path cannot be opened here")
+                writes = _opens_for_writing(args[1], args[2])
+                if not inside(args[0], write_roots if writes else read_roots) and (writes or args[0] != os.devnull):
+                    deny("local-file", "this path cannot be opened here")
             elif verdict == "read":
                 if not inside(args[0], read_roots):
-                    raise Denied("local-file: this folder cannot be listed here")
+                    deny("local-file", "this folder cannot be listed here")
             elif verdict == "write":
                 if not all(inside(args[i], write_roots) for i in _WRITE_EVENTS[event] if i < len(args)):
-                    raise Denied("local-file: this path cannot be changed here")
+                    deny("local-file", "this path cannot be changed here")
             else:
-                raise Denied(f"{verdict}: not allowed here")
+                deny(verdict, "not allowed here")
 
         return hook
+
+
+def _opens_for_writing(mode: object, flags: object) -> bool:
+    if isinstance(mode, str):
+        return any(char in mode for char in "wax+")
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
 
 
 def _as_root(path: str) -> str:

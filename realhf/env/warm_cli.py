@@ -20,6 +20,7 @@ from awscli.argparser import ServiceArgParser
 from awscli.customizations import globalargs
 from awscli.customizations.cliinputjson import add_cli_input_json
 from awscli.customizations.generatecliskeleton import add_generate_skeleton
+from awscli.help import HelpCommand
 from botocore.hooks import HierarchicalEmitter
 
 from realhf.env.light_client import ENDPOINT, REGION, lighten
@@ -101,6 +102,8 @@ class RequestLog:
             self._add(context, 0, type(exception).__name__)
 
     def _add(self, context: dict[str, Any], status: int, error_code: str) -> None:
+        if context["realhf_sent"]["params"].get("DryRun"):
+            return  # a rehearsal is no evidence
         self.entries.append({**context["realhf_sent"], "status": status, "error_code": error_code})
 
 
@@ -128,7 +131,6 @@ class _WarmDriver(clidriver.CLIDriver):
         super().__init__(session)
         self._refuse = refuse
         self._parser: Any = None
-        self.session_announced = False
 
     def _create_parser(self, command_table: Any) -> Any:
         if self._parser is None:
@@ -147,10 +149,13 @@ class _WarmDriver(clidriver.CLIDriver):
         globalargs.resolve_types(args)
         args.verify_ssl = None
 
+    def announce_session(self) -> None:
+        """Once, as the program does for every command: lets handlers of values and formats register."""
+        parsed, _ = self._create_parser(self._get_command_table()).parse_known_args(["sts"])
+        super()._emit_session_event(parsed)
+
     def _emit_session_event(self, parsed_args: Any) -> None:
-        if not self.session_announced:
-            self.session_announced = True
-            super()._emit_session_event(parsed_args)
+        pass
 
 
 class WarmCli:
@@ -164,21 +169,22 @@ class WarmCli:
         self._undo = UndoLog()
         self._log = RequestLog()
         _restrict_param_files(self._refuse)
+        _disable_help(self._refuse)
         original = clidriver.create_clidriver()
         self._session = original.session
         self._create_client = self._session.create_client
-        self._session.create_client = self._cached_client
+        self._session.create_client = self._cached_client  # pyright: ignore[reportAttributeAccessIssue]
         self._log.attach(self._session)
         self._driver = _WarmDriver(self._session, self._refuse)
         self._session.unregister("building-argument-table", add_cli_input_json)
         self._session.unregister("building-argument-table", add_generate_skeleton)
         self._cache_parsers()
+        self._driver.announce_session()
         logging.getLogger("awscli").setLevel(logging.CRITICAL)
 
     def preload(self, operations: Mapping[str, frozenset[str]]) -> None:
         """Build argument tables and clients of the allowed services, before the fork."""
         table = self._driver._get_command_table()
-        self._run_quietly(["sts", "help-is-not-an-operation"])
         for service, names in operations.items():
             command = table[service]
             if service == "s3":
@@ -205,10 +211,6 @@ class WarmCli:
             sys.stdout, sys.stderr = saved
             self._undo.undo()
         return code or 0, self._log.entries
-
-    def _run_quietly(self, argv: list[str]) -> None:
-        sink = io.TextIOWrapper(io.BytesIO(), write_through=True)
-        self.run(argv, sink, sink)
 
     def _refuse(self, rule: str, message: str) -> NoReturn:
         refusal = RefusedRequest(rule, message)
@@ -271,6 +273,15 @@ class WarmCli:
 
 def _inner_emitter(emitter: Any) -> HierarchicalEmitter:
     return getattr(emitter, "_emitter", emitter)
+
+
+def _disable_help(refuse: Refuse) -> None:
+    """Help pages start a pager."""
+
+    def no_help(self: HelpCommand, args: Any, parsed_globals: Any) -> None:
+        refuse("operation", "help pages are not available here")
+
+    HelpCommand.__call__ = no_help
 
 
 def _restrict_param_files(refuse: Refuse) -> None:

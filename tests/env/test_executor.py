@@ -1,0 +1,129 @@
+"""The executor with real workers: what was sent, limits, timeouts, recycling."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from realhf.env.cli_worker import CappedSink
+from realhf.env.executor import SentRequest
+from realhf.env.pool import MiniStackPool, Slot
+
+pytestmark = pytest.mark.sim
+
+
+def test_requests_are_what_was_sent(slot: Slot) -> None:
+    made = slot.executor.run("aws s3 mb s3://photos-1")
+    assert made.success and made.stdout == "make_bucket: photos-1\n"
+    assert made.requests == (SentRequest("s3", "CreateBucket", {"Bucket": "photos-1"}, 200, ""),)
+    failed = slot.executor.run("aws s3api head-bucket --bucket nobody")
+    assert not failed.success
+    assert [(r.operation, r.status, r.ok) for r in failed.requests] == [("HeadBucket", 404, False)]
+    missing = slot.executor.run("aws sqs get-queue-url --queue-name none")
+    assert missing.requests[0].error_code.endswith("NonExistentQueue")
+    unsent = slot.executor.run("aws sqs create-queue")
+    assert unsent.exit_code == 2 and unsent.requests == ()
+
+
+def test_pages_are_separate_requests(slot: Slot) -> None:
+    slot.state.call("s3", "CreateBucket", {"Bucket": "paged"})
+    for number in range(3):
+        slot.state.call("s3", "PutObject", {"Bucket": "paged", "Key": f"k{number}"})
+    result = slot.executor.run("aws s3api list-objects-v2 --bucket paged --page-size 1 --query Contents[].Key")
+    assert [f"k{number}" in result.stdout for number in range(3)] == [True] * 3
+    assert [request.operation for request in result.requests] == ["ListObjectsV2"] * 3
+
+
+def test_files_travel_through_the_virtual_folder(slot: Slot) -> None:
+    slot.executor.run("aws s3 mb s3://box")
+    slot.files.put("in.txt", "grüße\n".encode())
+    assert slot.executor.run("aws s3 cp in.txt s3://box/a.txt").success
+    assert slot.executor.run("aws s3api get-object --bucket box --key a.txt out.txt").success
+    assert slot.executor.run("aws s3 cp s3://box/a.txt copy.txt").success
+    assert (slot.files.path / "out.txt").read_text() == (slot.files.path / "copy.txt").read_text() == "grüße\n"
+    named = slot.executor.run("aws ssm put-parameter --name p --type String --value file://in.txt")
+    assert named.requests[0].params["Value"] == "grüße\n"
+
+
+def test_options_do_not_stick(slot: Slot) -> None:
+    table = slot.executor.run("aws sqs list-queues --output text --no-paginate --query QueueUrls")
+    assert table.stdout == "None\n" or table.stdout == ""
+    slot.executor.run("aws sqs create-queue --queue-name q")
+    plain = slot.executor.run("aws sqs list-queues")
+    assert plain.stdout.startswith("{\n")
+
+
+def test_a_timeout_kills_one_worker_only(pool: MiniStackPool, slot: Slot) -> None:
+    other = pool.acquire()
+    try:
+        other.executor.run("aws s3 ls")
+        others_worker, stopped = other.worker_pid, slot.worker_pid
+        slot.executor._limits = type(slot.executor._limits)(timeout_s=0.3)
+        os.kill(stopped, signal.SIGSTOP)
+        started = time.monotonic()
+        result = slot.executor.run("aws s3 ls")
+        assert result.timed_out and not result.success and result.stderr == "command timed out"
+        assert time.monotonic() - started < 5
+        slot.executor._limits = other.executor._limits
+        assert slot.executor.run("aws s3 ls").success and slot.worker_pid != stopped
+        assert other.executor.run("aws s3 ls").success and other.worker_pid == others_worker
+    finally:
+        pool.release(other)
+
+
+def test_a_worker_that_dies_is_replaced(slot: Slot) -> None:
+    slot.executor.run("aws s3 ls")
+    os.kill(slot.worker_pid, signal.SIGKILL)
+    result = slot.executor.run("aws s3 ls")
+    assert not result.success and "stopped" in result.stderr
+    assert slot.executor.run("aws s3 ls").success
+
+
+def test_long_output_is_cut(slot: Slot) -> None:
+    for number in range(8):
+        slot.state.call("ssm", "PutParameter", {"Name": f"p{number}", "Value": "é" * 2000, "Type": "String"})
+    result = slot.executor.run("aws ssm get-parameters --names p0 p1 p2 p3 p4 p5 p6 p7")
+    assert result.success
+    assert len(result.stdout.encode()) < 16384 + 64
+    assert "\n...[truncated " in result.stdout and result.stdout.endswith(" bytes]")
+
+
+def test_the_sink_cuts_on_a_character_and_replaces_controls() -> None:
+    sink = CappedSink(4)
+    sink.write("aéé".encode())
+    sink.write(b"xyz")
+    assert sink.text() == "aé\n...[truncated 4 bytes]"
+    other = CappedSink(100)
+    other.write(b"a\r\n\tb\x1b[0m\x00")
+    assert other.text() == "a\n\tb\ufffd[0m\ufffd"
+
+
+def test_slots_work_at_the_same_time(pool: MiniStackPool) -> None:
+    slots = [pool.acquire() for _ in range(3)]
+    outputs: dict[int, str] = {}
+
+    def play(slot: Slot) -> None:
+        for number in range(5):
+            slot.executor.run(f"aws sqs create-queue --queue-name q{slot.index}-{number}")
+        outputs[slot.index] = slot.executor.run("aws sqs list-queues --query QueueUrls --output text").stdout
+
+    threads = [threading.Thread(target=play, args=(slot,)) for slot in slots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for slot in slots:
+        assert [url.rsplit("/")[-1] for url in outputs[slot.index].split()] == [f"q{slot.index}-{n}" for n in range(5)]
+        pool.release(slot)
+
+
+def test_every_allowed_operation_exists_in_the_cli(slot: Slot) -> None:
+    """An unknown operation would have stopped the zygote; one of every service answers or explains itself."""
+    for words in ("glue get-databases", "wafv2 list-web-acls --scope REGIONAL", "efs describe-file-systems"):
+        command = f"aws {words}"
+        result = slot.executor.run(command)
+        assert result.exit_code in (0, 255) and result.requests, (command, result.stderr)

@@ -1,0 +1,158 @@
+"""The command policy alone: no process is started."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from realhf.env.policy import check_command
+
+ALLOWED = [
+    "aws s3 ls",
+    "aws s3 mb s3://logs-1 --region us-east-1",
+    "aws --output text s3api list-buckets",
+    "aws --query Buckets s3api list-buckets --no-paginate",
+    "aws s3 cp notes.txt s3://logs-1/a/b.txt --content-type text/plain --acl private",
+    "aws s3 cp s3://logs-1/a s3://logs-2/b --exclude '*/tmp/*'",
+    "aws s3api put-object --bucket b --key help --body data.json",
+    "aws s3api get-object --bucket b --key k out.json",
+    "aws lambda create-function --function-name help --zip-file fileb://code.zip",
+    "aws sqs get-queue-attributes --queue-url http://localhost:4566/000000000000/q --attribute-names All",
+    "aws sns subscribe --topic-arn arn:x --protocol https --notification-endpoint https://example.com/hook",
+    "aws iam put-role-policy --role-name r --policy-name p --policy-document '{\n \"Version\": 1}'",
+    "aws sqs create-queue --queue-name 'a; rm -rf /'",
+    "aws dynamodb create-table --table-name t --endpoint-configuration x",
+]
+
+REFUSED = [
+    ("ls -la", "not-aws"),
+    ("", "not-aws"),
+    ("AWS s3 ls", "not-aws"),
+    ("aws s3 ls 'unbalanced", "malformed"),
+    ("aws s3 ls\nrm -rf /", "newline"),
+    ("aws s3 ls \0", "newline"),
+    ("aws sqs create-queue --queue-name " + "x" * 9000, "too-long"),
+    ("aws", "unknown-service"),
+    ("aws configure set region eu-west-1", "unknown-service"),
+    ("aws configure list", "unknown-service"),
+    ("aws history show", "unknown-service"),
+    ("aws emr ssh --cluster-id j-1 --key-pair-file k", "unknown-service"),
+    ("aws codeartifact login --tool pip", "unknown-service"),
+    ("aws eks update-kubeconfig --name c", "unknown-service"),
+    ("aws deploy push --application-name a", "unknown-service"),
+    ("aws gamelift upload-build --name b", "unknown-service"),
+    ("aws ec2-instance-connect ssh --instance-id i-1", "unknown-service"),
+    ("aws myalias", "unknown-service"),
+    ("aws ssm start-session --target i-1", "operation"),
+    ("aws ecs execute-command --cluster c --command sh --interactive", "operation"),
+    ("aws lambda wait function-active --function-name f", "operation"),
+    ("aws logs tail /g --follow", "operation"),
+    ("aws cloudformation deploy --template-file t --stack-name s", "operation"),
+    ("aws cloudformation package --template-file t", "operation"),
+    ("aws athena start-query-execution --query-string x", "operation"),
+    ("aws stepfunctions start-execution --state-machine-arn a", "operation"),
+    ("aws s3 sync . s3://b", "operation"),
+    ("aws s3 presign s3://b/k", "operation"),
+    ("aws ec2 get-password-data --instance-id i", "operation"),
+    ("aws s3api list-buckets help", "operation"),
+    ("aws s3", "operation"),
+    ("aws s3 ls --endpoint-url http://127.0.0.1:1", "global-option"),
+    ("aws --endpoint-url=http://127.0.0.1:1 s3 ls", "global-option"),
+    ("aws --endpoint http://127.0.0.1:1 s3 ls", "global-option"),
+    ("aws --end=http://127.0.0.1:1 s3 ls", "global-option"),
+    ("aws --e http://127.0.0.1:1 s3 ls", "global-option"),
+    ("aws s3 ls --profile evil", "global-option"),
+    ("aws s3 ls --prof=evil", "global-option"),
+    ("aws s3 ls --no-sign-request", "global-option"),
+    ("aws s3 ls --no-sign", "global-option"),
+    ("aws s3 ls --no-verify-ssl", "global-option"),
+    ("aws s3 ls --ca-bundle /etc/passwd", "global-option"),
+    ("aws s3 ls --debug", "global-option"),
+    ("aws --version", "global-option"),
+    ("aws s3 ls --", "global-option"),
+    ("aws s3api list-buckets --generate-cli-skeleton", "global-option"),
+    ("aws s3api list-buckets --gen", "global-option"),
+    ("aws s3api list-buckets --cli-input-json file://x", "global-option"),
+    ("aws s3api list-buckets --cli-in={}", "global-option"),
+    ("aws s3api list-buckets --cli-read-timeout 999", "global-option"),
+    ("aws s3 ls --output yaml", "global-option"),
+    ("aws s3 ls --region eu-west-1", "region"),
+    ("aws s3 ls --reg=eu-west-1", "region"),
+    ("aws ssm put-parameter --name n --value file:///etc/passwd", "local-file"),
+    ("aws ssm put-parameter --name n --value=file:///etc/passwd", "local-file"),
+    ("aws ssm put-parameter --name n --value FILE:///etc/passwd", "local-file"),
+    ("aws ssm put-parameter --name n --value file://../x", "local-file"),
+    ("aws ssm put-parameter --name n --value file://a/b", "local-file"),
+    ("aws ssm put-parameter --name n --value file://.hidden", "local-file"),
+    ("aws ssm put-parameter --name n --value file://$HOME", "local-file"),
+    ("aws ssm put-parameter --name n --tags Key=a,Value@=file:///proc/self/environ", "local-file"),
+    ("aws iam create-policy --policy-document '[\"file:///etc/passwd\"]'", "local-file"),
+    ("aws lambda create-function --zip-file fileb:///etc/passwd", "local-file"),
+    ("aws s3api put-object --bucket b --key k --body /etc/passwd", "local-file"),
+    ("aws s3api put-object --bucket b --key k --bod=/etc/passwd", "local-file"),
+    ("aws s3api put-object --bucket b --key k --body ../x", "local-file"),
+    ("aws s3api get-object --bucket b --key k /tmp/evil", "local-file"),
+    ("aws s3api get-object --bucket b --key=k /tmp/evil", "local-file"),
+    ("aws s3api get-object --no-paginate /tmp/evil --bucket b --key k", "local-file"),
+    ("aws s3api get-object --bucket b --key k ~/.aws/config", "local-file"),
+    ("aws lambda invoke --function-name f /tmp/out", "local-file"),
+    ("aws s3 cp /etc/passwd s3://b/k", "local-file"),
+    ("aws s3 cp s3://b/k /tmp/evil", "local-file"),
+    ("aws s3 cp --quiet /etc/passwd s3://b/k", "local-file"),
+    ("aws s3 mv . s3://b/ --recursive", "local-file"),
+    ("aws s3 cp - s3://b/k", "stdin"),
+    ("aws ssm put-parameter --name n --value http://169.254.169.254/latest/meta-data", "url-value"),
+    ("aws ssm put-parameter --name n --value=HTTPS://example.com", "url-value"),
+    ("aws cloudformation create-stack --stack-name s --template-url http://127.0.0.1/x", "url-value"),
+    ("aws s3api get-object --bucket _ministack --key reset out", "internal-path"),
+    ("aws s3api get-object --bucket %5fministack --key reset out", "internal-path"),
+    ("aws s3api get-object --bucket %255fministack --key reset out", "internal-path"),
+    ("aws s3api head-object --bucket b --key ../_ministack/reset", "internal-path"),
+    ("aws s3 ls s3://_ministack/reset", "internal-path"),
+    ("aws s3 ls s3:///_ministack/reset", "internal-path"),
+    ("aws s3api list-buckets --query '" + "[" * 30 + "'", "query"),
+    ("aws s3api list-buckets --query " + "a" * 1001, "query"),
+    ("aws s3api list-buckets --q " + "a" * 1001, "query"),
+]
+
+
+@pytest.mark.parametrize("command", ALLOWED)
+def test_what_agents_need_is_allowed(command: str) -> None:
+    verdict = check_command(command)
+    assert verdict.rule is None, verdict.message
+    assert verdict.argv
+
+
+@pytest.mark.parametrize(("command", "rule"), REFUSED)
+def test_everything_else_is_refused_by_name(command: str, rule: str) -> None:
+    verdict = check_command(command)
+    assert verdict.rule == rule
+    assert verdict.message.startswith(f"refused ({rule}): ")
+    assert not verdict.argv
+
+
+def test_help_lists_what_is_allowed() -> None:
+    services = check_command("aws help").answer
+    operations = check_command("aws sqs help").answer
+    assert services is not None and "\nsqs\n" in services and "configure" not in services
+    assert operations is not None and "\ncreate-queue\n" in operations and len(operations) < 4096
+
+
+def test_shell_syntax_is_only_text() -> None:
+    verdict = check_command("aws s3 ls; rm -rf / | cat > x $(id)")
+    assert verdict.rule is not None or verdict.argv[2:] == ("rm", "-rf", "/", "|", "cat", ">", "x", "$(id)")
+
+
+def test_random_words_never_raise_and_never_pass_a_forbidden_option() -> None:
+    generator = random.Random(5)
+    pieces = [
+        *("aws", "s3api", "s3", "cp", "list-buckets", "--endpoint-url", "--e", "=", "'", '"', "\\", "file://"),
+        *("/etc/passwd", "--query", "--output", "text", "\n", "\0", "--", "-", "é", "\ud800", "s3://b", " ", "{"),
+        *("%00", "help"),
+    ]
+    for _ in range(2000):
+        command = "aws " + generator.choice(["", " "]).join(generator.choices(pieces, k=generator.randint(0, 12)))
+        verdict = check_command(command)
+        if verdict.rule is None:
+            assert not any(word.startswith(("--e", "file:///")) for word in verdict.argv)

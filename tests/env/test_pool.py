@@ -1,0 +1,254 @@
+"""The pool with real processes: leases, isolation, replacement of what died, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realhf.env import pool as pool_module
+from realhf.env.executor import OutputLimits, SimulatorLost
+from realhf.env.pool import MiniStackPool, Slot
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(scope="module")
+def small_pool() -> Iterator[MiniStackPool]:
+    pool = MiniStackPool(2, limits=OutputLimits(timeout_s=5.0))
+    pool.start()
+    yield pool
+    pool.stop()
+
+
+def _descendants() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _bucket_names(slot: Slot) -> list[str]:
+    return [bucket["Name"] for bucket in slot.state.call("s3", "ListBuckets")["Buckets"]]
+
+
+def _kill(slot: Slot) -> None:
+    os.kill(slot.ministack.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5.0
+    while slot.ministack.alive() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def test_leases_are_exclusive_and_exhaustion_says_so(small_pool: MiniStackPool) -> None:
+    first, second = small_pool.acquire(), small_pool.acquire()
+    try:
+        assert {first.index, second.index} == {0, 1}
+        assert small_pool.free_count == 0
+        with pytest.raises(RuntimeError, match=r"^MiniStack pool exhausted$"):
+            small_pool.acquire()
+    finally:
+        small_pool.release(first)
+        small_pool.release(second)
+    assert small_pool.free_count == 2
+    with pytest.raises(ValueError, match="not leased"):
+        small_pool.release(first)
+    assert small_pool.free_count == 2
+
+
+def test_many_threads_never_share_a_slot(small_pool: MiniStackPool) -> None:
+    held: set[int] = set()
+    problems: list[str] = []
+    guard = threading.Lock()
+
+    def compete() -> None:
+        for _ in range(3):
+            try:
+                slot = small_pool.acquire()
+            except RuntimeError:
+                time.sleep(0.01)
+                continue
+            with guard:
+                if slot.index in held:
+                    problems.append(f"slot {slot.index} twice")
+                held.add(slot.index)
+            time.sleep(0.002)
+            with guard:
+                held.discard(slot.index)
+            small_pool.release(slot)
+
+    threads = [threading.Thread(target=compete) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert problems == []
+    assert small_pool.free_count == 2
+
+
+def test_worlds_are_separate_and_scrubbed(small_pool: MiniStackPool) -> None:
+    first, second = small_pool.acquire(), small_pool.acquire()
+    assert first.executor.run("aws s3 mb s3://only-here").success
+    assert second.executor.run("aws s3 mb s3://only-here").success
+    first.files.put("note.txt", b"x")
+    old_worker = first.worker_pid
+    small_pool.release(second)
+    small_pool.release(first)
+    again = [small_pool.acquire(), small_pool.acquire()]
+    for slot in again:
+        assert _bucket_names(slot) == []
+        assert slot.files.names() == []
+        assert slot.worker_pid != old_worker
+        small_pool.release(slot)
+
+
+def test_reset_empties_the_world_and_keeps_the_worker(small_pool: MiniStackPool) -> None:
+    slot = small_pool.acquire()
+    slot.executor.run("aws s3 mb s3://gone")
+    slot.files.put("asset.txt", b"x")
+    worker = slot.worker_pid
+    slot.reset(seed=3)
+    assert _bucket_names(slot) == [] and slot.files.names() == []
+    assert slot.executor.run("aws s3 ls").stdout == ""
+    assert slot.worker_pid == worker
+    small_pool.release(slot)
+
+
+def test_the_same_seed_draws_the_same_ids(small_pool: MiniStackPool) -> None:
+    commands = [
+        "aws kms create-key --query KeyMetadata.KeyId",
+        "aws ec2 create-vpc --cidr-block 10.0.0.0/16 --query Vpc.VpcId",
+        "aws iam create-user --user-name u --query User.UserId",
+        "aws secretsmanager create-secret --name s --secret-string x --query ARN",
+        "aws cognito-idp create-user-pool --pool-name p --query UserPool.Id",
+    ]
+    slots = [small_pool.acquire(), small_pool.acquire()]
+
+    def play(slot: Slot, seed: int) -> list[str]:
+        slot.reset(seed)
+        return [slot.executor.run(command).stdout for command in commands]
+
+    first, other_slot, other_seed = play(slots[0], 7), play(slots[1], 7), play(slots[0], 8)
+    for slot in slots:
+        small_pool.release(slot)
+    assert all(first) and first == other_slot
+    assert all(a != b for a, b in zip(first, other_seed, strict=True))
+
+
+def test_a_dead_simulator_is_never_handed_out(small_pool: MiniStackPool) -> None:
+    for slot in small_pool.slots:
+        _kill(slot)
+    slots = [small_pool.acquire(), small_pool.acquire()]
+    for slot in slots:
+        assert slot.executor.run("aws s3 ls").success
+        small_pool.release(slot)
+
+
+def test_a_simulator_that_dies_during_a_lease_is_reported_and_comes_back(small_pool: MiniStackPool) -> None:
+    slot = small_pool.acquire()
+    slot.executor.run("aws s3 ls")
+    _kill(slot)
+    with pytest.raises(SimulatorLost, match="simulator"):
+        slot.executor.run("aws s3 ls")
+    with pytest.raises(ConnectionError, match=str(slot.port)):
+        slot.state.call("s3", "ListBuckets")
+    slot.reset()
+    assert slot.executor.run("aws s3 mb s3://back").success
+    assert _bucket_names(slot) == ["back"]
+    small_pool.release(slot)
+
+
+def test_a_hanging_simulator_is_replaced_by_reset(small_pool: MiniStackPool) -> None:
+    slot = small_pool.acquire()
+    hanging = slot.ministack.pid
+    os.kill(hanging, signal.SIGSTOP)
+    slot.reset()
+    assert slot.ministack.pid != hanging and not psutil.pid_exists(hanging)
+    assert slot.executor.run("aws s3 ls").success
+    small_pool.release(slot)
+
+
+def test_dead_zygotes_are_started_again(small_pool: MiniStackPool) -> None:
+    for zygote in small_pool._zygotes:
+        os.kill(zygote.pid, signal.SIGKILL)
+    slot = small_pool.acquire()
+    slot.reset()
+    assert slot.executor.run("aws s3 ls").success
+    small_pool.release(slot)
+
+
+def test_a_taken_port_is_named_and_nothing_is_left() -> None:
+    before = _descendants()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} for MiniStack is taken"):
+            MiniStackPool(1, base_port=port).start()
+    assert _descendants() == before
+
+
+def test_a_simulator_that_does_not_come_up_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "ministack"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise SystemError('broken installation')")
+    healthy = pool_module.zygote_environment
+
+    def environment(folder: Path) -> dict[str, str]:
+        return {**healthy(folder), "PYTHONPATH": str(tmp_path)}
+
+    monkeypatch.setattr(pool_module, "zygote_environment", environment)
+    before = _descendants()
+    with pytest.raises(RuntimeError, match="broken installation"):
+        MiniStackPool(1).start()
+    assert _descendants() == before
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_size_must_be_positive(size: int) -> None:
+    with pytest.raises(ValueError, match="pool size"):
+        MiniStackPool(size)
+
+
+def _runs(pid: int) -> bool:
+    """False also for an ended process that an idle init has not collected yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+OWNER = """
+import sys, time
+from realhf.env.pool import MiniStackPool
+pool = MiniStackPool(2)
+pool.start()
+print(*[z.pid for z in pool._zygotes], *[p for s in pool.slots for p in (s.ministack.pid, s.worker_pid)], flush=True)
+if sys.argv[1] == "stop":
+    pool.stop()
+    print("stopped", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["stop", "exit", "kill"])
+def test_nothing_survives(how: str) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, how], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    assert len(pids) == 6 and all(_runs(pid) for pid in pids)
+    try:
+        if how == "stop":
+            assert owner.stdout.readline() == "stopped\n"
+        else:
+            owner.send_signal(signal.SIGTERM if how == "exit" else signal.SIGKILL)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and any(_runs(pid) for pid in pids):
+            time.sleep(0.05)
+        assert not [pid for pid in pids if _runs(pid)]
+    finally:
+        owner.kill()
+        owner.wait()

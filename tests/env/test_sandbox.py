@@ -1,0 +1,115 @@
+"""The sandbox applied to a real forked process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ATTEMPTS = r"""
+import json, os, socket, subprocess, sys
+from realhf.env import sandbox
+import ctypes, tempfile
+inside = sys.argv[1]
+secret = sys.argv[2]
+sandbox.forbid_new_privileges()
+sandbox.limit_resources(file_bytes=1000, open_files=64, address_bytes=4 << 30)
+denied = []
+sandbox.AuditGuard(sandbox.package_roots(), (inside,), lambda rule, text: denied.append(rule)).install()
+def attempt(action):
+    try:
+        action()
+    except sandbox.Denied as error:
+        return "denied " + str(error).split(":")[0]
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+def write(path, size=1):
+    with open(path, "w") as file:
+        file.write("x" * size)
+outcomes = {
+    "subprocess": attempt(lambda: subprocess.run(["true"])),
+    "system": attempt(lambda: os.system("true")),
+    "fork": attempt(os.fork),
+    "exec": attempt(lambda: os.execv("/bin/true", ["true"])),
+    "ctypes": attempt(lambda: ctypes.CDLL(None)),
+    "connect": attempt(lambda: socket.create_connection(("127.0.0.1", 1), timeout=1)),
+    "resolve": attempt(lambda: socket.getaddrinfo("example.com", 80)),
+    "bind": attempt(lambda: socket.socket().bind(("127.0.0.1", 0))),
+    "read secret": attempt(lambda: open(secret).read()),
+    "read by link": attempt(lambda: open(os.path.join(inside, "link")).read()),
+    "read environ": attempt(lambda: open("/proc/self/environ").read()),
+    "list": attempt(lambda: os.listdir("/")),
+    "write outside": attempt(lambda: write(secret + "2")),
+    "remove outside": attempt(lambda: os.remove(secret)),
+    "symlink": attempt(lambda: os.symlink(secret, os.path.join(inside, "new"))),
+    "kill": attempt(lambda: os.kill(os.getppid(), 0)),
+    "write inside": attempt(lambda: write(os.path.join(inside, "ok"))),
+    "write too much": attempt(lambda: write(os.path.join(inside, "big"), 5000)),
+    "import": attempt(lambda: __import__("colorsys")),
+}
+print(json.dumps([outcomes, denied]))
+"""
+
+
+def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_every_forbidden_operation_is_stopped(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    secret = tmp_path / "secret"
+    secret.write_text("canary")
+    (inside / "link").symlink_to(secret)
+    done = _python(ATTEMPTS, str(inside), str(secret))
+    outcomes, denied = json.loads(done.stdout)
+    assert outcomes == {
+        "subprocess": "denied process-start",
+        "system": "denied process-start",
+        "fork": "denied process-start",
+        "exec": "denied process-start",
+        "ctypes": "denied process-start",
+        "connect": "denied egress",
+        "resolve": "denied egress",
+        "bind": "denied egress",
+        "read secret": "denied local-file",
+        "read by link": "denied local-file",
+        "read environ": "denied local-file",
+        "list": "denied local-file",
+        "write outside": "denied local-file",
+        "remove outside": "denied local-file",
+        "symlink": "denied local-file",
+        "kill": "denied process-start",
+        "write inside": "done",
+        "write too much": "OSError",
+        "import": "done",
+    }
+    assert len(denied) == 16
+    assert secret.read_text() == "canary"
+
+
+def test_without_a_network_an_inherited_socket_still_works() -> None:
+    _python(
+        """
+import socket
+from realhf.env import sandbox
+listener = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(listener.getsockname())
+isolated = sandbox.leave_network()
+client.sendall(b"x")
+assert listener.accept()[0].recv(1) == b"x"
+if isolated:
+    try:
+        socket.create_connection(listener.getsockname(), timeout=1)
+    except OSError:
+        pass
+    else:
+        raise SystemExit("the network is still there")
+"""
+    )
