@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from realhf.transport.envelope import field, pack_header, unpack_header
-from realhf.transport.errors import ProtocolError
+from realhf.transport.errors import MasterLost, ProtocolError
 from realhf.transport.process_id import host_token, open_process
 from realhf.transport.waker import Waker
 
@@ -163,7 +163,8 @@ class HeartbeatServer:
 
 
 class HeartbeatClient:
-    """The worker's side. ``on_lost(reason)`` is called once, on the heartbeat thread."""
+    """The worker's side. ``on_lost(reason)`` is called once, on the heartbeat thread. Raises MasterLost when
+    the master is gone already."""
 
     def __init__(
         self,
@@ -184,7 +185,10 @@ class HeartbeatClient:
         self._endpoint = endpoint
         self._context = context
         pid, started, host = master
-        self._process = open_process(pid, started) if host and host == host_token() and started else None
+        try:
+            self._process = open_process(pid, started) if host and host == host_token() and started else None
+        except ProcessLookupError:
+            raise MasterLost("the master's process ended during registration") from None
         self._waker = Waker()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)

@@ -315,3 +315,15 @@ async def test_a_gap_in_the_call_order_ends_the_worker(cluster):
     with pytest.raises(ProtocolError, match="call 5 arrived after call 0"):
         await cluster.master.call("w", "echo", timeout_s=5)
     assert await asyncio.to_thread(process.wait, 10) == 1
+
+
+async def test_a_reply_of_a_previous_process_is_dropped(cluster):
+    await cluster.join("w")
+    call = cluster.master.call("w", "append", {"seconds": 0.5, "number": 0}, timeout_s=10)
+    (request_id,) = cluster.master._pending
+    with zmq.Context() as context, context.socket(zmq.DEALER) as ghost:
+        ghost.setsockopt(zmq.LINGER, 1000)
+        ghost.connect(cluster.master.endpoint)
+        ghost.send_multipart([pack_header("reply", "run", b"previous session", id=request_id), msgpack.packb(666)])
+        assert await call == 1
+    assert cluster.master.dropped_messages == 1
