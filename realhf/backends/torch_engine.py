@@ -44,7 +44,7 @@ class TorchEngine:
         self._forward = PackedForward(model)
         self._checkpointing = gradient_checkpointing and optimizer is not None
         if self._checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.activation_checkpointing_enable()
         self._optimizer: PolicyOptimizer | None = None
         if optimizer is not None:
             self._optimizer = PolicyOptimizer(model, optimizer, total_train_steps)
@@ -114,11 +114,13 @@ class TorchEngine:
         finally:
             self.model.eval()
 
-    @torch.inference_mode()
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
         """See ``Engine.logprobs``. The result is on the CPU. Padded batches bound the memory already, so
         ``mb_spec`` has no effect on values or memory here."""
-        logprobs, _ = self._forward(sample, temperature=temperature)
+        del mb_spec
+        with torch.inference_mode():
+            logprobs, _ = self._forward(sample, temperature=temperature)
+        # A copy made outside inference mode is an ordinary tensor, which a loss may use later.
         return logprobs.cpu().clone()
 
     def save_checkpoint(self, folder: Path) -> None:

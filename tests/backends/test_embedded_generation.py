@@ -11,6 +11,7 @@ import torch
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.embedded_generation import EmbeddedGenerator, context_limit
+from realhf.backends.row_attention import row_decode_attention
 
 ARCHITECTURES = ["qwen3", "llama", "qwen2", "gpt2"]
 
@@ -188,3 +189,17 @@ def test_broken_weights_raise_and_leave_no_rows_behind(tiny_model: Any) -> None:
     assert engine.reused_tokens == 0
     expected = full_forward_logprobs(model, [5, 6], out.token_ids, 1.0)
     torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
+
+
+def test_decode_attention_equals_the_library_kernel() -> None:
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 1, 8, generator=g)
+    key, value = (torch.randn(3, 2, 11, 8, generator=g)[:, :, :7] for _ in range(2))
+    closed = torch.rand(3, 1, 1, 7, generator=g) < 0.4
+    closed[..., 0] = False
+    mask = torch.zeros(3, 1, 1, 7).masked_fill(closed, float("-inf"))
+    got, _ = row_decode_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=mask, scale=0.3
+    )
+    torch.testing.assert_close(got, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)

@@ -1,0 +1,64 @@
+"""Estimators against loops over plain Python numbers."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from realhf.algorithms.advantages import grpo, grpo_nostd, normalise, reinforce, rloo
+
+
+def loop(kind: str, scores: list[float], valid: list[bool], group: list[int]) -> list[float]:
+    out = []
+    for i, score in enumerate(scores):
+        same = [j for j in range(len(scores)) if valid[j] and (kind == "reinforce" or group[j] == group[i])]
+        values = [scores[j] for j in same]
+        if not valid[i] or len(values) < 2 or len(set(values)) == 1:
+            out.append(0.0)
+        elif kind == "grpo":
+            out.append((score - statistics.fmean(values)) / (statistics.stdev(values) + 1e-6))
+        elif kind == "rloo":
+            out.append(score - statistics.fmean([scores[j] for j in same if j != i]))
+        else:
+            out.append(score - statistics.fmean(values))
+    return out
+
+
+@pytest.mark.parametrize("estimator", [grpo, grpo_nostd, rloo, reinforce])
+def test_equals_loop(estimator: Callable[..., torch.Tensor]) -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        sizes = [rng.randrange(1, 6) for _ in range(4)]
+        group = [i for i, size in enumerate(sizes) for _ in range(size)]
+        scores = [rng.choice([0.0, 0.1, 1.0, rng.uniform(-20, 20)]) for _ in group]
+        valid = [rng.random() < 0.8 for _ in group]
+        given = [s if ok else float("nan") for s, ok in zip(scores, valid, strict=True)]
+        scores = torch.tensor(scores).tolist()
+        got = estimator(torch.tensor(given), torch.tensor(valid), torch.tensor(group))
+        expected = torch.tensor(loop(estimator.__name__, scores, valid, group))
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(got == 0, expected.abs() < 1e-12)
+
+
+@pytest.mark.parametrize("estimator", [grpo, grpo_nostd, rloo, reinforce])
+def test_equal_scores_give_exact_zeros(estimator: Callable[..., torch.Tensor]) -> None:
+    scores = torch.full((7,), 0.1)
+    got = estimator(scores, torch.ones(7, dtype=torch.bool), torch.zeros(7, dtype=torch.int64))
+    assert got.tolist() == [0.0] * 7
+
+
+def test_valid_score_that_is_no_number_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        grpo(torch.tensor([1.0, float("nan")]), torch.tensor([True, True]), torch.tensor([0, 0]))
+
+
+def test_normalise_whitens_the_masked_part() -> None:
+    values, mask = torch.tensor([1.0, 2.0, float("nan"), 6.0]), torch.tensor([True, True, False, True])
+    got = normalise(values, mask)
+    mean, std = 3.0, statistics.pstdev([1.0, 2.0, 6.0])
+    expected = [(1 - mean) / (std + 1e-5), (2 - mean) / (std + 1e-5), 0.0, (6 - mean) / (std + 1e-5)]
+    torch.testing.assert_close(got, torch.tensor(expected))

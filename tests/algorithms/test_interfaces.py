@@ -1,0 +1,206 @@
+"""The interfaces on a real tiny engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from realhf.algorithms.logprob import LogprobInterface
+from realhf.algorithms.nonfinite import NonFiniteError
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.reward import OutcomeRewardInterface
+from realhf.algorithms.sequences import PredictedTokens, select_sequences
+from realhf.algorithms.sft import SFTInterface
+from realhf.api.config import OptimizerConfig
+from realhf.api.model import CallContext, Model
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.torch_engine import TorchEngine
+
+GROUPS = [[9, 14, 6], [5, 5, 12], [8, 7, 10], [6, 11, 4]]
+REWARDS = [1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.25, 0.5, 0.75]
+OUTCOME = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
+"""The second group has no signal, one row of the third failed, one row of the fourth is at its mean."""
+
+
+def tiny_actor(lr: float = 1e-2) -> Model:
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, head_dim=8, intermediate_size=24,
+                         bos_token_id=1, eos_token_id=2)  # fmt: skip
+    engine = TorchEngine(AutoModelForCausalLM.from_config(config), None, optimizer=OptimizerConfig(lr=lr),
+                         total_train_steps=10)  # fmt: skip
+    return Model("actor", engine, None)
+
+
+def context(tmp_path: Path, step: int = 0, **spec: Any) -> CallContext:
+    return CallContext(step, 1, MicroBatchSpec(**spec), tmp_path)
+
+
+def weights(model: Model) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.engine.model.parameters()])  # type: ignore[attr-defined]
+
+
+def fingerprint(sample: SequenceSample) -> dict[str, bytes]:
+    return {key: sample[key].numpy().tobytes() for key in sample.keys}
+
+
+def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceSample:
+    """The sample with the behaviour log-probabilities of ``model`` itself."""
+    own = LogprobInterface("packed_logprobs").inference(model, sample, context(tmp_path))[0]
+    return sample.select(sample.keys - {"packed_logprobs"}).update(own)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"algo": "grpo"}, {"algo": "drgrpo"}, {"algo": "gspo"}, {"algo": "rloo", "kl_ctl": 0.1},
+    {"algo": "grpo", "kl_loss_coef": 0.1}, {"algo": "grpo", "entropy_coef": 0.01},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_leaving_out_and_microbatching_change_no_gradient(
+    rollout_batch: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
+    before = fingerprint(sample)
+    results = []
+    for skip, spec in ((True, {}), (False, {}), (True, {"n_mbs": 3})):
+        model = tiny_actor()
+        interface = PolicyGradientInterface(options, temperature=0.9, skip_zero_advantage=skip)
+        results.append(interface.train_step(model, sample, context(tmp_path, **spec)))
+        assert model.engine.version == 1
+    for other in results[1:]:
+        assert other["loss"] == pytest.approx(results[0]["loss"], rel=1e-4, abs=1e-7)
+        assert other["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-4)
+    assert results[0]["grad_norm"] > 0 and fingerprint(sample) == before
+    pure = "kl_loss_coef" not in options and "entropy_coef" not in options and "kl_ctl" not in options
+    assert (results[0]["n_trained_tokens"] < results[1]["n_trained_tokens"]) == pure
+
+
+def test_loss_equals_an_independent_computation(rollout_batch: Any, tmp_path: Path) -> None:
+    sample, model = rollout_batch(GROUPS, REWARDS, OUTCOME), tiny_actor()
+    current = model.engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
+    ref, old = sample["packed_ref_logprobs"], sample["packed_logprobs"]
+    tokens = PredictedTokens.of(sample)
+    per_sequence = []
+    for i in range(12):
+        mine = [
+            t for t in range(len(current)) if tokens.sequence[t] == i and tokens.mask[t] and OUTCOME[i] == 0
+        ]
+        group = [REWARDS[j] for j in range(3 * (i // 3), 3 * (i // 3) + 3) if OUTCOME[j] == 0]
+        mean = sum(group) / len(group)
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
+        advantage = (REWARDS[i] - mean) / (std + 1e-6) if OUTCOME[i] == 0 and std > 0 else 0.0
+        losses = []
+        for t in mine:
+            rho = math.exp(float(current[t] - old[t]))
+            pg = max(-advantage * rho, -advantage * min(max(rho, 0.8), 1.2))
+            x = float(current[t] - ref[t])
+            losses.append(pg + 0.1 * min(10.0, math.exp(-x) - 1 + x))
+        if losses:
+            per_sequence.append(sum(losses) / len(losses))
+    stats = PolicyGradientInterface({"kl_loss_coef": 0.1}).train_step(model, sample, context(tmp_path))
+    assert stats["loss"] == pytest.approx(sum(per_sequence) / len(per_sequence), rel=1e-4)
+
+
+def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch: Any, tmp_path: Path) -> None:
+    model = tiny_actor()
+    sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
+    stats = PolicyGradientInterface({"algo": "grpo"}).train_step(model, sample, context(tmp_path))
+    assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["mismatch_kl"] < 1e-9 and stats["mismatch_abs"] < 1e-5 and stats["clip_fraction"] == 0
+    assert (stats["groups_with_signal"], stats["n_groups"], stats["n_invalid"]) == (3, 4, 1)
+    assert stats["reward_mean"] == pytest.approx(sum(r for r in REWARDS if r == r) / 11)
+    assert stats["skipped"] == 0 and stats["n_updates"] == 1
+
+
+def test_minibatches_share_advantages_and_update_several_times(rollout_batch: Any, tmp_path: Path) -> None:
+    model = tiny_actor()
+    sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
+    interface = PolicyGradientInterface({"ppo_n_minibatches": 2, "kl_loss_coef": 0.1})
+    stats = interface.train_step(model, sample, context(tmp_path))
+    assert stats["n_updates"] == 2 and model.engine.version == 1
+    assert stats["mismatch_abs"] < 1e-5 < abs(stats["ratio_max"] - 1), "the second minibatch is off-policy"
+
+
+def test_no_signal_trains_nothing(rollout_batch: Any, tmp_path: Path) -> None:
+    model, sample = tiny_actor(), rollout_batch(GROUPS, [1.0] * 12)
+    before = weights(model)
+    stats = PolicyGradientInterface({}).train_step(model, sample, context(tmp_path))
+    assert stats["n_updates"] == 0 and stats["groups_with_signal"] == 0
+    assert torch.equal(weights(model), before) and model.engine.version == 1
+
+
+def test_token_kl_reward_to_go(rollout_batch: Any) -> None:
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
+    got = PolicyGradientInterface({"algo": "rloo", "kl_ctl": 0.1, "kl_estimator": "k1"}).prepare(sample)[0]
+    plain = PolicyGradientInterface({"algo": "rloo"}).prepare(sample)[0]["advantages"]
+    tokens = PredictedTokens.of(got)
+    kl = sample["packed_logprobs"] - sample["packed_ref_logprobs"]
+    for t in range(len(kl)):
+        later = [s for s in range(t, len(kl)) if tokens.sequence[s] == tokens.sequence[t] and tokens.mask[s]]
+        expected = float(plain[t]) - 0.1 * sum(float(kl[s]) for s in later) if tokens.mask[t] else 0.0
+        assert float(got["advantages"][t]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_missing_reference_and_truncation_keys_are_named(rollout_batch: Any, tmp_path: Path) -> None:
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
+    bare = sample.select(sample.keys - {"packed_ref_logprobs"})
+    with pytest.raises(ValueError, match="packed_ref_logprobs"):
+        PolicyGradientInterface({"kl_loss_coef": 0.1}).train_step(tiny_actor(), bare, context(tmp_path))
+    with pytest.raises(ValueError, match="seq_no_eos_mask"):
+        PolicyGradientInterface({"mask_too_long": True}).train_step(tiny_actor(), bare, context(tmp_path))
+
+
+def test_three_non_finite_updates_in_a_row_stop(rollout_batch: Any, tmp_path: Path) -> None:
+    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
+    with torch.no_grad():
+        next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
+    interface = PolicyGradientInterface({})
+    for step in range(2):
+        assert interface.train_step(model, sample, context(tmp_path, step))["skipped"] == 1
+    resumed = PolicyGradientInterface({})
+    resumed.load_state_dict(interface.state_dict())
+    with pytest.raises(NonFiniteError, match="3 updates in a row"):
+        resumed.train_step(model, sample, context(tmp_path, 2))
+    record = json.loads((tmp_path / "nonfinite" / "step-2-actor.json").read_text())
+    assert record["sample_ids"] == ["t0", "t2", "t3"]
+
+
+def test_outcome_reward() -> None:
+    scores = torch.tensor([0.0, 1.0, 100.0, math.nan])
+    sample = SequenceSample.from_tensors(
+        ["a", "b"], {"env_rewards": scores}, {"env_rewards": [[1, 1], [1, 1]]}
+    )
+    out, stats = OutcomeRewardInterface(reward_scaling=2.0, reward_bias=-0.5).inference(
+        Model("rew", None, None),
+        sample,
+        context(Path(".")),  # type: ignore[arg-type]
+    )
+    assert out["rewards"][:3].tolist() == [-1.0, 1.0, 20.0] and bool(out["rewards"][3].isnan())
+    assert stats["n_scored"] == 3 and out.seqlens["rewards"] == [[1, 1], [1, 1]]
+
+
+def test_sft_learns_the_masked_tokens(rollout_batch: Any, tmp_path: Path) -> None:
+    model, interface = tiny_actor(lr=2e-2), SFTInterface()
+    sample = rollout_batch(GROUPS, REWARDS).select(["packed_input_ids", "loss_mask"])
+    start = interface.evaluate(model, sample, context(tmp_path))["nll"]
+    stats = [interface.train_step(model, sample, context(tmp_path, n_mbs=2)) for _ in range(15)]
+    assert stats[0]["nll"] == pytest.approx(start, rel=1e-5) == pytest.approx(stats[0]["loss"], rel=1e-5)
+    assert interface.evaluate(model, sample, context(tmp_path))["nll"] < start - 1
+
+
+def test_select_sequences_keeps_order_and_drops_empty_samples(rollout_batch: Any) -> None:
+    sample = rollout_batch(GROUPS, REWARDS)
+    keep = torch.tensor([False, True, True] + [False] * 3 + [True] * 3 + [False, False, True])
+    got = select_sequences(sample, keep)
+    assert got is not None and got.ids == ("t0", "t2", "t3")
+    assert got.seqlens["packed_input_ids"] == [[14, 6], [8, 7, 10], [4]]
+    assert torch.equal(got["packed_input_ids"][:20], sample["packed_input_ids"][9:29])
+    assert torch.equal(got["rewards"].nan_to_num(9), sample["rewards"][keep].nan_to_num(9))
+    assert select_sequences(sample, torch.zeros(12, dtype=torch.bool)) is None

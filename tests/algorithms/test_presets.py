@@ -1,0 +1,65 @@
+"""The preset table and the options that must be refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from realhf.algorithms.presets import resolve
+from realhf.api.config import PPOConfig
+
+TABLE = {
+    "grpo": ("grpo", "token", "ppo", 0.2, 0.2, "seq_mean_token_mean"),
+    "drgrpo": ("grpo_nostd", "token", "ppo", 0.2, 0.2, "constant"),
+    "dapo": ("grpo", "token", "ppo", 0.2, 0.28, "token_mean"),
+    "gspo": ("grpo", "sequence", "ppo", 3e-4, 4e-4, "seq_mean_token_mean"),
+    "cispo": ("grpo", "token", "cispo", 1.0, 4.0, "token_mean"),
+}
+
+
+@pytest.mark.parametrize("algo", sorted(TABLE))
+def test_rows_are_those_of_the_specification(algo: str) -> None:
+    got = resolve(PPOConfig(algo=algo))
+    cells = (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.eps_clip_higher, got.loss_agg)
+    assert cells == TABLE[algo] and not got.needs_reference
+
+
+@pytest.mark.parametrize("algo", ["rloo", "reinforce"])
+def test_rows_without_clipping(algo: str) -> None:
+    got = resolve({"algo": algo, "kl_ctl": 0.05})
+    assert (got.adv_estimator, got.loss, got.loss_agg) == (algo, "reinforce", "token_mean")
+    assert got.needs_reference
+
+
+def test_any_cell_may_be_overridden() -> None:
+    got = resolve({"algo": "grpo", "loss_agg": "token_mean", "eps_clip_higher": 0.4, "kl_loss_coef": 0.01})
+    assert (got.loss_agg, got.eps_clip, got.eps_clip_higher, got.kl_loss_coef) == (
+        "token_mean",
+        0.2,
+        0.4,
+        0.01,
+    )
+
+
+@pytest.mark.parametrize(("options", "names"), [
+    ({"algo": "grop"}, "ppo.algo='grop'.*did you mean 'grpo'"),
+    ({"group_sise": 4}, "ppo.group_sise.*group_size"),
+    ({"adv_estimator": "gae"}, "ppo.adv_estimator='gae'"),
+    ({"loss": "pop"}, "ppo.loss='pop'.*'ppo'"),
+    ({"loss_agg": "mean"}, "ppo.loss_agg"),
+    ({"ratio": "word"}, "ppo.ratio"),
+    ({"kl_estimator": "k4", "kl_ctl": 0.1}, "ppo.kl_estimator"),
+    ({"kl_estimator": "k1", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
+    ({"kl_estimator": "k2"}, "ppo.kl_estimator has no effect"),
+    ({"algo": "reinforce", "eps_clip": 0.2}, "ppo.eps_clip has no effect"),
+    ({"algo": "rloo", "ratio": "sequence"}, "ppo.ratio has no effect"),
+    ({"algo": "cispo", "c_clip": 3.0}, "ppo.c_clip has no effect"),
+    ({"c_clip": 1.0}, "ppo.c_clip must be above 1"),
+    ({"eps_clip": -0.1}, "ppo.eps_clip must not"),
+    ({"group_size": 1}, "ppo.group_size must be at least 2"),
+    ({"ppo_n_minibatches": 0}, "ppo.ppo_n_minibatches"),
+])  # fmt: skip
+def test_refused_options_are_named(options: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        resolve(options)

@@ -1,0 +1,208 @@
+"""Training, skipping, checkpoints and export of the single-process engine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from realhf.api.config import GenConfig, LRSchedule, OptimizerConfig
+from realhf.api.experiment import ModelSpec
+from realhf.api.model import GenRequest, TrainResult
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.optimizer import learning_rate
+from realhf.backends.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
+from realhf.backends.torch_engine import TorchEngine
+
+GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.2, lr_scheduler_type=LRSchedule.cosine)
+
+
+def engine_of(model: Any, **options: Any) -> TorchEngine:
+    return TorchEngine(model, None, optimizer=OPTIMIZER, total_train_steps=10, **options)
+
+
+def mean_nll(
+    logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
+) -> tuple[Tensor, dict[str, float]]:
+    return -logprobs.sum() / 100, {
+        "nll_sum": -float(logprobs.detach().sum()),
+        "low_max": -float(logprobs.detach().min()),
+    }
+
+
+def train(engine: TorchEngine, sample: SequenceSample, spec: MicroBatchSpec | None = None) -> TrainResult:
+    result = engine.train_batch(sample, mean_nll, temperature=1.0, mb_spec=spec or MicroBatchSpec())
+    engine.version += 1
+    return result
+
+
+def weights(engine: TorchEngine) -> Tensor:
+    return torch.cat([p.detach().reshape(-1).float() for p in engine.model.parameters()])
+
+
+def test_training_lowers_the_loss_and_repeats_bit_identically(tiny_model: Any, ragged_sample: Any) -> None:
+    first, second = engine_of(tiny_model()), engine_of(tiny_model())
+    losses = [[train(e, ragged_sample(GROUPS)).stats["loss"] for _ in range(6)] for e in (first, second)]
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
+    assert torch.equal(weights(first), weights(second))
+
+
+def test_one_step_equals_an_independent_adamw(tiny_model: Any, ragged_sample: Any) -> None:
+    engine, sample, model = engine_of(tiny_model()), ragged_sample(GROUPS), tiny_model()
+    result = train(engine, sample)
+    start, loss = 0, torch.zeros(())
+    for length in [n for group in GROUPS for n in group]:
+        ids, wanted = (sample[k][start : start + length] for k in ("packed_input_ids", "loss_mask"))
+        log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        loss = loss - log_p.gather(1, ids[1:, None])[:, 0][wanted[1:]].sum() / 100
+        start += length
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+    rate = 1e-2 * 1 / 2  # first of two warm-up steps
+    assert result.stats["lr"] == pytest.approx(rate)
+    with torch.no_grad():
+        for p, g in zip(model.parameters(), grads, strict=True):
+            g = g * min(1.0, 1.0 / norm)
+            p.mul_(1 - rate * (0.05 if p.ndim > 1 else 0.0))
+            p.sub_(rate * g / (g.abs() + 1e-5))
+    expected = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert float((weights(engine) - expected).abs().median()) < 1e-6
+    torch.testing.assert_close(weights(engine), expected, atol=2e-4, rtol=0)
+
+
+def test_microbatches_and_gradient_checkpointing_change_nothing(tiny_model: Any, ragged_sample: Any) -> None:
+    sample = ragged_sample(GROUPS)
+    whole = train(engine_of(tiny_model()), sample)
+    for engine, spec in ((engine_of(tiny_model()), MicroBatchSpec(n_mbs=3, max_tokens_per_mb=48)),
+                         (engine_of(tiny_model(), gradient_checkpointing=True), MicroBatchSpec())):  # fmt: skip
+        other = train(engine, sample, spec)
+        assert other.stats["loss"] == pytest.approx(whole.stats["loss"], rel=1e-5)
+        assert other.stats["nll_sum"] == pytest.approx(whole.stats["nll_sum"], rel=1e-5)
+        assert other.stats["low_max"] == pytest.approx(whole.stats["low_max"], rel=1e-4)
+        assert other.grad_norm == pytest.approx(whole.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, where: str) -> None:
+    engine, sample = engine_of(tiny_model()), ragged_sample(GROUPS)
+    train(engine, sample)
+    before, state = weights(engine), str(engine._optimizer.state_dict())
+
+    def broken(
+        logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        if where == "loss":
+            return logprobs.sum() * math.nan, {}
+        # Finite value, infinite slope at 0.
+        return (logprobs - logprobs.detach()).abs().sqrt().sum() + logprobs.sum(), {}
+
+    result = engine.train_batch(sample, broken, temperature=1.0, mb_spec=MicroBatchSpec(n_mbs=2))
+    assert result.skipped and not math.isfinite(result.grad_norm)
+    assert torch.equal(weights(engine), before) and str(engine._optimizer.state_dict()) == state
+    assert not train(engine, sample).skipped
+
+
+def test_nothing_trainable_changes_nothing(tiny_model: Any, ragged_sample: Any) -> None:
+    engine, sample = engine_of(tiny_model()), ragged_sample(GROUPS)
+    blank = SequenceSample.from_tensors(
+        sample.ids,
+        {"packed_input_ids": sample["packed_input_ids"], "loss_mask": torch.zeros_like(sample["loss_mask"])},
+        {k: sample.seqlens[k] for k in ("packed_input_ids", "loss_mask")},
+    )
+    before = weights(engine)
+    result = train(engine, blank)
+    assert not result.skipped and result.grad_norm == 0 and torch.equal(weights(engine), before)
+
+
+def test_update_frees_the_generation_rows(tiny_model: Any, ragged_sample: Any) -> None:
+    engine = engine_of(tiny_model())
+    request = [GenRequest(0, list(range(3, 40)))]
+    engine.generator().generate(request, GenConfig(max_new_tokens=2), stop_ids=(), seed=0)
+    train(engine, ragged_sample(GROUPS))
+    out = engine.generator().generate(request, GenConfig(max_new_tokens=2), stop_ids=(), seed=0)[0]
+    assert engine.generator().reused_tokens == 0 and out.versions == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoint_continues_bit_identically(
+    tiny_model: Any, ragged_sample: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    engine, sample = engine_of(tiny_model().to(dtype)), ragged_sample(GROUPS)
+    for _ in range(3):
+        train(engine, sample)
+    engine.save_checkpoint(tmp_path / "c")
+    other = engine_of(tiny_model().to(dtype))
+    other.load_checkpoint(tmp_path / "c")
+    assert other.version == 3
+    for _ in range(3):
+        assert train(engine, sample).stats == train(other, sample).stats
+    assert torch.equal(weights(engine), weights(other))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        other.load_checkpoint(tmp_path / "nowhere")
+
+
+def test_bf16_keeps_updates_too_small_for_its_own_digits(tiny_model: Any, ragged_sample: Any) -> None:
+    config = OptimizerConfig(lr=1e-5, weight_decay=0.0, warmup_steps_proportion=0.0)
+    engine = TorchEngine(tiny_model().bfloat16(), None, optimizer=config, total_train_steps=100)
+    masters = [m.clone() for m in engine._optimizer._masters]
+    train(engine, ragged_sample(GROUPS))
+    moved = [float((m - old).abs().max()) for m, old in zip(engine._optimizer._masters, masters, strict=True)]
+    assert max(moved) == pytest.approx(1e-5, rel=0.2)
+
+
+def test_export_loads_and_replaces(tiny_model: Any, ragged_sample: Any, tmp_path: Path) -> None:
+    engine = engine_of(tiny_model())
+    engine.export_hf(tmp_path / "policy")
+    train(engine, ragged_sample(GROUPS))
+    engine.export_hf(tmp_path / "policy")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    got = torch.cat([p.detach().reshape(-1) for p in loaded.parameters()])
+    assert torch.equal(got, weights(engine))
+    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
+
+
+def test_frozen_engine_scores_and_refuses_to_train(tiny_model: Any, ragged_sample: Any) -> None:
+    engine, sample = TorchEngine(tiny_model(), None), ragged_sample(GROUPS)
+    logprobs = engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
+    assert not logprobs.requires_grad and not logprobs.is_inference()
+    with pytest.raises(RuntimeError, match="without an optimizer"):
+        train(engine, sample)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    (LRSchedule.constant, [0.5, 1.0, 1.0, 1.0, 1.0]),
+    (LRSchedule.linear, [0.5, 1.0, 1.0, 0.5, 0.0]),
+    (LRSchedule.cosine, [0.5, 1.0, 1.0, 0.5, 0.0]),
+])  # fmt: skip
+def test_learning_rate(kind: LRSchedule, expected: list[float]) -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps_proportion=0.2, lr_scheduler_type=kind)
+    assert [learning_rate(config, v, 10) for v in (0, 1, 2, 6, 10)] == pytest.approx(expected)
+
+
+def test_missing_model_is_one_line(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "none"), "./none", "a/b/c"):
+        with pytest.raises(ModelLoadError, match=r"actor.path=.*no such folder") as caught:
+            TorchBackend("cpu").build(ModelSpec("actor", path), seed=1, total_train_steps=1)
+        assert "\n" not in str(caught.value)
+
+
+def test_not_a_causal_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ModelLoadError, match="'vit' is not a causal language model"):
+        load_causal_lm(str(tmp_path), "actor", torch.float32)
+
+
+def test_chat_template_check() -> None:
+    class FakeTokenizer:
+        chat_template = None
+
+    with pytest.raises(ModelLoadError, match="no chat template"):
+        check_chat_template(FakeTokenizer(), "somewhere")
