@@ -24,7 +24,7 @@ from realhf.env.metrics import ServerMetrics
 from realhf.env.server_config import ServerConfig
 from realhf.env.session import Player, Receive, Send, Session
 
-_SCRUB_WAIT_S = 0.25
+_SCRUB_WAIT_S = 2.0
 _STOP_SESSIONS_S = 5.0
 _STOP_RELEASES_S = 2.0
 _LOG = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ class SessionEndpoint:
         self._threads.shutdown(wait=False)
 
     async def _reserve(self) -> Any | None:
-        """A slot, or None at capacity. A slot still being scrubbed is waited for a moment."""
+        """A slot, or None at capacity. When fewer sessions than slots are open, one is being scrubbed or
+        replaced, and is waited for."""
         if self._stopping or self.active >= self._config.pool_size:
             return None
         self._enter()

@@ -144,13 +144,12 @@ def test_sessions_do_not_see_each_other(server: EnvServerProcess) -> None:
             assert "shared-name" not in step(session, "aws s3api list-buckets")["observation"]["command_output"]
 
 
-def wait_until_free(server: EnvServerProcess, limit_s: float = 5.0) -> float:
-    """Seconds until all slots can be leased again."""
+def wait_until_free(server: EnvServerProcess, limit_s: float = 10.0) -> None:
+    """Until all slots can be leased again."""
     began = time.monotonic()
     while f"realhf_env_pool_free {float(POOL)}" not in get(server.url + "/metrics")[1]:
         assert time.monotonic() - began < limit_s, "a slot is still leased"
         time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def test_capacity_is_refused_before_accept_and_comes_back(server: EnvServerProcess) -> None:
@@ -174,7 +173,51 @@ def test_a_vanished_client_frees_its_slot(server: EnvServerProcess) -> None:
     session = open_session(server)
     reset(session, instantiate(101, seed=1))
     session.socket.shutdown(socket.SHUT_RDWR)
-    assert wait_until_free(server) <= 2.0
+    wait_until_free(server)
+
+
+def children_of(server: EnvServerProcess, module: str) -> list[psutil.Process]:
+    """The forked children of a zygote of the server."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    zygotes = {p.pid for p in family if module in p.cmdline() and p.ppid() == server.process.pid}
+    return [p for p in family if p.ppid() in zygotes]
+
+
+def test_a_client_that_vanishes_in_mid_command_frees_its_slot(server: EnvServerProcess) -> None:
+    wait_until_free(server)
+    session = open_session(server)
+    reset(session, instantiate(101, seed=1))
+    workers = children_of(server, "realhf.env.cli_zygote")
+    assert len(workers) == POOL
+    for worker in workers:
+        worker.suspend()
+    try:
+        session.send(json.dumps({"type": "step", "data": {"command": "aws s3api list-buckets"}}))
+        time.sleep(0.1)
+        session.socket.shutdown(socket.SHUT_RDWR)
+        wait_until_free(server)
+    finally:
+        for worker in workers:
+            if worker.is_running():
+                worker.resume()
+    assert "realhf_env_workers_killed_total 0.0" not in get(server.url + "/metrics")[1]
+    with open_session(server) as one, open_session(server) as two:
+        for fresh in (one, two):
+            reset(fresh, instantiate(101, seed=1))
+            assert step(fresh, "aws s3api list-buckets")["observation"]["command_success"]
+
+
+def test_a_dead_simulator_is_an_environment_failure_until_the_next_reset(server: EnvServerProcess) -> None:
+    with open_session(server) as session:
+        task = instantiate(201, seed=3)
+        reset(session, task)
+        for simulator in children_of(server, "realhf.env.ministack_server"):
+            simulator.kill()
+        for command in ("aws s3api list-buckets", solve(task)[0]):
+            reply = ask(session, {"type": "step", "data": {"command": command}})
+            assert reply["type"] == "error" and reply["data"]["code"] == "EXECUTION_ERROR", reply
+        reset(session, task)
+        assert [step(session, command)["done"] for command in solve(task)] == [False, True]
 
 
 def test_no_frame_reveals_the_criteria(server: EnvServerProcess) -> None:
