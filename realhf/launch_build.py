@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
-from realhf.api.plain import to_plain
+from realhf.api.plain import from_plain, to_plain
 from realhf.api.plugin import load_plugin
 from realhf.launch_config import Composed
 from realhf.launch_effects import check_effects, watched
@@ -57,7 +57,8 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     for every in (*spec.before, spec):
         _check_workers(every)
         graph = spec_graph(every)
-    return BuiltExperiment(config, spec, graph)
+    # What the workers will read, without the sections that watch who reads them.
+    return BuiltExperiment(config, from_plain(ExperimentSpec, to_plain(spec)), graph)
 
 
 def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:

@@ -165,6 +165,7 @@ def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     lines = [line.strip() for line in f"{cause}\n{error}".splitlines() if line.strip()]
+    lines = [line for line in lines if not line.endswith("raised while composing config:")] or lines
     full_key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
     given = next((text for text in overrides if text.partition("=")[0] == full_key), full_key)
     name = re.search(r"Key '([\w.]+)' (?:is )?not in", lines[0])

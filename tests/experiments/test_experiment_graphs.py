@@ -1,0 +1,72 @@
+"""The graphs of the experiments, and what names their artifacts."""
+
+from __future__ import annotations
+
+from realhf.api.experiment import ExperimentSpec, RunPlan
+from realhf.launch_build import build_experiment
+from realhf.launch_config import compose_config
+
+
+def built(*arguments: str):
+    return build_experiment(compose_config(list(arguments)))
+
+
+def spec(*arguments: str) -> ExperimentSpec:
+    return built(*arguments).spec
+
+
+def test_grpo_has_all_four_calls_and_two_may_overlap():
+    levels = built("experiment=grpo_aws").graph.topological_levels()
+    assert levels == [["actor_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
+
+
+def test_without_a_kl_term_the_reference_leaves_the_graph_and_the_workers():
+    made = built("experiment=grpo_aws", "ppo.kl_loss_coef=0")
+    assert made.graph.topological_levels() == [["actor_gen"], ["rew_inf"], ["actor_train"]]
+    assert set(made.spec.models) == {"actor"}
+    assert "packed_ref_logprobs" not in made.graph.inputs("actor_train")
+
+
+def test_a_kl_term_in_the_reward_keeps_it():
+    assert "ref" in spec("experiment=grpo_aws", "ppo.kl_loss_coef=0", "ppo.kl_ctl=0.01").models
+
+
+def test_reinforce_and_sft():
+    assert built("experiment=reinforce_aws").graph.topological_levels() == [["actor_gen"], ["rew_inf"], ["actor_train"]]
+    sft = built("experiment=sft_aws")
+    assert sft.graph.topological_levels() == [["actor_train"]]
+    assert sft.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
+
+
+def test_the_reference_and_the_actor_start_from_the_warm_start():
+    made = spec("experiment=grpo_aws", "ref.workers=[1]")
+    assert made.models["actor"].path == made.models["ref"].path == str(made.before[0].artifact)
+    assert made.n_model_workers == 2
+    assert not made.models["ref"].trainable
+
+
+def test_a_model_of_ones_own_needs_no_warm_start():
+    made = spec("experiment=grpo_aws", "actor.path=owner/name")
+    assert made.before == () and made.models["actor"].path == "owner/name"
+
+
+def test_the_warm_start_is_named_by_what_it_is_made_from():
+    def artifact(*arguments: str):
+        return spec("experiment=grpo_aws", *arguments).before[0].artifact
+
+    assert artifact() == artifact("ppo.group_size=4", "trial_name=other", "total_train_steps=3")
+    changed = [artifact(option) for option in ("seed=2", "warm_start.train_steps=5", "builtin.num_layers=2",
+                                               "warm_start.optimizer.lr=1", "env.tiers=[warmup]")]
+    assert len({artifact(), *changed}) == 6
+
+
+def test_a_plan_survives_the_way_to_the_workers(tmp_path):
+    made = built("experiment=grpo_aws", f"fileroot={tmp_path}")
+    made.spec.run_dir.mkdir(parents=True)
+    plan = made.plan(made.spec, started_at=1.5)
+    plan.write()
+    read = RunPlan.read(made.spec.run_dir)
+    assert read.spec.mfcs == plan.spec.mfcs
+    assert read.spec.models == plan.spec.models
+    assert (read.rpc, read.env, read.recover_mode, read.started_at) == (plan.rpc, plan.env, plan.recover_mode, 1.5)
+    assert read.spec.before[0].jobs == plan.spec.before[0].jobs

@@ -1,0 +1,152 @@
+"""Composition of the configuration: what is right composes, what is wrong is one line that names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
+from realhf.launch import main
+from realhf.launch_checks import check_config
+from realhf.launch_config import choices, compose_config, experiment_names, option_names
+
+TOY = Path(__file__).with_name("toy_experiment.py")
+
+
+def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    lines = captured.err.splitlines()
+    assert all(line.startswith("config error: ") for line in lines)
+    return "\n".join(line.removeprefix("config error: ") for line in lines)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["experiment=grpo_awz"], "unknown experiment 'grpo_awz'; did you mean 'grpo_aws'?"),
+    (["seed=1"], "experiment=NAME is missing"),
+    (["experiment=grpo_aws", "sede=2"], "unknown option 'sede'; did you mean 'seed'?"),
+    (["experiment=grpo_aws", "ppo.group_siz=2"], "unknown option 'ppo.group_siz'; did you mean 'ppo.group_size'?"),
+    (["experiment=grpo_aws", "lr=0.1"], "did you mean 'actor.optimizer.lr'?"),
+    (["experiment=grpo_aws", "+ppo.extra=2"], "options cannot be added"),
+    (["experiment=grpo_aws", "seed=abc"], "seed=abc: Value 'abc' of type 'str' could not be converted to Integer"),
+    (["experiment=grpo_aws", "mode=fly"], "mode=fly: Invalid value 'fly', expected one of [run, check, graph]"),
+    (["experiment=grpo_aws", "actor.workers=[0,x]"], "actor.workers[1]"),
+    (["experiment=grpo_aws", "actor.optimizer=3"], "actor.optimizer is a section"),
+    (["experiment=grpo_aws", "env=smal"], "env=smal: unknown choice 'smal'; did you mean 'small'?"),
+    (["experiment=grpo_aws", "env.tiers=[warmup"], "env.tiers=[warmup: not a value"),
+    (["experiment=grpo_aws", "seed"], "argument 'seed' is not of the form key=value"),
+    (["experiment=grpo_aws", "seed=1,2"], "seed=1,2"),
+    (["+experiment_path=/nowhere/x.py"], "experiment_path: no such Python file: /nowhere/x.py"),
+])
+def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str):
+    assert expected in errors(capsys, *arguments)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["total_train_steps=0"], "total_train_steps=0: must be at least 1"),
+    (["gen.temperature=0"], "gen.temperature=0.0: must be positive"),
+    (["gen.top_p=1.5"], "gen.top_p=1.5"),
+    (["env.port=70000"], "env.port=70000: a port lies between 0"),
+    (["env.tiers=[warmup,hard]"], "env.tiers: unknown tier 'hard'"),
+    (["dataset.curriculum=random"], "dataset.curriculum=random: unknown (known: learnability, priority)"),
+    (["actor.path=/nowhere/model"], "actor.path=/nowhere/model: no such folder"),
+    (["actor.path=model"], "actor.path=model: no such folder"),
+    (["actor.workers=[0,0]"], "actor.workers=[0, 0]"),
+    (["trial_name=a/b"], "trial_name='a/b'"),
+    (["rollout.max_total_tokens=4096"], "builtin.max_positions=1024"),
+    (["rollout.min_group_size=9"], "larger than ppo.group_size=8"),
+    (["recover_mode=resume", "fileroot=/tmp/does-not-exist"], "recover_mode=resume: no checkpoint in"),
+    (["ppo.algo=grop"], "ppo.algo='grop' is not known; did you mean 'grpo'?"),
+    (["ref.workers=[2]"], "[1] of 0..2 hold no model"),
+])
+def test_mistakes_across_options(capsys, arguments: list[str], expected: str):
+    assert expected in errors(capsys, "experiment=grpo_aws", *arguments)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["experiment=grpo_aws", "ppo.kl_loss_coef=0", "ref.workers=[0]"], "option ref.workers has no effect"),
+    (["experiment=grpo_aws", "actor.path=owner/name", "warm_start.train_steps=3"],
+     "option warm_start.train_steps has no effect in experiment grpo_aws: a warm start belongs to actor.path=builtin"),
+    (["experiment=grpo_aws", "actor.path=owner/name", "builtin.hidden_size=64"], "option builtin.hidden_size has no"),
+    (["experiment=sft_aws", "ppo.group_size=4"], "option ppo.group_size has no effect in experiment sft_aws"),
+    (["experiment=reinforce_aws", "ref.workers=[0]"], "option ref.workers has no effect"),
+])
+def test_options_without_effect(capsys, arguments: list[str], expected: str):
+    assert expected in errors(capsys, *arguments, "mode=check")
+
+
+def test_all_problems_are_listed_at_once(capsys):
+    text = errors(capsys, "experiment=grpo_aws", "total_train_steps=0", "gen.top_p=2", "actor.dtype=float8")
+    assert [line.partition("=")[0] for line in text.splitlines()] == ["total_train_steps", "gen.top_p", "actor.dtype"]
+
+
+def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_path: Path):
+    assert "holds no config.json" in errors(capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert f"actor.path={tmp_path}: the tokenizer has no chat template" in errors(
+        capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(["experiment=grpo_aws", f"actor.path={tmp_path}", "mode=check"]) == 0
+
+
+def test_choices_win_over_the_experiment_and_the_command_line_over_both():
+    config = compose_config(["experiment=grpo_aws", "model=qwen3_0_6b", "gen.max_new_tokens=7"]).config
+    assert (config.actor.path, config.actor.dtype, config.gen.max_new_tokens) == ("Qwen/Qwen3-0.6B", "bfloat16", 7)
+    assert config.experiment_name == "grpo_aws"
+
+
+def test_values_arrive_with_their_types():
+    composed = compose_config(["experiment=sft_aws", "env.tiers=[warmup]", "seed=3", "warm_start.cache_dir=null"])
+    config = composed.config
+    assert isinstance(config, ExperimentConfig)
+    assert (config.env.tiers, config.seed, config.warm_start.cache_dir) == (["warmup"], 3, None)
+    assert config.actor.optimizer.lr_scheduler_type is LRSchedule.cosine
+    assert composed.overridden == ("env.tiers", "seed", "warm_start.cache_dir")
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_every_experiment_of_the_house_is_valid(name: str, capsys):
+    assert main([f"experiment={name}", "mode=check"]) == 0
+    assert main([f"experiment={name}", "mode=graph"]) == 0
+    assert "flowchart" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in choices(g)])
+def test_every_choice_of_every_group_is_valid(group: str, choice: str):
+    check_config(compose_config(["experiment=grpo_aws", f"{group}={choice}"]).config)
+
+
+def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_path: Path):
+    assert compose_config([f"+experiment_path={TOY}"]).config.dataset.train_bs_n_seqs == 2
+    (tmp_path / "mine.py").write_text("def build(config):\n    return config.nothing\n")
+    (tmp_path / "mine.yaml").write_text("sed: 3\n")
+    with pytest.raises(ConfigError, match="unknown option 'sed'; did you mean 'seed'"):
+        compose_config([f"experiment_path={tmp_path / 'mine.py'}"])
+
+
+def test_an_error_in_an_experiment_file_shows_its_line(tmp_path: Path, capsys):
+    (tmp_path / "wrong.py").write_text("\ndef build(config):\n    return config.nothing\n")
+    assert "wrong.py, line 3" in errors(capsys, f"+experiment_path={tmp_path / 'wrong.py'}")
+    (tmp_path / "empty.py").write_text("")
+    assert "defines no build(config)" in errors(capsys, f"+experiment_path={tmp_path / 'empty.py'}")
+
+
+def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
+    code = ("import sys\nfrom realhf.launch import main\ncode = main(sys.argv[1:])\n"
+            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
+                              check=False)
+
+    help_ = run("--help")
+    assert help_.returncode == 0, help_.stderr
+    assert all(f"  {name}=" in help_.stdout for name, _ in option_names())
+    assert run("experiment=grpo_aws", "seed=x").returncode == 2
+    assert run("experiment=grpo_aws", "mode=check", "ref.workers=[3]").returncode == 2
+    assert run("experiment=grpo_aws", "mode=graph").returncode == 0

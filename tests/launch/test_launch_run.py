@@ -1,0 +1,155 @@
+"""The launcher with real master and model worker processes, on an experiment from outside the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TOY = Path(__file__).with_name("toy_experiment.py")
+SUMMARY_FIELDS = {
+    "heldout_success_before", "heldout_success_after", "heldout_success_before_greedy",
+    "heldout_success_after_greedy", "heldout_episodes", "steps", "wall_seconds", "tokens_per_second", "env_seconds",
+    "generation_seconds", "train_seconds", "mismatch_kl",
+}
+
+
+def command(root: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "realhf.launch", f"+experiment_path={TOY}", "trial_name=t", f"fileroot={root}",
+            *options]
+
+
+def launch(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(root, *options), capture_output=True, text=True, timeout=150, check=False)
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return {row["step"]: row["actor_train/loss"] for row in rows}
+
+
+def expected_losses(steps: int) -> dict[int, float]:
+    """Two numbers a step, counted from seed 1; the weight is their sum so far."""
+    return {step: float(sum(range(1, 2 * step + 1))) for step in range(1, steps + 1)}
+
+
+def start_slow(root: Path) -> tuple[subprocess.Popen[str], dict[str, psutil.Process]]:
+    """A launcher whose second train step hangs, and its workers by module."""
+    process = subprocess.Popen(command(root, "experiment_name=slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
+    metrics = root / "slow" / "t" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not reach its first step"
+        time.sleep(0.1)
+    time.sleep(0.5)
+    workers = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        workers |= {part: child for part in child.cmdline() if part.startswith("workers.")}
+    assert set(workers) == {"workers.master_worker", "workers.model_worker"}
+    return process, workers
+
+
+def all_gone(workers: dict[str, psutil.Process], within_s: float) -> bool:
+    _, alive = psutil.wait_procs(list(workers.values()), timeout=within_s)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
+    done = launch(tmp_path, "experiment_name=toy")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "toy" / "t"
+    assert losses(run) == expected_losses(3)
+    for name in ("config.yaml", "provenance.json", "graph.md", "graph.dot", "graph.png", "learning.png", "time.png",
+                 "episodes.txt", "summary.json", "policy/weight.json"):
+        assert (run / name).stat().st_size > 0, name
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(summary) >= SUMMARY_FIELDS
+    assert (summary["steps"], summary["heldout_episodes"], summary["mismatch_kl"]) == (3, 400, 0.5)
+    assert summary["heldout_success_before"] == {"overall": 0.0, "easy": 0.0}
+    assert summary["heldout_success_after"] == {"overall": 0.21, "easy": 0.21}
+    assert "0.0 %" in done.stdout and "21.0 %" in done.stdout and "400" in done.stdout
+
+    again = launch(tmp_path, "experiment_name=toy", "total_train_steps=5")
+    assert again.returncode == 0, again.stderr
+    assert "resumed after step 3" in again.stdout and "step 4/5" in again.stdout and "step 3/5" not in again.stdout
+    assert losses(run) == expected_losses(5)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["heldout_success_before"]["overall"] == 0.0 and summary["steps"] == 5
+    assert json.loads((run / "policy" / "weight.json").read_text()) == expected_losses(5)[5]
+
+    afresh = launch(tmp_path, "experiment_name=toy", "total_train_steps=1", "recover_mode=disabled")
+    assert afresh.returncode == 0, afresh.stderr
+    assert losses(run) == expected_losses(1)
+
+
+def test_a_killed_model_worker_ends_the_run_and_is_named(tmp_path: Path):
+    process, workers = start_slow(tmp_path)
+    workers["workers.model_worker"].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 1
+    assert "model_worker/0 ended before the run did: killed by SIGKILL" in errors
+    assert "Traceback" not in errors
+    assert all_gone(workers, 0.1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path, number: signal.Signals, code: int):
+    process, workers = start_slow(tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert f"stopped by {number.name}" in errors and "Traceback" not in errors
+    assert all_gone(workers, 0.1)
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path):
+    process, workers = start_slow(tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert all_gone(workers, 12)
+
+
+def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(tmp_path: Path):
+    done = launch(tmp_path, "experiment_name=fails")
+    assert done.returncode == 1
+    assert "actor_train failed at step 1 on model_worker/0" in done.stderr and "the toy fell over" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    assert "Traceback" in (tmp_path / "fails" / "t" / "logs" / "master.log").read_text()
+
+
+def test_a_model_that_does_not_load_names_the_option(tmp_path: Path):
+    done = launch(tmp_path, "experiment_name=toy", "actor.path=hub/broken")
+    assert done.returncode == 1
+    assert "actor.path=hub/broken: this model is broken" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_skipped_steps_are_counted_and_their_samples_written_out(tmp_path: Path):
+    done = launch(tmp_path, "experiment_name=skips", "total_train_steps=2")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "skips" / "t" / "nonfinite.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
+    assert "warning: step 2: actor_train skipped its update" in done.stdout
+
+
+def test_two_launchers_cannot_share_a_run_folder(tmp_path: Path):
+    process, workers = start_slow(tmp_path)
+    try:
+        done = launch(tmp_path, "experiment_name=slow")
+        assert done.returncode == 2
+        assert "another run is using" in done.stderr
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert all_gone(workers, 1)

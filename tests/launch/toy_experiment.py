@@ -1,0 +1,104 @@
+"""An experiment outside the package: its own backend, interface and data source, no language model.
+
+The "weights" are one number that every train step adds to; behaviour at a step is chosen by
+``experiment_name``, e.g. ``slow`` sleeps inside the train step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from realhf.api.config import ExperimentConfig, run_folder
+from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.registry import backends, interfaces, sources
+from realhf.api.source import SourceItem
+
+
+class ToyEngine:
+    version = 0
+    tokenizer = None
+    weight = 0.0
+
+    def save_checkpoint(self, folder: Path) -> None:
+        (folder / "weight.json").write_text(json.dumps(self.weight))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self.weight = json.loads((folder / "weight.json").read_text())
+
+    def export_hf(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weight.json").write_text(json.dumps(self.weight))
+
+
+@backends.register("toy")
+class ToyBackend:
+    def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> ToyEngine:
+        del seed, total_train_steps
+        if spec.path.endswith("broken"):
+            raise ValueError(f"actor.path={spec.path}: this model is broken")
+        return ToyEngine()
+
+
+@interfaces.register("toy_train")
+class ToyTrain:
+    def __init__(self, behaviour: str = "") -> None:
+        self._behaviour = behaviour
+
+    def train_step(self, model: Any, sample: Any, context: Any) -> dict[str, Any]:
+        model.engine.weight += float(sample["number"].sum())
+        if self._behaviour == "slow" and context.step == 1:
+            time.sleep(120)
+        if self._behaviour == "fails" and context.step == 1:
+            raise RuntimeError("the toy fell over")
+        skipped = self._behaviour == "skips" and context.step == 1
+        return {"loss": model.engine.weight, "skipped": skipped, "mismatch_kl": 0.5, "episodes": ["an episode"]}
+
+    def evaluate(self, model: Any, args: Any, context: Any) -> dict[str, Any]:
+        del context
+        entry = {"success": min(1.0, model.engine.weight / 100), "low": 0.0, "high": 1.0, "episodes": args["n"]}
+        return {"sampled": {"overall": entry, "easy": entry}, "greedy": {"overall": entry, "easy": entry}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+@sources.register("toy_numbers")
+class ToyNumbers:
+    def __init__(self, seed: int) -> None:
+        self._next = seed
+
+    def next_batch(self, n: int) -> list[SourceItem]:
+        self._next += n
+        return [SourceItem(f"n{i}", {}, {"number": [i]}) for i in range(self._next - n, self._next)]
+
+    def record(self, results: Any) -> None:
+        del results
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]
+
+    def stats(self) -> dict[str, float]:
+        return {"drawn": float(self._next)}
+
+
+def build(config: ExperimentConfig) -> ExperimentSpec:
+    args = {"behaviour": config.experiment_name}
+    n = config.dataset.train_bs_n_seqs
+    return ExperimentSpec(
+        name="toy", models={"actor": ModelSpec("actor", config.actor.path, trainable=True, backend="toy")},
+        mfcs=(MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "toy_train", args, n_seqs=n,
+                     input_keys=("number",), timeout_s=config.rpc.call_timeout_s),),
+        source=SourceSpec("toy_numbers", keys=("number",)), n_seqs=n, total_train_steps=config.total_train_steps,
+        seed=config.seed, run_dir=run_folder(config), export_role="actor",
+        evaluation=EvaluationSpec("actor", "toy_train", args, {"n": 400}),
+    )

@@ -1,0 +1,157 @@
+"""What a run writes for people: metrics, TensorBoard, pictures, summary, display."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from realhf.api.config import MonitorConfig
+from realhf.monitor.display import LiveDisplay, PlainDisplay, make_display, step_line
+from realhf.monitor.evaluations import Evaluations
+from realhf.monitor.events import EventStream, parse_event
+from realhf.monitor.headline import figure, success_by_tier, time_split
+from realhf.monitor.metrics_log import MetricsLog, read_metrics
+from realhf.monitor.provenance import git_state, package_versions
+from realhf.monitor.run_log import RunLog
+from realhf.monitor.step_metrics import flatten_step
+from realhf.monitor.summary import build_summary, held_out_table
+
+ROW = {
+    "step": 3, "step_seconds": 4.0, "tokens_per_second": 500.0, "seconds/actor_gen": 2.5, "seconds/actor_train": 1.0,
+    "actor_gen/env_seconds": 1.5, "actor_gen/generation_seconds": 0.9, "actor_gen/reward": 0.6,
+    "actor_gen/success": 0.5, "actor_gen/success/warmup": 0.75, "actor_train/mismatch_kl": 1e-6, "buffer/resident": 16,
+}
+
+
+def report(success: float) -> dict:
+    entry = {"success": success, "low": success - 0.1, "high": success + 0.1, "episodes": 400}
+    return {"sampled": {"overall": entry, "warmup": entry}, "greedy": {"overall": {**entry, "episodes": 200}}}
+
+
+def quiet() -> MonitorConfig:
+    return MonitorConfig(tensorboard=False)
+
+
+def test_metrics_after_the_checkpoint_are_dropped_and_written_once(tmp_path: Path):
+    log = MetricsLog(tmp_path, quiet(), completed_steps=0, run_name="r")
+    for step in (1, 2, 3):
+        log.write(step, {"loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    again = MetricsLog(tmp_path, quiet(), completed_steps=2, run_name="r")
+    again.write(3, {"loss": 30.0})
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_tensorboard_reads_what_was_written_without_torch(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, MonitorConfig(), completed_steps=0, run_name="r")
+    log.write(1, {"loss": 0.5, "broken": float("nan")})
+    log.write(2, {"loss": 0.25})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+    assert events.Tags()["scalars"] == ["loss"]
+
+
+def test_headline_figures():
+    assert figure(ROW, "reward") == 0.6 and figure(ROW, "nothing") is None
+    assert success_by_tier(ROW) == {"warmup": 0.75}
+    split = time_split(ROW)
+    assert split == pytest.approx({"environment": 1.5, "generation": 0.9, "actor_train": 1.0, "other": 0.6})
+
+
+def test_step_metrics_are_flat_numbers():
+    metrics = flatten_step(
+        wall_s=2.0, stats={"gen": {"generated_tokens": 100, "episodes": ["text"], "flag": True}},
+        times={"gen": {"compute_s": 1.5, "fetch_s": 0.1, "queue_s": 0.2, "call_s": 1.6}}, tokens={"train": 7},
+        buffer={"peak_resident": 4}, source={"p": 0.5}, train_calls=["train"],
+    )
+    assert metrics == {"step_seconds": 2.0, "gen/generated_tokens": 100.0, "seconds/gen": 1.5,
+                       "fetch_seconds/gen": 0.1, "queue_seconds/gen": 0.2, "tokens": 100.0, "tokens_per_second": 50.0,
+                       "buffer/resident": 4.0, "source/p": 0.5}
+
+
+def test_summary_has_the_promised_fields_and_totals():
+    rows = [{**ROW, "step": step, "tokens": 2000.0} for step in (1, 2)]
+    summary = build_summary(rows, report(0.4), report(0.7), wall_seconds=99.0, train_calls=["actor_train"])
+    assert summary["heldout_success_before"] == {"overall": 0.4, "warmup": 0.4}
+    assert summary["heldout_success_after_greedy"] == {"overall": 0.7}
+    assert summary["heldout_episodes"] == 400
+    assert (summary["steps"], summary["env_seconds"], summary["generation_seconds"]) == (2, 3.0, 1.8)
+    assert (summary["train_seconds"], summary["tokens_per_second"], summary["wall_seconds"]) == (2.0, 500.0, 99.0)
+    assert summary["mismatch_kl"] == pytest.approx(1e-6)
+    assert summary["heldout_interval_after"]["overall"] == pytest.approx([0.6, 0.8])
+    json.dumps(summary)
+
+
+def test_the_closing_table_shows_change_and_number_of_episodes():
+    summary = build_summary([ROW], report(0.4), report(0.7), wall_seconds=1.0, train_calls=[])
+    console = Console(file=io.StringIO(), width=120)
+    console.print(held_out_table(summary))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "40.0 % [30, 50]" in text and "70.0 % [60, 80]" in text and "+30.0" in text and "400" in text
+    assert held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
+
+
+def test_a_run_log_draws_pictures_and_remembers_where_it_began(tmp_path: Path):
+    stream = io.StringIO()
+    log = RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=3)
+    log.evaluation(0, report(0.4))
+    for step in (1, 2, 3):
+        log.step(step, {**ROW, "step": step}, ["a transcript"])
+    log.skipped(2, "actor_train", ["a", "b"], {"loss": float("nan")})
+    log.evaluation(3, report(0.6))
+    log.finish(wall_seconds=5.0, train_calls=["actor_train"])
+    for name in ("learning.png", "time.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    kinds = [parse_event(line)["kind"] for line in stream.getvalue().splitlines()]  # type: ignore[index]
+    assert kinds == ["evaluation", "step", "step", "step", "warning", "evaluation"]
+    assert "step 3, episode 1" in (tmp_path / "episodes.txt").read_text()
+    assert json.loads((tmp_path / "nonfinite.jsonl").read_text())["ids"] == ["a", "b"]
+
+    resumed = RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=2, total_steps=5)
+    assert resumed.evaluations.at(0) == report(0.4) and resumed.evaluations.at(3) is None
+    RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=5)
+    assert Evaluations(tmp_path).at(0) is None and not (tmp_path / "episodes.txt").exists()
+
+
+def test_displays_show_the_figures():
+    event = {"kind": "step", "step": 3, "total": 60, "metrics": ROW}
+    line = step_line(event)
+    for part in ("step 3/60", "reward 0.6", "warmup 75%", "500 tokens/s", "environment 1.5", "buffer 16"):
+        assert part in line
+    console = Console(file=io.StringIO(), width=140, force_terminal=True)
+    display = LiveDisplay(console, "grpo/x")
+    display.show({"kind": "phase", "text": "loading"})
+    display.show({**event, "step": 2})
+    display.show(event)
+    display.show({"kind": "activity", "calls": ["actor_gen"], "resident": 4, "capacity": 16})
+    display.show({"kind": "evaluation", "when": "before training", "report": report(0.4)})
+    display.close()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in ("grpo/x", "step 3/60", "ETA", "environment", "actor_gen", "4/16", "40.0%"):
+        assert part in shown
+
+
+def test_plain_lines_without_a_terminal():
+    assert isinstance(make_display("t", live=True, console=Console(file=io.StringIO())), PlainDisplay)
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(make_display("t", live=False, console=terminal), PlainDisplay)
+
+
+def test_lines_that_are_no_events_are_told_apart():
+    assert parse_event("hello") is None and parse_event("[1]") is None and parse_event('{"a": 1}') is None
+    assert parse_event('{"kind": "phase", "text": "x"}') == {"kind": "phase", "text": "x"}
+
+
+def test_provenance_without_importing_anything(tmp_path: Path):
+    versions = package_versions(("numpy", "no-such-package"))
+    assert versions["numpy"] and versions["no-such-package"] is None
+    assert git_state(tmp_path)["commit"] is None
