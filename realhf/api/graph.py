@@ -177,7 +177,9 @@ def build_graph(
     if not calls:
         raise GraphError(["there is no model function call"])
     graph = DataFlowGraph(calls, tuple(dict.fromkeys(dataset_keys)), tuple(log_keys))
-    problems = [*_name_problems(graph), *_producer_problems(graph), *_input_problems(graph), *_cycles(graph)]
+    names = _name_problems(graph)
+    problems = [*names, *_producer_problems(graph), *_input_problems(graph)]
+    problems += [] if names else _cycles(graph)
     problems += [*_role_problems(graph, roles), *_output_problems(graph), *_count_problems(graph)]
     graph.warnings = tuple(_unread_outputs(graph))
     if strict:

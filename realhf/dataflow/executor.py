@@ -123,7 +123,7 @@ class FunctionExecutor:
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
-        self._to_clear += self.buffer.table.slot_of
+        self._to_clear += self.storage.ids()
         try:
             await self._clear()
         except Exception as error:

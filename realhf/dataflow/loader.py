@@ -65,10 +65,6 @@ class Loader:
         self._drawn.pop(step, None)
         self._free.release()
 
-    def draws(self, step: int) -> list[SourceItem]:
-        """The samples of a step in the order of drawing."""
-        return self._drawn.get(step, [])
-
     async def _load(self, items: Sequence[SourceItem], step: int) -> None:
         given = [key for key in self._keys if key in items[0].values]
         values = {key: [self._value(item, key) for item in items] for key in given}
@@ -87,11 +83,12 @@ class Loader:
             metadata,
         )
         if self._keys:
+            # Before the call: what an interrupted call may have stored is cleared with the rest.
+            self._storage.record(ids, self._keys, self._worker)
             payload = {"ids": ids, "values": values, "metadata": metadata}
             reply = await self._caller.call(self._worker, "load", payload, timeout_s=self._timeout_s, step=step)
             if len(given) < len(self._keys):
                 meta = meta.update(self._of_dataset(reply, items[0]).select(set(self._keys) - set(given)))
-            self._storage.record(ids, self._keys, self._worker)
         await self._buffer.put_batch(meta, cohort=step)
 
     def _of_dataset(self, reply: Mapping[str, Any], item: SourceItem) -> SequenceSample:

@@ -45,6 +45,10 @@ class StorageMap:
         """Workers that hold the value, in the order in which they got it."""
         return tuple(self._owners.get(sample_id, {}).get(key, ()))
 
+    def ids(self) -> list[str]:
+        """Every sample of which some worker holds something."""
+        return list(self._owners)
+
     def forget(self, ids: Iterable[str]) -> dict[str, list[str]]:
         """Drop these samples; returns {worker: ids it must clear}."""
         clear: dict[str, list[str]] = {}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_graph import FakeCaller, ToySource, toy_graph
+from toy_graph import FakeCaller
+from toy_source import ToySource, toy_graph
 
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer_types import EndOfData

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from realhf.api.graph import DataFlowGraph, build_graph
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.graph import DataFlowGraph
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
-from realhf.api.source import SampleResult, SourceItem
 from realhf.dataflow.model_host import ModelHost
 from realhf.transport.errors import RemoteError, WorkerDied
 from realhf.transport.roster import WorkerInfo
@@ -22,33 +20,6 @@ from realhf.transport.tensor_store import TensorStore
 
 torch.set_num_threads(1)
 GROUP = 2
-
-
-def toy_mfcs(n: int = 4, **n_seqs: int) -> list[MFCDef]:
-    """gen, ref, rew and train, each with ``n`` samples per call unless given by name."""
-
-    def mfc(name: str, role: str, kind: InterfaceType, inputs: str, outputs: str = "") -> MFCDef:
-        return MFCDef(
-            name,
-            role,
-            kind,
-            name,
-            n_seqs=n_seqs.get(name, n),
-            timeout_s=20.0,
-            input_keys=tuple(inputs.split()),
-            output_keys=tuple(outputs.split()),
-        )
-
-    return [
-        mfc("gen", "actor", InterfaceType.GENERATE, "task_ids", "ids logprobs"),
-        mfc("ref", "ref", InterfaceType.INFERENCE, "ids", "ref_logprobs"),
-        mfc("rew", "actor", InterfaceType.INFERENCE, "ids", "rewards"),
-        mfc("train", "actor", InterfaceType.TRAIN_STEP, "ids logprobs ref_logprobs rewards"),
-    ]
-
-
-def toy_graph(n: int = 4, **n_seqs: int) -> DataFlowGraph:
-    return build_graph(toy_mfcs(n, **n_seqs), ["task_ids"])
 
 
 class ToyEngine:
@@ -91,11 +62,13 @@ class ToyInterface:
 class ToyGen(ToyInterface):
     """GROUP sequences per task, of 2 + task % 3 tokens that are the task and a random number."""
 
+    scale = 1
+
     def generate(self, model: Model, sample: SequenceSample, context: CallContext) -> Any:
         self._note("generate", sample, model)
         tasks = sample["task_ids"].tolist()
         noise = torch.rand(1).item()
-        lens = [[2 + task % 3] * GROUP for task in tasks]
+        lens = [[(2 + task % 3) * self.scale] * GROUP for task in tasks]
         ids = torch.cat([torch.full((sum(n),), task) for task, n in zip(tasks, lens, strict=True)])
         short = [[length - 1 for length in n] for n in lens]
         logprobs = torch.full((sum(map(sum, short)),), noise * model.engine.weight)
@@ -143,38 +116,6 @@ def toy_host(roles: Sequence[str], graph: DataFlowGraph, run_dir: Path, store: T
     models = {role: Model(role, ToyEngine(), None) for role in roles}  # pyright: ignore
     interfaces = {m.name: (m, TOY_INTERFACES[m.name]()) for m in graph.mfcs if m.model_role in roles}
     return ModelHost(models, interfaces, store, fetch, run_dir=run_dir)
-
-
-class ToySource:
-    """Counts upwards; the next task depends on every result recorded so far."""
-
-    def __init__(self, limit: int = 10**9) -> None:
-        self.limit = limit
-        self.count = 0
-        self.offset = 0
-        self.recorded: list[SampleResult] = []
-
-    def next_batch(self, n: int) -> list[SourceItem]:
-        n = min(n, self.limit - self.count)
-        items = [
-            SourceItem(f"t{i}", {"task": f"task {i}"}, {"task_ids": [i + self.offset]})
-            for i in range(self.count, self.count + n)
-        ]
-        self.count += n
-        return items
-
-    def record(self, results: Sequence[SampleResult]) -> None:
-        self.recorded += results
-        self.offset += sum(int(r.rewards[0] or 0) for r in results) % 5 if results[0].rewards else 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "offset": self.offset}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.offset = state["count"], state["offset"]
-
-    def stats(self) -> dict[str, float]:
-        return {"drawn": float(self.count)}
 
 
 class FakeCaller:

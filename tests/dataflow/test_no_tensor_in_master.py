@@ -1,0 +1,39 @@
+"""A real master and two real worker processes: tensors stay on the workers, a death is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def master(tmp_path: Path, mode: str) -> dict[str, Any]:
+    script = Path(__file__).with_name("toy_master.py")
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), mode], capture_output=True, text=True, timeout=150
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_no_tensor_reaches_the_master(tmp_path: Path) -> None:
+    answer = master(tmp_path, "steps")
+    assert answer["torch"] is False
+    assert answer["tensors_in_between"] == [] and answer["tensors"] == []
+    assert answer["objects"] > 500
+    assert answer["results"] == ["t4", "t5", "t6", "t7"]
+    assert answer["held"] == [0, 0]
+    rows = sum(2 * ((2 + task % 3) * 5000 - 1) for task in range(4))
+    assert answer["weight"] == pytest.approx(1 + 2 * (0 + 1 + 2 + 3) * rows * answer["noise"], rel=1e-4)
+    assert answer["exits"] == [0, 0]
+
+
+def test_a_killed_worker_is_named_in_time(tmp_path: Path) -> None:
+    answer = master(tmp_path, "kill")
+    assert "ref failed at step 1 on w1" in answer["error"] and "died" in answer["error"]
+    assert answer["seconds"] < 10
+    assert answer["exits"] == [0, -9]

@@ -1,0 +1,105 @@
+"""A real master of the toy graph: python toy_master.py FOLDER {steps|kill}. Prints one JSON line.
+
+``steps``: two steps on two worker processes, then reports every object reachable from the master's state
+that could hold a tensor. ``kill``: kills the reference's worker in the second step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from toy_source import ToySource, toy_graph
+
+from realhf.dataflow.executor import FunctionExecutor
+from realhf.dataflow.model_function_call import MFCFailed
+from realhf.transport.rpc_master import RpcMaster
+
+HERE = Path(__file__).parent
+SKIP = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, type)
+
+
+def reachable(*roots: Any) -> list[Any]:
+    """Every object reachable from the roots, code and modules left out."""
+    seen: dict[int, Any] = {}
+    todo = list(roots)
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, SKIP):
+            continue
+        seen[id(item)] = item
+        todo += gc.get_referents(item)
+    return list(seen.values())
+
+
+def tensor_like(*roots: Any) -> list[str]:
+    """Tensors, and buffers of 64 KiB and more, that are not columns of object references."""
+    found = []
+    for item in reachable(*roots):
+        size = 0
+        if isinstance(item, (bytes, bytearray)):
+            size = len(item)
+        elif isinstance(item, (memoryview, np.ndarray)):
+            size = item.nbytes
+        if size >= 1 << 16 or "Tensor" in type(item).__name__.replace("TensorStore", ""):
+            found.append(f"{type(item).__name__} of {size} bytes")
+    return found
+
+
+async def run(folder: Path, mode: str) -> dict[str, Any]:
+    rpc = RpcMaster("toy", heartbeat_s=0.5, dead_after_s=3.0)
+    await rpc.start()
+    roles = {"w0": "actor", "w1": "ref"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "toy_worker.py"), name, str(i), role, "toy", rpc.endpoint, str(folder)]
+        )
+        for i, (name, role) in enumerate(roles.items())
+    ]
+    answer: dict[str, Any] = {}
+    try:
+        await rpc.wait_for(roles, 60)
+        workers = {"actor": ["w0"], "ref": ["w1"]}
+        executor = FunctionExecutor(toy_graph(), rpc, ToySource(), source_worker="w0", workers=workers, seed=7)
+        async with executor:
+            report = await executor.execute_step(0)
+            answer["noise"], answer["weight"] = report.stats["gen"]["noise"], report.stats["train"]["weight"]
+            answer["tensors_in_between"] = []
+            if mode == "kill":
+                answer |= await killed(executor, processes[1])
+            else:
+                step = asyncio.create_task(executor.execute_step(1))
+                while not step.done():
+                    answer["tensors_in_between"] += tensor_like(executor, executor.buffer, rpc)
+                    await asyncio.sleep(0.005)
+                answer["results"] = [result.id for result in step.result().results]
+                answer["tensors"] = tensor_like(executor, step.result())
+                answer["objects"] = len(reachable(executor))
+        answer["held"] = [(await rpc.call(name, "stats", {}, timeout_s=10))["nbytes"] for name in rpc.roster]
+    finally:
+        await rpc.close()
+        answer["exits"] = [process.wait(20) for process in processes]
+    answer["torch"] = "torch" in sys.modules
+    return answer
+
+
+async def killed(executor: FunctionExecutor, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    process.kill()
+    began = time.monotonic()
+    try:
+        await executor.execute_step(1)
+    except MFCFailed as error:
+        return {"error": str(error), "seconds": time.monotonic() - began}
+    return {"error": "none"}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(run(Path(sys.argv[1]), sys.argv[2]))))
