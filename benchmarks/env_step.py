@@ -132,7 +132,7 @@ def measure(repeats: int, baseline_repeats: int) -> dict[str, list[float]]:
     try:
         baseline.start()
         slots = [baseline.acquire() for _ in range(SESSIONS)]
-        limits = {"max_turns": TURNS, "max_total_tokens": 1 << 16, "turn_tokens": 512}
+        limits: dict[str, Any] = {"max_turns": TURNS, "max_total_tokens": 1 << 16, "turn_tokens": 512}
         with EnvServerProcess(SESSIONS) as server, MultiTurnEnvPool(server.url, SESSIONS, **limits) as pool:
             for _ in range(WARM_UP):
                 play_ours(pool, tasks, scripts)

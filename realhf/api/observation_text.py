@@ -30,6 +30,8 @@ _TIME = re.compile(
 )
 _LOCAL_PORT = re.compile(r"(localhost(?:\.[a-z.]+)?|127\.0\.0\.1|localstack\.cloud):\d{2,5}\b")
 _HEX = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{20,}\b")
+_IAM_ID = re.compile(r"\bA[A-Z]{3}[0-9A-Z]{15,17}\b")
+_SECRET_SUFFIX = re.compile(r"(:secret:[\w/+=.@-]+)-[0-9A-Za-z]{6}\b")
 _ERROR_LINE = re.compile(r"error|unknown options|invalid|denied|refused|timed out", re.IGNORECASE)
 _CALLED = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?")
 
@@ -55,10 +57,13 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def normalise(text: str) -> str:
-    """Replace ports, times, uuids and long hexadecimal strings by fixed words."""
+    """Replace ports, times, uuids, IAM ids and long hexadecimal strings by fixed words, and drop the random
+    end of a secret's ARN (which AWS accepts without it)."""
     text = _LOCAL_PORT.sub(r"\1:4566", text)
     text = _TIME.sub("TIME", text)
     text = _UUID.sub("UUID", text)
+    text = _IAM_ID.sub("ID", text)
+    text = _SECRET_SUFFIX.sub(r"\1", text)
     return _HEX.sub("HEX", text)
 
 
@@ -86,15 +91,16 @@ def _compact(output: str) -> str:
 
 def _without_noise(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            key: _without_noise(item)
-            for key, item in value.items()
-            if key not in _DROPPED_KEYS and not key.endswith(("Date", "Time", "Timestamp"))
-            and (item not in _EMPTY or len(value) == 1)
-        }
+        kept = {key: item for key, item in value.items() if not _is_noise(key)}
+        told = {key: _without_noise(item) for key, item in kept.items() if item not in _EMPTY}
+        return told or kept
     if isinstance(value, list):
         return [_without_noise(item) for item in value]
     return value
+
+
+def _is_noise(key: str) -> bool:
+    return key in _DROPPED_KEYS or key.endswith(("Date", "Time", "Timestamp"))
 
 
 def _last_meaningful(error: str) -> str:

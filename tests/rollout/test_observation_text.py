@@ -63,6 +63,20 @@ def test_what_differs_between_runs_is_normalised() -> None:
     }
 
 
+def test_an_empty_answer_still_names_what_is_empty() -> None:
+    assert observation_text(observed('{"Buckets": [], "Owner": {"ID": "x"}}')) == '{"Buckets":[]}'
+    assert observation_text(observed('{"a": 1, "b": [], "c": {"d": null}}')) == '{"a":1,"c":{"d":null}}'
+
+
+def test_random_ids_of_users_and_secrets_are_normalised() -> None:
+    user = {"UserId": "AIDA1E2FEB89414C443C9", "Arn": "arn:aws:iam::000000000000:user/ABLE"}
+    assert observation_text(observed(json.dumps(user))) == (
+        '{"UserId":"ID","Arn":"arn:aws:iam::000000000000:user/ABLE"}'
+    )
+    secret = {"ARN": "arn:aws:secretsmanager:us-east-1:000000000000:secret:fair-hawk-hub-1e2feb"}
+    assert observation_text(observed(json.dumps(secret))).endswith(':secret:fair-hawk-hub"}')
+
+
 def test_names_and_arns_are_left_alone() -> None:
     arn = "arn:aws:sns:us-east-1:000000000000:clever-otter-hub"
     assert observation_text(observed(json.dumps({"TopicArn": arn}))) == f'{{"TopicArn":"{arn}"}}'
