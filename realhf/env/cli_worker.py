@@ -11,12 +11,13 @@ import os
 import resource
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 from realhf.env import sandbox
 from realhf.env.cli_frames import frame, read_frame
 from realhf.env.refusal import RefusedRequest
-from realhf.env.vfs import MAX_FILE_BYTES
+from realhf.env.vfs import MAX_FILE_BYTES, VirtualFolder
 from realhf.env.warm_cli import WarmCli
 
 RUNAWAY_BYTES = 8 << 20
@@ -75,6 +76,7 @@ class CliWorker:
         folder = request["folder"]
         sandbox.redirect_standard_streams()
         os.chdir(folder)
+        files = VirtualFolder(Path(folder))
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         sandbox.forbid_new_privileges()
         sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES)
@@ -83,6 +85,7 @@ class CliWorker:
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:
             reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
+            files.enforce_limits()
             reply["last"] = self._polluted(folder)
             channel.sendall(frame(reply))
             if reply["last"]:

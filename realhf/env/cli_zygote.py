@@ -1,6 +1,7 @@
 """Zygote of the CLI workers: imports the AWS CLI, builds everything once, then forks workers on request.
 
-Run by ``ForkServer`` as ``python -m realhf.env.cli_zygote <control fd> <account>``. It never executes agent input.
+Run by ``ForkServer`` as ``python -m realhf.env.cli_zygote <control fd> <account> <sandbox>``. It never executes
+agent input.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from realhf.env.fork_server import serve_forks
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    account = sys.argv[2]
+    account, mode = sys.argv[2:]
     sys.argv = ["aws"]  # argparse names the program after it
-    isolated = sandbox.leave_network()
+    isolated = mode == "auto" and sandbox.leave_network()
     worker = CliWorker(account)
     worker.cli.preload(ALLOWED)
     mimetypes.init()

@@ -72,7 +72,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-B", "-m", self._module, str(theirs.fileno()), *self._arguments],
+                [sys.executable, "-P", "-B", "-m", self._module, str(theirs.fileno()), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

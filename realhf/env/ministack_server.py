@@ -1,8 +1,8 @@
 """Zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
 
-Run by ``ForkServer`` as ``python -m realhf.env.ministack_server <control fd>``. Every simulator believes that it
-is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot; its real port is that
-of the listening socket it is given, bound by the owner to 127.0.0.1.
+Run by ``ForkServer`` as ``python -m realhf.env.ministack_server <control fd> <sandbox>``. Every simulator believes
+that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot; its real port is
+that of the listening socket it is given, bound by the owner to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
-import json
 import os
 import random
 import socket
@@ -151,7 +150,7 @@ def main() -> None:
         setattr(lambda_module, f"_execute_function_{executor}", _stub_lambda)
     app = _guarded_app(app_module.app, randomness)
     _keep_only_metadata(MINISTACK_SERVICES)
-    isolated = sandbox.leave_network()
+    isolated = sys.argv[2] == "auto" and sandbox.leave_network()
     gc.collect()
     gc.freeze()
 
@@ -170,7 +169,7 @@ def main() -> None:
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
             runner.run(_serve(app, listener))
 
-    serve_forks(control, {"ready": True, "isolated": isolated, "modules": json.dumps(MINISTACK_MODULES)}, child)
+    serve_forks(control, {"ready": True, "isolated": isolated}, child)
 
 
 if __name__ == "__main__":

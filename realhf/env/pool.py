@@ -105,7 +105,8 @@ class Slot:
 class MiniStackPool:
     """A free list of slots. ``base_port`` 0 lets the kernel choose the ports. Thread-safe.
 
-    ``sandbox``: ``auto`` or ``plain``; both contain children by kernel and interpreter (see ``sandbox``)."""
+    Children are always contained by audit hooks and resource limits; with ``sandbox="auto"`` they also live
+    without any network where the kernel allows it, with ``"plain"`` they do not try."""
 
     def __init__(
         self, size: int, base_port: int = 0, *, sandbox: str = "auto", limits: OutputLimits | None = None
@@ -116,6 +117,7 @@ class MiniStackPool:
             raise ValueError(f"sandbox is one of {', '.join(_SANDBOX_MODES)}, got {sandbox!r}")
         self.size = size
         self._base_port = base_port
+        self._sandbox = sandbox
         self._limits = limits or OutputLimits()
         self._lock = threading.Lock()
         self._free: deque[Slot] = deque()
@@ -140,8 +142,8 @@ class MiniStackPool:
     def _start(self) -> None:
         root = self._root = Path(tempfile.mkdtemp(prefix="realhf-env-"))
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the pool)
-        simulators = ForkServer("realhf.env.ministack_server", self._log, zygote_environment(root / "zygote"))
-        workers = ForkServer("realhf.env.cli_zygote", self._log, worker_environment(), [ACCOUNT])
+        simulators = ForkServer("realhf.env.ministack_server", self._log, zygote_environment(root), [self._sandbox])
+        workers = ForkServer("realhf.env.cli_zygote", self._log, worker_environment(), [ACCOUNT, self._sandbox])
         self._zygotes = [simulators, workers]
         factory = ClientFactory()
         for index in range(self.size):
@@ -163,7 +165,9 @@ class MiniStackPool:
     def _await_zygotes(self) -> None:
         for zygote in self._zygotes:
             try:
-                zygote.wait_ready(START_TIMEOUT_S)
+                greeting = zygote.wait_ready(START_TIMEOUT_S)
+                if self._sandbox == "auto" and not greeting["isolated"]:
+                    logger.warning("the kernel gives no network namespace: egress is stopped by audit hooks alone")
             except (RuntimeError, TimeoutError) as error:
                 assert self._log is not None
                 self._log.seek(0)

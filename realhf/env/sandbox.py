@@ -56,9 +56,8 @@ def die_with_parent() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """No setuid program gains rights, and no process of the same user may trace this one."""
+    """No program started from here could gain rights."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def leave_network() -> bool:
@@ -67,7 +66,9 @@ def leave_network() -> bool:
     Needs a single-threaded process. Returns False where the kernel does not allow it; the audit hook is then
     the only egress control."""
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
+    isolated = libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
+    _prctl(_PR_SET_DUMPABLE, 1)  # a new user namespace clears it, and the owner could not look into /proc any more
+    return isolated
 
 
 def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int) -> None:

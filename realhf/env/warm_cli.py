@@ -49,6 +49,8 @@ class UndoLog:
             original(emitter, event_name, handler, unique_id, uses_count, section)
 
         HierarchicalEmitter._register_section = recorded  # type: ignore[method-assign]
+        # Signature inspection of every handler, for authors of plugins; there are none here.
+        HierarchicalEmitter._verify_accept_kwargs = lambda emitter, func: None  # type: ignore[method-assign]
 
     def begin(self) -> None:
         self._recording = True
@@ -180,7 +182,7 @@ class WarmCli:
         self._session.unregister("building-argument-table", add_generate_skeleton)
         self._cache_parsers()
         self._driver.announce_session()
-        logging.getLogger("awscli").setLevel(logging.CRITICAL)
+        logging.disable(logging.CRITICAL)
 
     def preload(self, operations: Mapping[str, frozenset[str]]) -> None:
         """Build argument tables and clients of the allowed services, before the fork."""

@@ -49,6 +49,16 @@ def test_files_travel_through_the_virtual_folder(slot: Slot) -> None:
     assert named.requests[0].params["Value"] == "grüße\n"
 
 
+def test_the_virtual_folder_has_limits(slot: Slot) -> None:
+    slot.state.call("s3", "CreateBucket", {"Bucket": "box"})
+    slot.state.call("s3", "PutObject", {"Bucket": "box", "Key": "big", "Body": b"x" * (2 << 20)})
+    assert not slot.executor.run("aws s3api get-object --bucket box --key big big.bin").success
+    for number in range(70):
+        slot.files.put(f"f{number}", b"x")
+    slot.executor.run("aws s3 ls")
+    assert len(slot.files.names()) <= 64
+
+
 def test_options_do_not_stick(slot: Slot) -> None:
     table = slot.executor.run("aws sqs list-queues --output text --no-paginate --query QueueUrls")
     assert table.stdout == "None\n" or table.stdout == ""
