@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import time
@@ -95,11 +96,18 @@ def failure_message(exit_: WorkerExit) -> str:
     """One line about the cause, and for a process that could not speak the last lines of its log."""
     where = f"(log: {exit_.log})"
     cause = failure_cause(exit_.log) if exit_.exit_code > 0 else None
+    if cause and exit_.name.startswith("env/"):
+        cause = _as_options(cause)
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
     tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES))
     told = f"; its log ends:\n{tail}" if tail else ""
     return f"{exit_.name} ended before the run did: {exit_.reason} {where}{told}"
+
+
+def _as_options(text: str) -> str:
+    """Flags of the environment server (``--pool-size``) by the names they have here (``env.pool_size``)."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda flag: "env." + flag[1].replace("-", "_"), text)
 
 
 def _blame(exit_: WorkerExit) -> tuple[bool, bool]:

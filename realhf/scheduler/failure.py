@@ -41,8 +41,9 @@ def describe(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    terse = isinstance(error, (LookupError, TypeError, AttributeError, NameError, ImportError, AssertionError))
-    return f"{type(error).__name__}: {lines[0]}" if terse or isinstance(error, OSError) else lines[0]
+    builtin = type(error).__module__ == "builtins"
+    speaks = not builtin or type(error) in (ValueError, RuntimeError)
+    return lines[0] if speaks else f"{type(error).__name__}: {lines[0]}"
 
 
 def failure_cause(log: Path) -> str | None:

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 TOY = Path(__file__).with_name("toy_experiment.py")
 SUMMARY_FIELDS = {
@@ -103,13 +102,12 @@ def test_a_killed_model_worker_ends_the_run_and_is_named(tmp_path: Path):
     assert all_gone(workers, 0.1)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path, number: signal.Signals, code: int):
+def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path):
     process, workers = start_slow(tmp_path)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == code
-    assert f"stopped by {number.name}" in errors and "Traceback" not in errors
+    assert process.returncode == 143
+    assert "stopped by SIGTERM" in errors and "Traceback" not in errors
     assert all_gone(workers, 0.1)
 
 
@@ -143,13 +141,13 @@ def test_skipped_steps_are_counted_and_their_samples_written_out(tmp_path: Path)
     assert "warning: step 2: actor_train skipped its update" in done.stdout
 
 
-def test_two_launchers_cannot_share_a_run_folder(tmp_path: Path):
+def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(tmp_path: Path):
     process, workers = start_slow(tmp_path)
-    try:
-        done = launch(tmp_path, "experiment_name=slow")
-        assert done.returncode == 2
-        assert "another run is using" in done.stderr
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
-    assert all_gone(workers, 1)
+    second = launch(tmp_path, "experiment_name=slow")
+    assert second.returncode == 2
+    assert "another run is using" in second.stderr
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped by SIGINT" in errors and "Traceback" not in errors
+    assert all_gone(workers, 0.1)

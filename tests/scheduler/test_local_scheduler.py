@@ -148,6 +148,8 @@ def test_describe_keeps_the_first_line_and_names_foreign_types():
     assert describe(RuntimeError("first\nsecond")) == "first"
     assert describe(KeyError("x")) == "KeyError: 'x'"
     assert describe(ValueError()) == "ValueError"
+    assert describe(FileNotFoundError(2, "No such file", "/x")).startswith("FileNotFoundError: ")
+    assert describe(type("PortTaken", (OSError,), {})("cannot listen on 1")) == "cannot listen on 1"
 
 
 def test_a_name_is_used_once(tmp_path, modules, scheduler):
