@@ -65,12 +65,16 @@ def _supervised(
 
 def _demonstrations(config: ExperimentConfig) -> JobSpec:
     files = [path for pattern in EPISODE_FILES for path in PACKAGE.glob(pattern) if path.is_file()]
-    options = {"episodes": config.warm_start.episodes_per_task, "tiers": config.env.tiers, "seed": config.seed}
-    key = content_key([options, package_versions(("ministack", "awscli"))], files)
+    options = {
+        "--episodes-per-task": config.warm_start.episodes_per_task, "--seed": config.seed,
+        "--habit-fraction": config.warm_start.habit_fraction,
+        "--recovery-fraction": config.warm_start.recovery_fraction,
+    }
+    key = content_key([options, config.env.tiers, package_versions(("ministack", "awscli"))], files)
     return JobSpec(
         "sft_data", "realhf.env.sft_data", artifact=_cache(config) / f"demonstrations-{key}.jsonl",
-        argv=("--out", "{artifact}", "--episodes-per-task", str(options["episodes"]), "--seed", str(config.seed),
-              "--tiers", *config.env.tiers, "--pool-size", str(config.env.pool_size)),
+        argv=("--out", "{artifact}", *(str(part) for option in options.items() for part in option),
+              "--tiers", *config.env.tiers, "--pool-size", str(min(4, config.env.pool_size))),
     )
 
 

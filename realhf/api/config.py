@@ -86,11 +86,17 @@ class BuiltinModelConfig:
 
 @dataclass
 class WarmStartConfig:
-    """Supervised warm start of the built-in policy on episodes really played against MiniStack."""
+    """Supervised warm start of the built-in policy on episodes really played against MiniStack.
+
+    The demonstrations are of mixed quality, as logs of real operators are: ``habit_fraction`` of them make a
+    mistake and leave it at that, ``recovery_fraction`` make one and repair it. A warm start on perfect episodes
+    only would leave reinforcement learning little to do."""
 
     episodes_per_task: int = 60
-    train_steps: int = 600
-    batch_size: int = 24
+    habit_fraction: float = 0.35
+    recovery_fraction: float = 0.15
+    train_steps: int = 500
+    batch_size: int = 32
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=2.5e-3, weight_decay=0.01, warmup_steps_proportion=0.05,
                                                 lr_scheduler_type=LRSchedule.cosine, beta2=0.99)
