@@ -72,6 +72,7 @@ def rollout_args(config: ExperimentConfig) -> dict[str, Any]:
     return {
         "group_size": config.ppo.group_size, "sessions": config.env.pool_size, "gen": to_plain(config.gen),
         "max_turns": rollout.max_turns, "max_total_tokens": rollout.max_total_tokens,
+        "min_group_size": rollout.min_group_size,
         "message_timeout_s": rollout.message_timeout_s, "on_failure": rollout.on_failure,
         "transcripts": config.monitor.episodes_per_step,
     }

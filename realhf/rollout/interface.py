@@ -51,7 +51,7 @@ class EnvRolloutInterface:
         group_size: rollouts G of one task.
         sessions: environment sessions played at once.
         gen: fields of ``GenConfig``.
-        max_turns, max_total_tokens, message_timeout_s, on_failure: see ``RolloutConfig``.
+        max_turns, max_total_tokens, min_group_size, message_timeout_s, on_failure: see ``RolloutConfig``.
         transcripts: how many episodes of a step are returned as text.
     """
 
@@ -63,16 +63,18 @@ class EnvRolloutInterface:
         gen: Mapping[str, Any],
         max_turns: int = 6,
         max_total_tokens: int = 1024,
+        min_group_size: int = 2,
         message_timeout_s: float = 60.0,
         on_failure: str = "retry",
         transcripts: int = 2,
     ) -> None:
         self._group_size = group_size
+        self._min_group_size = min_group_size
         self._gen = GenConfig(**gen)
         self._transcripts = transcripts
         self._sessions = sessions
         self._pool_args = {
-            "max_turns": max_turns, "max_total_tokens": max_total_tokens,
+            "max_turns": max_turns, "max_total_tokens": max_total_tokens, "turn_tokens": self._gen.max_new_tokens,
             "message_timeout_s": message_timeout_s, "on_failure": on_failure,
         }
         self._pool: MultiTurnEnvPool | None = None
@@ -90,7 +92,7 @@ class EnvRolloutInterface:
             transcript(group[0], header=f"step {context.step}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: self._transcripts]
         ]
-        return outcomes_to_sample(sample.ids, groups), stats
+        return outcomes_to_sample(sample.ids, groups, min_group_size=self._min_group_size), stats
 
     def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
         """Success on held-out instances, sampled and greedy.

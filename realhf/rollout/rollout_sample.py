@@ -10,10 +10,13 @@ from realhf.api.sample import SequenceSample
 
 OUTCOME_CODES = {"env_error": 3, "policy_error": 5, "env_timeout": 6, "connection_lost": 3, "capacity": 3}
 """Code of a failed episode in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
+FILTERED = 2
 
 
-def outcomes_to_sample(ids: Sequence[str], groups: Sequence[Sequence[RolloutOutcome]]) -> SequenceSample:
-    """One sample per group of rollouts.
+def outcomes_to_sample(
+    ids: Sequence[str], groups: Sequence[Sequence[RolloutOutcome]], *, min_group_size: int = 1
+) -> SequenceSample:
+    """One sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains nothing.
 
     Keys, one inner sequence per rollout of L tokens: ``packed_input_ids`` i64 [L], ``prompt_mask`` and
     ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1], ``env_rewards`` f32 [1],
@@ -23,6 +26,7 @@ def outcomes_to_sample(ids: Sequence[str], groups: Sequence[Sequence[RolloutOutc
     import torch
 
     rollouts = [outcome for group in groups for outcome in group]
+    codes = [code for group in groups for code in _codes(group, min_group_size)]
     tokens = [_tokens(outcome) for outcome in rollouts]
     prompts = [min(len(outcome.prompt_ids), len(ids)) for outcome, ids in zip(rollouts, tokens, strict=True)]
     tensors = {
@@ -31,16 +35,17 @@ def outcomes_to_sample(ids: Sequence[str], groups: Sequence[Sequence[RolloutOutc
             [t < prompt for ids, prompt in zip(tokens, prompts, strict=True) for t in range(len(ids))],
             dtype=torch.bool,
         ),
-        "loss_mask": torch.tensor(_full(rollouts, tokens, "loss_mask", False), dtype=torch.bool),
-        "packed_logprobs": torch.tensor(_shifted(rollouts, tokens, "logprobs", 0.0), dtype=torch.float32),
-        "packed_versions": torch.tensor(_shifted(rollouts, tokens, "versions", -1), dtype=torch.int32),
+        "loss_mask": torch.tensor(
+            [flag for pair in zip(rollouts, tokens, codes, strict=True) for flag in _full(*pair, "loss_mask", False)],
+            dtype=torch.bool,
+        ),
+        "packed_logprobs": torch.tensor(_shifted(rollouts, tokens, codes, "logprobs", 0.0), dtype=torch.float32),
+        "packed_versions": torch.tensor(_shifted(rollouts, tokens, codes, "versions", -1), dtype=torch.int32),
         "env_rewards": torch.tensor([outcome.reward or 0.0 for outcome in rollouts], dtype=torch.float32),
         "seq_no_eos_mask": torch.tensor(
             [outcome.status in ("max_turns", "token_budget") for outcome in rollouts], dtype=torch.bool
         ),
-        "outcome": torch.tensor(
-            [0 if outcome.valid else OUTCOME_CODES[outcome.status] for outcome in rollouts], dtype=torch.uint8
-        ),
+        "outcome": torch.tensor(codes, dtype=torch.uint8),
     }
     lengths = _grouped([len(ids) for ids in tokens], groups)
     shifted = [[length - 1 for length in inner] for inner in lengths]
@@ -64,22 +69,24 @@ def _tokens(outcome: RolloutOutcome) -> list[int]:
     return [*outcome.prompt_ids, *outcome.completion_ids] or [0]
 
 
-def _full(rollouts: Sequence[RolloutOutcome], tokens: Sequence[list[int]], field: str, fill: object) -> list:
-    """A per-completion-token list of every rollout, padded in front to all tokens."""
-    values: list = []
-    for outcome, ids in zip(rollouts, tokens, strict=True):
-        completion = getattr(outcome, field) if outcome.valid else [fill] * len(outcome.completion_ids)
-        values += [fill] * (len(ids) - len(completion))
-        values += completion
-    return values
+def _codes(group: Sequence[RolloutOutcome], min_group_size: int) -> list[int]:
+    enough = sum(outcome.valid for outcome in group) >= min_group_size
+    valid = 0 if enough else FILTERED
+    return [valid if outcome.valid else OUTCOME_CODES[outcome.status] for outcome in group]
 
 
-def _shifted(rollouts: Sequence[RolloutOutcome], tokens: Sequence[list[int]], field: str, fill: object) -> list:
-    """As ``_full`` without each rollout's first token: position t describes the prediction of token t+1."""
-    values: list = []
-    for outcome, ids in zip(rollouts, tokens, strict=True):
-        values += _full([outcome], [ids], field, fill)[1:]
-    return values
+def _full(outcome: RolloutOutcome, ids: list[int], code: int, field: str, fill: object) -> list:
+    """A per-completion-token list of one rollout, padded in front to all tokens; ``fill`` where nothing trains."""
+    completion = getattr(outcome, field) if code == 0 else [fill] * len(outcome.completion_ids)
+    return [fill] * (len(ids) - len(completion)) + list(completion)
+
+
+def _shifted(
+    rollouts: Sequence[RolloutOutcome], tokens: Sequence[list[int]], codes: Sequence[int], field: str, fill: object
+) -> list:
+    """``_full`` without each rollout's first token: position t describes the prediction of token t+1."""
+    parts = zip(rollouts, tokens, codes, strict=True)
+    return [value for outcome, ids, code in parts for value in _full(outcome, ids, code, field, fill)[1:]]
 
 
 def _grouped(values: Sequence[int], groups: Sequence[Sequence[RolloutOutcome]]) -> list[list[int]]:

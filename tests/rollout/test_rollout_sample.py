@@ -42,6 +42,13 @@ def test_a_failed_rollout_trains_nothing_and_has_no_reward() -> None:
     assert json.loads(sample.metadata["achieved"][0]) == [True, None]
 
 
+def test_a_group_with_too_few_valid_rollouts_trains_nothing() -> None:
+    groups = [[outcome(), outcome("env_error")], [outcome(), outcome()]]
+    sample = outcomes_to_sample(["a", "b"], groups, min_group_size=2)
+    assert sample["outcome"].tolist() == [2, 3, 0, 0]
+    assert sample["loss_mask"].reshape(4, 9).any(dim=1).tolist() == [False, False, True, True]
+
+
 def test_a_rollout_that_failed_before_its_prompt_keeps_its_place() -> None:
     broken = outcome("env_error", prompt=0, sampled=0, env=0)
     sample = outcomes_to_sample(["a", "b"], [[broken, outcome()], [outcome(), broken]])
