@@ -106,7 +106,9 @@ class CliExecutor:
         self.counters = ExecutorCounters()
 
     def start(self) -> None:
-        """Have a worker ready."""
+        """Have a living worker ready."""
+        if self._worker is not None and not self._worker.process.alive():
+            self.stop()
         if self._worker is None:
             process, channel = self._spawn()
             self._worker = _Worker(process, channel, channel.makefile("rb"))

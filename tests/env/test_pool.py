@@ -174,8 +174,14 @@ def test_a_hanging_simulator_is_replaced_by_reset(small_pool: MiniStackPool) -> 
 
 
 def test_dead_zygotes_are_started_again(small_pool: MiniStackPool) -> None:
+    pids = [zygote.pid for zygote in small_pool._zygotes]
+    pids += [pid for slot in small_pool.slots for pid in (slot.ministack.pid, slot.worker_pid)]
     for zygote in small_pool._zygotes:
         os.kill(zygote.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5.0
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [pid for pid in pids if _runs(pid)]
     slot = small_pool.acquire()
     slot.reset()
     assert slot.executor.run("aws s3 ls").success
