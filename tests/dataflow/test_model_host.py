@@ -1,0 +1,129 @@
+"""The worker's side of a call: inputs from several places, renamed keys, checked outputs, seeds, state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_graph import ToyEngine, ToyInterface
+
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.model import Model, TrainResult
+from realhf.api.sample import SequenceSample
+from realhf.dataflow.model_function_call import WrongReply
+from realhf.dataflow.model_host import ModelHost
+from realhf.transport.codec import decode_sample
+from realhf.transport.tensor_store import TensorStore
+
+
+class Doubler(ToyInterface):
+    """Reads ``text``, answers ``twice``; its noise comes from torch's global generator."""
+
+    def inference(self, model: Model, sample: SequenceSample, context: Any) -> Any:
+        assert sample.keys == {"text"}
+        self.seen = sample
+        out = SequenceSample.from_tensors(sample.ids, {"twice": sample["text"] * 2}, {"twice": sample.seqlens["text"]})
+        return self.change(out), {"noise": torch.rand(1).item(), "flag": True}
+
+    def train_step(self, model: Model, sample: SequenceSample, context: Any) -> TrainResult:
+        return TrainResult({"loss": float("nan")}, 3.0, True)
+
+
+def sample(ids: list[str], key: str = "ids") -> SequenceSample:
+    values = torch.tensor([int(i[1:]) for i in ids], dtype=torch.int64)
+    return SequenceSample.from_tensors(ids, {key: values}, {key: [[1]] * len(ids)})
+
+
+class Host:
+    def __init__(self, tmp_path: Path) -> None:
+        self.store, self.remote = TensorStore("here"), TensorStore("there")
+        self.interface = Doubler()
+        inference = MFCDef(
+            "double", "actor", InterfaceType.INFERENCE, "doubler", input_keys=("ids",), output_keys=("result",),
+            input_key_remap={"ids": "text"}, output_key_remap={"twice": "result"},
+        )  # fmt: skip
+        train = MFCDef("train", "actor", InterfaceType.TRAIN_STEP, "doubler", input_keys=("ids",))
+        self.model = Model("actor", ToyEngine(), None)  # pyright: ignore
+        self.host = ModelHost(
+            {"actor": self.model},
+            {"double": (inference, self.interface), "train": (train, self.interface)},
+            self.store,
+            lambda endpoint, ids, keys, timeout_s: self.remote.get(ids, keys),
+            run_dir=tmp_path,
+        )
+
+    def call(self, ids: list[str], remote: list[str] | None = None, **more: Any) -> dict[str, Any]:
+        fetches = [{"worker": "there", "endpoint": "data:there", "ids": remote, "keys": ["ids"]}] if remote else []
+        payload = {
+            "mfc": "double", "role": "actor", "ids": ids, "keys": ["ids"],
+            "metadata": {"task": [f"task {i}" for i in ids]},
+            "fetches": fetches, "step": 4, "seed": 11, "endpoints": {},
+        }  # fmt: skip
+        return self.host.call({**payload, **more})
+
+
+def test_inputs_from_here_and_there_come_in_the_order_of_the_call(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.store.put(sample(["s1", "s2"]))
+    host.remote.put(sample(["s3", "s4"]))
+    reply = host.call(["s3", "s1", "s4", "s2"], remote=["s3", "s4"])
+    assert host.interface.seen["text"].tolist() == [3, 1, 4, 2]
+    assert host.interface.seen.metadata == {"task": ["task s3", "task s1", "task s4", "task s2"]}
+    meta = decode_sample(reply["meta"])
+    assert meta.data is None and meta.keys == {"result"} and meta.ids == ("s3", "s1", "s4", "s2")
+    assert host.store.get(["s4"], ["result"])["result"].tolist() == [8]
+    assert host.model.engine.version == 4
+    assert reply["stats"]["flag"] == 1.0 and reply["compute_s"] >= 0 and reply["fetch_s"] >= 0
+
+
+def test_a_call_depends_on_its_seed_and_not_on_what_ran_before(tmp_path: Path) -> None:
+    noises = []
+    for warm in (0, 3):
+        host = Host(tmp_path)
+        host.store.put(sample(["s1"]))
+        torch.rand(warm + 1)
+        noises.append(host.call(["s1"])["stats"]["noise"])
+    assert noises[0] == noises[1]
+    host = Host(tmp_path)
+    host.store.put(sample(["s1"]))
+    assert host.call(["s1"], seed=12)["stats"]["noise"] != noises[0]
+
+
+def test_outputs_are_checked_before_they_are_stored(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.store.put(sample(["s1", "s2"]))
+    host.interface.change = lambda out: out.remap_keys({"twice": "thrice"})
+    with pytest.raises(WrongReply, match=r"double: .*missing \['result'\], extra \['thrice'\]"):
+        host.call(["s1", "s2"])
+    host.interface.change = lambda out: out.reorder([1, 0])
+    with pytest.raises(WrongReply, match="another order"):
+        host.call(["s1", "s2"])
+    assert not host.store.has("s1", "result") and not host.store.has("s1", "thrice")
+
+
+def test_a_skipped_train_step_is_passed_on(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.store.put(sample(["s1"]))
+    reply = host.call(["s1"], mfc="train")
+    assert reply["meta"] is None
+    assert reply["stats"]["skipped"] == 1.0 and reply["stats"]["grad_norm"] == 3.0
+
+
+def test_an_unknown_role_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="no model role 'critic'"):
+        Host(tmp_path).call(["s1"], role="critic")
+
+
+def test_state_is_saved_and_restored(tmp_path: Path) -> None:
+    first, second = Host(tmp_path), Host(tmp_path)
+    first.model.engine.weight = 0.1 + 0.2  # pyright: ignore
+    first.interface.calls = 5
+    folder = {"folder": str(tmp_path / "ckpt"), "roles": ["actor"]}
+    first.host.save(folder)
+    second.host.restore(folder)
+    assert second.model.engine.weight == 0.1 + 0.2  # pyright: ignore
+    assert second.interface.calls == 5
+    second.host.export({"folder": str(tmp_path / "hf"), "role": "actor"})
+    assert (tmp_path / "hf" / "model.txt").read_text() == repr(0.1 + 0.2)
