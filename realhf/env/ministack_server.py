@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import random
+import shutil
 import socket
 import sys
 import threading
@@ -170,6 +171,7 @@ def main() -> None:
             runner.run(_serve(app, listener))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
+    shutil.rmtree(os.environ["HOME"], ignore_errors=True)  # an owner that was killed could not
 
 
 if __name__ == "__main__":
