@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from realhf.api.graph import DataFlowGraph
+
+Place = tuple[float, float]
+COLUMN_INCHES, ROW_INCHES = 3.6, 1.5
 
 
 def graph_text(graph: DataFlowGraph) -> str:
@@ -28,13 +32,14 @@ def draw_graph(graph: DataFlowGraph, path: Path) -> None:
     levels = [["dataset"], *graph.topological_levels()]
     places = {name: (column, (len(level) - 1) / 2 - row)
               for column, level in enumerate(levels) for row, name in enumerate(level)}
-    fig = Figure(figsize=(3.6 * len(levels), 1.4 + 1.5 * max(map(len, levels))), layout="constrained")
+    rows = max(map(len, levels)) + 1
+    fig = Figure(figsize=(COLUMN_INCHES * len(levels), ROW_INCHES * rows), layout="constrained")
     FigureCanvasAgg(fig)
     axes = fig.subplots()
     axes.axis("off")
-    axes.set(xlim=(-0.5, len(levels) - 0.5), ylim=(-max(map(len, levels)) / 2 - 0.3, max(map(len, levels)) / 2 + 0.3))
+    axes.set(xlim=(-0.5, len(levels) - 0.5), ylim=(-rows / 2, rows / 2))
     for (source, target), keys in _edges(graph).items():
-        _arrow(axes, places[source], places[target], keys)
+        _arrow(axes, places[source], places[target], keys, places.values())
     for name, (x, y) in places.items():
         label = name if name == "dataset" else f"{name}\n{graph[name].model_role}: {graph[name].interface}"
         axes.text(x, y, label, ha="center", va="center", fontsize=10, zorder=3,
@@ -55,12 +60,23 @@ def _names(graph: DataFlowGraph) -> set[str]:
     return {name for level in graph.topological_levels() for name in level}
 
 
-def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], keys: list[str]) -> None:
-    bend = 0.0 if abs(end[0] - start[0]) <= 1 else 0.25
+def _arrow(axes: Any, start: Place, end: Place, keys: list[str], others: Collection[Place]) -> None:
+    span = end[0] - start[0]
+    bend = 0.3 if any(_between(place, start, end) for place in others) else 0.0
     axes.annotate("", end, start, zorder=1, arrowprops={
-        "arrowstyle": "-|>", "color": "#777777", "shrinkA": 45, "shrinkB": 45, "connectionstyle": f"arc3,rad={bend}",
+        "arrowstyle": "-|>", "color": "#777777", "shrinkA": 62, "shrinkB": 68, "connectionstyle": f"arc3,rad={bend}",
     })
-    middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 - bend * (end[0] - start[0]) / 2)
+    # The arc's middle lies rad / 2 of its length aside, measured on paper.
+    aside = bend / 2 * span * COLUMN_INCHES / ROW_INCHES
     shown = keys if len(keys) <= 4 else [*keys[:3], f"and {len(keys) - 3} more"]
-    axes.text(*middle, "\n".join(shown), fontsize=7, color="#444444", ha="center", va="center", zorder=2,
+    axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 - aside, "\n".join(shown), fontsize=7, color="#444444",
+              ha="center", va="center", zorder=2,
               bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
+
+
+def _between(place: Place, start: Place, end: Place) -> bool:
+    """Whether a box at ``place`` would cover the straight line."""
+    if not start[0] < place[0] < end[0]:
+        return False
+    share = (place[0] - start[0]) / (end[0] - start[0])
+    return abs(start[1] + share * (end[1] - start[1]) - place[1]) < 0.3

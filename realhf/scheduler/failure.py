@@ -35,7 +35,7 @@ def run_guarded(work: Callable[[], None]) -> int:
 def describe(error: BaseException) -> str:
     """The cause in one line, without a traceback."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"no space left on the device ({error.filename or 'file unknown'}); free some, then run again"
+        return f"no space left on the device of {error.filename or 'fileroot'}; free some, then run again"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port taken: {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

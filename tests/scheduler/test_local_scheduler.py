@@ -140,7 +140,7 @@ def test_an_error_leaves_its_traceback_and_one_line_about_the_cause(tmp_path, mo
     scheduler.start(spec(tmp_path, "failing/0", "failing"))
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.exit_code == 1
-    assert failure_cause(exit_.log) == ("no space left on the device (/somewhere/x); free some, then run again")
+    assert failure_cause(exit_.log) == "no space left on the device of /somewhere/x; free some, then run again"
     assert any(line.startswith("Traceback") for line in log_tail(exit_.log, 50))
 
 
