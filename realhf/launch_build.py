@@ -54,9 +54,10 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     if spec.needs_env:
         to_plain(watched_config.env)
     check_effects(composed.overridden, reads, config.experiment, IDLE_REASONS)
-    for every in (*spec.before, spec):
+    everything = (*spec.before, spec)
+    for every in everything:
         _check_workers(every)
-        graph = spec_graph(every)
+    *_, graph = [spec_graph(every) for every in everything]
     # What the workers will read, without the sections that watch who reads them.
     return BuiltExperiment(config, from_plain(ExperimentSpec, to_plain(spec)), graph)
 
