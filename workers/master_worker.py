@@ -142,6 +142,8 @@ class MasterWorker:
         for call in report.calls:
             if call.stats.get("skipped"):
                 self._log.skipped(step, call.mfc, call.ids, call.stats)
+            if "stop" in call.stats:
+                raise RuntimeError(f"{call.mfc} ended the run at step {step}: {call.stats['stop']}")
         if self._log.plots_are_due(step) and (self._drawing is None or self._drawing.done()):
             self._drawing = asyncio.create_task(asyncio.to_thread(self._log.draw))
 

@@ -50,9 +50,9 @@ class PolicyGradientInterface:
         self._loss = policy_losses.get(self.options.loss)
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)
 
-    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:
-        """One step; advances ``model.engine.version`` by one. Raises ValueError on a missing key and
-        NonFiniteError after ``max_nonfinite_steps`` updates in a row without a finite gradient."""
+    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
+        """One step; advances ``model.engine.version`` by one. Raises ValueError on a missing key. After
+        ``max_nonfinite_steps`` updates in a row without a finite gradient the statistic ``stop`` tells so."""
         prepared, stats = self.prepare(sample)
         n = self.options.ppo_n_minibatches
         parts = [prepared] if n == 1 else prepared.shuffled(context.seed).split_balanced(n)[0]
@@ -68,10 +68,11 @@ class PolicyGradientInterface:
                 mb_spec=context.mb_spec,
                 with_entropy=self.options.entropy_coef != 0,
             )
-            self._guard.observe(model.role, trained, result, context)
             results.append(result)
+            if not self._guard.observe(result):
+                break
         model.engine.version += 1
-        return {**stats, **_summary(results)}
+        return {**stats, **_summary(results), **self._guard.verdict()}
 
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
         """The batch with ``advantages`` f32 (L-1) and ``loss_mask`` False on invalid (and, with

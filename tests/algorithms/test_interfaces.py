@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from realhf.algorithms.logprob import LogprobInterface
-from realhf.algorithms.nonfinite import NonFiniteError
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.reward import OutcomeRewardInterface
 from realhf.algorithms.sequences import PredictedTokens, select_sequences
@@ -157,19 +155,35 @@ def test_missing_reference_and_truncation_keys_are_named(rollout_batch: Any, tmp
         PolicyGradientInterface({"mask_too_long": True}).train_step(tiny_actor(), bare, context(tmp_path))
 
 
-def test_three_non_finite_updates_in_a_row_stop(rollout_batch: Any, tmp_path: Path) -> None:
+def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch: Any, tmp_path: Path) -> None:
     model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
     interface = PolicyGradientInterface({})
     for step in range(2):
-        assert interface.train_step(model, sample, context(tmp_path, step))["skipped"] == 1
+        stats = interface.train_step(model, sample, context(tmp_path, step))
+        assert stats["skipped"] == 1 and "stop" not in stats
     resumed = PolicyGradientInterface({})
     resumed.load_state_dict(interface.state_dict())
-    with pytest.raises(NonFiniteError, match="3 updates in a row"):
-        resumed.train_step(model, sample, context(tmp_path, 2))
-    record = json.loads((tmp_path / "nonfinite" / "step-2-actor.json").read_text())
-    assert record["sample_ids"] == ["t0", "t2", "t3"]
+    assert "3 updates in a row" in resumed.train_step(model, sample, context(tmp_path, 2))["stop"]
+
+
+def test_no_further_minibatch_after_too_many_skipped_ones(rollout_batch: Any, tmp_path: Path) -> None:
+    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
+    with torch.no_grad():
+        next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
+    interface = PolicyGradientInterface({"ppo_n_minibatches": 3, "max_nonfinite_steps": 2, "kl_loss_coef": 0.1})
+    stats = interface.train_step(model, sample, context(tmp_path))
+    assert stats["skipped"] == 2 and "2 updates in a row" in stats["stop"]
+
+
+def test_supervised_training_asks_for_the_end_too(rollout_batch: Any, tmp_path: Path) -> None:
+    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
+    with torch.no_grad():
+        next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
+    interface = SFTInterface(max_nonfinite_steps=2)
+    stats = [interface.train_step(model, sample, context(tmp_path)) for _ in range(2)]
+    assert "stop" not in stats[0] and "2 updates in a row" in stats[1]["stop"]
 
 
 def test_outcome_reward() -> None:

@@ -141,6 +141,14 @@ def test_skipped_steps_are_counted_and_their_samples_written_out(tmp_path: Path)
     assert "warning: step 2: actor_train skipped its update" in done.stdout
 
 
+def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(tmp_path: Path):
+    done = launch(tmp_path, "experiment_name=stops")
+    assert done.returncode == 1
+    assert "actor_train ended the run at step 2: it was skipped" in done.stderr and "Traceback" not in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "stops" / "t" / "nonfinite.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
+
+
 def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(tmp_path: Path):
     process, workers = start_slow(tmp_path)
     second = launch(tmp_path, "experiment_name=slow")

@@ -54,8 +54,9 @@ class ToyTrain:
             time.sleep(120)
         if self._behaviour == "fails" and context.step == 1:
             raise RuntimeError("the toy fell over")
-        skipped = self._behaviour == "skips" and context.step == 1
-        return {"loss": model.engine.weight, "skipped": skipped, "mismatch_kl": 0.5, "episodes": ["an episode"]}
+        skipped = self._behaviour in ("skips", "stops") and context.step == 1
+        stats = {"loss": model.engine.weight, "skipped": skipped, "mismatch_kl": 0.5, "episodes": ["an episode"]}
+        return {**stats, "stop": "it was skipped"} if self._behaviour == "stops" and skipped else stats
 
     def evaluate(self, model: Any, args: Any, context: Any) -> dict[str, Any]:
         del context
