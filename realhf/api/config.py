@@ -106,13 +106,17 @@ class WarmStartConfig:
 
 @dataclass
 class GenConfig:
-    """Sampling. Rewards and log-probabilities are those of exactly this distribution."""
+    """Sampling. Rewards and log-probabilities are those of exactly this distribution.
+
+    ``new_tokens_per_chunk``: an engine call returns after so many tokens at most, and a turn that is not over goes
+    on in the next call. Rollouts that play in lockstep then wait for a chunk and not for the longest turn."""
 
     max_new_tokens: int = 64
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    new_tokens_per_chunk: int | None = None
 
 
 @dataclass

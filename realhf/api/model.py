@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class GenRequest:
     """One sequence to continue. ``token_ids`` is the whole prefix; ``slot`` names the cache row that may
-    hold the keys and values of a prefix of it (the engine reuses what matches and computes the rest)."""
+    hold the keys and values of a prefix of it (the engine reuses what matches and computes the rest).
+    ``sampled``: how many tokens at the end of the prefix belong to the turn that goes on, after an
+    interruption; they count towards its minimum and maximum."""
 
     slot: int
     token_ids: Sequence[int]
+    sampled: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from realhf.backends.row_table import PrefillItem, RowTable
 from realhf.backends.sampling import check_gen_config, sample_tokens
 
 _PREFILL_TOKENS = 4096
+_PADDING_TOKENS = 768  # computing so many padded tokens costs a small model about as much as another pass
 """Padded tokens of one prefill pass: bounds the memory of its mask and activations."""
 _REPACK_FRACTION = 0.2
 """Finished rows are moved out of the batch when they are this part of it: a move costs about ten steps."""
@@ -118,7 +119,9 @@ class EmbeddedGenerator:
     ) -> list[GenOutput]:
         prefixes = [np.asarray(r.token_ids, dtype=np.int64) for r in requests]
         slots = [r.slot for r in requests]
-        budgets = np.array([min(config.max_new_tokens, self._limit - len(p)) for p in prefixes])
+        rest = np.array([config.max_new_tokens - r.sampled for r in requests])
+        room = np.array([self._limit - len(p) for p in prefixes])
+        budgets = np.minimum(np.minimum(rest, room), config.new_tokens_per_chunk or config.max_new_tokens)
         columns = max(len(p) + b for p, b in zip(prefixes, budgets.tolist(), strict=True))
         self._cache.reserve(self._table.rows_needed(slots), columns)
         self._table.resize(self._cache.rows, self._cache.columns)
@@ -127,7 +130,8 @@ class EmbeddedGenerator:
         plan = self._table.plan_prefill(rows, prefixes)
         logits = self._prefill(plan, prefixes)
         batch = self._start(rows, prefixes, logits)
-        drawn = self._decode(batch, budgets, config, stop_ids, seed)
+        minimum = np.array([config.min_new_tokens - r.sampled for r in requests])
+        drawn = self._decode(batch, budgets, minimum, config, stop_ids, seed)
         version = self._version()
         outputs = []
         for i, (tokens, logprobs, stopped) in enumerate(drawn):
@@ -135,9 +139,9 @@ class EmbeddedGenerator:
             row, end = self._table.rows_of([slots[i]])[0], len(prefixes[i]) + len(tokens) - 1
             self._table.tokens[row, len(prefixes[i]) : end] = tokens[:-1]
             self._table.lengths[row] = end
-            outputs.append(
-                GenOutput(tokens, logprobs, [version] * len(tokens), "stop" if stopped else "length")
-            )
+            goes_on = len(tokens) < min(rest[i], room[i])
+            reason = "stop" if stopped else "interrupted" if goes_on else "length"
+            outputs.append(GenOutput(tokens, logprobs, [version] * len(tokens), reason))
         return outputs
 
     def _copy(self, source: list[int], target: list[int], columns: int | None = None) -> None:
@@ -176,7 +180,7 @@ class EmbeddedGenerator:
             current = chunks[-1] if chunks else []
             fits = current and (len(current) + 1) * longest <= _PREFILL_TOKENS
             padding = sum(longest - missing[j] for j in current)
-            if fits and padding <= 256 + sum(missing[j] for j in current) // 4:
+            if fits and padding <= _PADDING_TOKENS + sum(missing[j] for j in current) // 4:
                 current.append(i)
             else:
                 chunks.append([i])
@@ -225,9 +229,16 @@ class EmbeddedGenerator:
         return _Batch(request, lengths, mask, np.ones(len(rows), dtype=bool), logits[self._index(request)])
 
     def _decode(
-        self, batch: _Batch, budgets: np.ndarray, config: GenConfig, stop_ids: Sequence[int], seed: int
+        self,
+        batch: _Batch,
+        budgets: np.ndarray,
+        minimum: np.ndarray,
+        config: GenConfig,
+        stop_ids: Sequence[int],
+        seed: int,
     ) -> list[tuple[list[int], list[float], bool]]:
-        """Per request: tokens, log-probabilities, whether a stop id ended it."""
+        """Per request: tokens, log-probabilities, whether a stop id ended it. ``budgets`` and ``minimum`` bound
+        the new tokens of each request."""
         n, steps = len(budgets), int(budgets.max())
         generator = torch.Generator().manual_seed(seed)
         stops = torch.zeros(batch.logits.shape[-1], dtype=torch.bool, device=batch.logits.device)
@@ -239,7 +250,8 @@ class EmbeddedGenerator:
             # One draw per request and step, whoever is still alive: a row's tokens do not depend on when
             # other rows end.
             uniform = torch.rand(n, generator=generator, dtype=torch.float64).numpy()[batch.request]
-            banned = stops if step < config.min_new_tokens else None
+            short = torch.from_numpy(minimum[batch.request] > step)
+            banned = stops & short[:, None].to(stops.device) if short.any() else None
             draw = torch.from_numpy(uniform).to(batch.logits.device)
             tokens, logprobs = sample_tokens(batch.logits, draw, config, banned)
             tokens_out[step, batch.request] = tokens.cpu().numpy()

@@ -18,6 +18,8 @@ def check_gen_config(config: GenConfig) -> None:
         raise ValueError(f"gen.temperature must be >= 0 (0 is greedy), got {config.temperature}")
     if not 0 < config.top_p <= 1:
         raise ValueError(f"gen.top_p must be in (0, 1], got {config.top_p}")
+    if config.new_tokens_per_chunk is not None and config.new_tokens_per_chunk < 1:
+        raise ValueError(f"gen.new_tokens_per_chunk must be at least 1, got {config.new_tokens_per_chunk}")
     if config.top_k < 0:
         raise ValueError(f"gen.top_k must be >= 0 (0 keeps all), got {config.top_k}")
 
@@ -27,8 +29,8 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Next tokens int64 (n,) and their log-probabilities fp32 (n,).
 
-    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (vocabulary,) tokens that may
-    not be drawn now. The log-probability is that of the temperature-scaled softmax over the whole
+    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (n, vocabulary): tokens that
+    may not be drawn now. The log-probability is that of the temperature-scaled softmax over the whole
     vocabulary (of the plain softmax when greedy), which is what a trainer recomputes: truncation by top_p
     and top_k changes what is drawn, not what is reported.
     """

@@ -59,7 +59,7 @@ class LockstepPlay:
 
     def requests(self) -> list[GenRequest]:
         """The next batch, in the order of the seats; empty when all jobs have an outcome."""
-        return [GenRequest(seat.index, seat.rollout.prefix()) for seat in self._seats if seat.rollout]
+        return [seat.rollout.request(seat.index) for seat in self._seats if seat.rollout]
 
     def take_outputs(self, outputs: Sequence[GenOutput]) -> None:
         """Sampled turns, in the order of ``requests``."""

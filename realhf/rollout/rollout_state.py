@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.env import VALID_STATUSES, ChatFormat, RolloutOutcome, StepResult, Turn
-from realhf.api.model import GenOutput
+from realhf.api.model import GenOutput, GenRequest
 from realhf.api.observation_text import NO_COMMAND, observation_text, shorten
 from realhf.rollout.extraction import extract_command
 from realhf.rollout.token_buffer import TokenBuffer
@@ -56,6 +56,7 @@ class RolloutState:
     progress: float = 0.0
     _text: str = ""
     _ended: bool = True
+    _turn_ids: list[int] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
 
     def start(self, result: StepResult) -> None:
@@ -68,21 +69,25 @@ class RolloutState:
                 f"do not fit into max_total_tokens={self.limits.max_total_tokens}"
             )
 
-    def prefix(self) -> list[int]:
-        """What the engine continues in this round."""
+    def request(self, slot: int) -> GenRequest:
+        """What the engine continues in this round: a new turn, or one that was interrupted."""
         assert self.tokens is not None
-        return self.tokens.prefix()
+        return GenRequest(slot, self.tokens.prefix(), len(self._turn_ids))
 
     def take_turn(self, output: GenOutput) -> None:
-        """Take a sampled turn; ``command`` is set when the environment has to run one. Otherwise the turn is
-        complete and the episode goes on or has ended."""
+        """Take a sampled turn, or a part of one; ``command`` is set when the environment has to run one. Otherwise
+        the turn goes on (interrupted) or is complete, and the episode goes on or has ended."""
         assert self.tokens is not None
         if not output.token_ids:
             self.fail("policy_error", "the engine returned no tokens")
             return
-        self.tokens.append_policy(output)
+        self.tokens.append_policy(output, continues=bool(self._turn_ids))
+        self._turn_ids += output.token_ids
+        if output.finish_reason == "interrupted":
+            return
         self._ended = output.finish_reason == "stop"
-        self._text = self.chat.decode(output.token_ids)
+        self._text = self.chat.decode(self._turn_ids)
+        self._turn_ids = []
         self.command = extract_command(self._text)
         if self.command is None:
             self._finish_turn(NO_COMMAND, 0.0, done=False)

@@ -35,15 +35,16 @@ class TokenBuffer:
         """What the engine continues: prompt and completion so far."""
         return self.prompt_ids + self.completion_ids
 
-    def append_policy(self, output: GenOutput) -> None:
-        """Add a sampled turn. Raises ValueError when its parts differ in length or it exceeds the budget."""
+    def append_policy(self, output: GenOutput, *, continues: bool = False) -> None:
+        """Add a sampled turn, or (``continues``) the next part of an interrupted one. Raises ValueError when its
+        ids, logprobs and versions differ in length or it exceeds the budget."""
         count = len(output.token_ids)
         if not count == len(output.logprobs) == len(output.versions):
             raise ValueError(
                 f"engine returned {count} tokens, {len(output.logprobs)} logprobs, {len(output.versions)} versions"
             )
-        if self._policy_spoke_last:
-            raise ValueError("two policy turns without an observation between them")
+        if self._policy_spoke_last is not continues:
+            raise ValueError("a policy turn follows the prompt or an observation, and its rest follows it at once")
         if count > self.room:
             raise ValueError(
                 f"policy turn of {count} tokens where max_total_tokens={self._max_total} leaves {self.room}; "

@@ -203,3 +203,32 @@ def test_decode_attention_equals_the_library_kernel() -> None:
         query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=mask, scale=0.3
     )
     torch.testing.assert_close(got, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
+
+
+def test_chunks_give_the_greedy_turn_of_one_call(tiny_model: Any) -> None:
+    model = tiny_model("qwen3")
+    prefix = [5, 9, 11, 4]
+    whole = EmbeddedGenerator(model).generate(
+        [GenRequest(0, prefix)], GenConfig(max_new_tokens=11, temperature=0.0), stop_ids=[], seed=0
+    )[0]
+    engine, config = EmbeddedGenerator(model), GenConfig(max_new_tokens=11, temperature=0.0, new_tokens_per_chunk=4)
+    tokens: list[int] = []
+    reasons = []
+    while reasons[-1:] != ["length"]:
+        part = engine.generate([GenRequest(0, prefix + tokens, len(tokens))], config, stop_ids=[], seed=0)[0]
+        tokens += part.token_ids
+        reasons.append(part.finish_reason)
+    assert tokens == whole.token_ids
+    assert reasons == ["interrupted", "interrupted", "length"]
+
+
+def test_a_minimum_holds_across_chunks(tiny_model: Any) -> None:
+    model = tiny_model("qwen3")
+    every = list(range(model.config.vocab_size - 1))
+    config = GenConfig(max_new_tokens=6, min_new_tokens=3, new_tokens_per_chunk=2)
+    engine = EmbeddedGenerator(model)
+    first = engine.generate([GenRequest(0, [5, 6])], config, stop_ids=every, seed=1)[0]
+    assert first.finish_reason == "interrupted" and len(first.token_ids) == 2
+    rest = engine.generate([GenRequest(0, [5, 6, *first.token_ids], 2)], config, stop_ids=every, seed=1)[0]
+    assert len(rest.token_ids) == 2
+    assert rest.token_ids[0] == model.config.vocab_size - 1

@@ -37,8 +37,8 @@ def test_a_long_observation_is_cut_until_a_turn_fits() -> None:
     rollout.take_turn(said("aws s3 ls"))
     assert rollout.command == "aws s3 ls"
     rollout.take_reply(observed("x" * 60 + "y" * 60))
-    assert not rollout.status and len(rollout.prefix()) <= 100
-    text = rollout.prefix()[6 + 10 + 1 : -1]
+    assert not rollout.status and len(rollout.request(0).token_ids) <= 100
+    text = rollout.request(0).token_ids[6 + 10 + 1 : -1]
     assert text[0] == ord("x") and text[-1] == ord("y") and len(text) > 40
 
 
@@ -46,7 +46,7 @@ def test_the_end_of_a_truncated_turn_is_added_without_loss() -> None:
     rollout = begun()
     rollout.take_turn(said("aws s3 ls", finish="length"))
     rollout.take_reply(observed("o"))
-    assert rollout.prefix()[-4:] == [END, FOLLOW, ord("o"), CUE]
+    assert rollout.request(0).token_ids[-4:] == [END, FOLLOW, ord("o"), CUE]
     assert rollout.tokens is not None and rollout.tokens.loss_mask[-4:] == [False] * 4
 
 

@@ -35,7 +35,7 @@ def test_what_breaks_the_accounting_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves 3"):
         buffer.append_policy(turn([2, 3, 4, 5]))
     buffer.append_policy(turn([2]))
-    with pytest.raises(ValueError, match="two policy turns"):
+    with pytest.raises(ValueError, match="follows the prompt or an observation"):
         buffer.append_policy(turn([2]))
     buffer.append_environment([3])
     with pytest.raises(AssertionError, match="after the last policy turn"):
