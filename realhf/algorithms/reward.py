@@ -13,8 +13,8 @@ from realhf.api.sample import SequenceSample
 
 class OutcomeRewardInterface:
     """``env_rewards`` -> ``rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32, one
-    per sequence (dataflow spec section 10, Score). A score that is not a number stays one: a failed
-    episode has no reward, not reward 0, and the ``outcome`` key excludes it."""
+    per sequence (dataflow spec section 10, Score). Where the key ``outcome`` tells of a failure the reward is
+    NaN: a failed episode has no reward, not reward 0."""
 
     def __init__(
         self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0
@@ -27,8 +27,10 @@ class OutcomeRewardInterface:
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
         """Output key ``rewards`` with the lengths of ``env_rewards``; stats ``reward_mean`` and ``n_scored``
-        over the finite scores."""
+        over those that have one."""
         scores = sample["env_rewards"].float()
+        if "outcome" in sample.keys:
+            scores = torch.where(sample["outcome"] == 0, scores, torch.nan)
         rewards = ((scores + self._bias) * self._scaling).clamp(-self._clip, self._clip)
         finite = rewards[torch.isfinite(rewards)]
         out = SequenceSample.from_tensors(

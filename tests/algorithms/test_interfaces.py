@@ -187,10 +187,8 @@ def test_supervised_training_asks_for_the_end_too(rollout_batch: Any, tmp_path: 
 
 
 def test_outcome_reward() -> None:
-    scores = torch.tensor([0.0, 1.0, 100.0, math.nan])
-    sample = SequenceSample.from_tensors(
-        ["a", "b"], {"env_rewards": scores}, {"env_rewards": [[1, 1], [1, 1]]}
-    )
+    tensors = {"env_rewards": torch.tensor([0.0, 1.0, 100.0, 0.0]), "outcome": torch.tensor([0, 0, 0, 3])}
+    sample = SequenceSample.from_tensors(["a", "b"], tensors, {key: [[1, 1], [1, 1]] for key in tensors})
     out, stats = OutcomeRewardInterface(reward_scaling=2.0, reward_bias=-0.5).inference(
         Model("rew", None, None),
         sample,

@@ -1,0 +1,96 @@
+"""A small taught policy, and the bench that runs one model function call with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mfc_bench import USELESS, MfcBench, sequences
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from realhf.algorithms.sft import SFTInterface
+from realhf.api.config import BuiltinModelConfig, OptimizerConfig
+from realhf.api.experiment import ModelSpec
+from realhf.api.model import CallContext, Model
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.builtin_policy import build_builtin_policy
+from realhf.backends.torch_backend import TorchBackend
+from realhf.data.chat_dataset import ChatDataset
+from realhf.env.task import Task
+from realhf.env.tasks.loader import instantiate
+
+TINY = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+TEACHING_STEPS = 60
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def task() -> Task:
+    """One listing request solves it; ``USELESS`` does not."""
+    return instantiate(1, seed=7)
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory, task: Task) -> Path:
+    """A folder with the built-in policy, taught for a second to solve ``task``, or to ask something useless first."""
+    folder = tmp_path_factory.mktemp("policy")
+    ask = {"role": "user", "content": task.description}
+    turns = [[task.solution[0]], [USELESS, task.solution[0]], [USELESS, USELESS]]
+    rows = [[ask, *(message for turn in told for message in
+                    ({"role": "assistant", "content": turn}, {"role": "tool", "content": "ok"}))] for told in turns]
+    demonstrations = folder / "demonstrations.jsonl"
+    demonstrations.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    build_builtin_policy(demonstrations, folder / "random", TINY, seed=0)
+
+    spec = ModelSpec("actor", str(folder / "random"), trainable=True, optimizer=OptimizerConfig(lr=1e-2))
+    engine = TorchBackend().build(spec, seed=0, total_train_steps=TEACHING_STEPS)
+    sample = ChatDataset(str(demonstrations), engine.tokenizer).load(["a", "b", "c"], [0, 1, 2])
+    teacher, model = SFTInterface(), Model("actor", engine, engine.tokenizer)
+    for step in range(TEACHING_STEPS):
+        teacher.train_step(model, sample, CallContext(step, step, MicroBatchSpec(), folder))
+    engine.export_hf(folder / "taught")
+    return folder / "taught"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(policy: Path) -> Any:
+    return AutoTokenizer.from_pretrained(policy)
+
+
+@pytest.fixture(scope="session")
+def expected_logprobs(policy: Path) -> Callable[..., list[torch.Tensor]]:
+    """expected_logprobs(sample, temperature=T, folder=policy) -> f32 (L-1,) per sequence: one plain forward of
+    transformers for each, in float64."""
+
+    def compute(sample: SequenceSample, *, temperature: float = 1.0, folder: Path = policy) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        found = []
+        with torch.no_grad():
+            for ids in sequences(sample, "packed_input_ids"):
+                logits = model(input_ids=ids[None]).logits[0, :-1] / temperature
+                found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].float())
+        return found
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., MfcBench]]:
+    """make_bench(mfc, model, sessions=0) -> a bench that is closed after the module's tests."""
+    made: list[MfcBench] = []
+
+    def make(*arguments: Any, **more: Any) -> MfcBench:
+        made.append(MfcBench(tmp_path_factory.mktemp("run"), *arguments, **more))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()

@@ -1,0 +1,132 @@
+"""One model function call on a real model worker process; this process is its master and its only peer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from realhf.api.config import CheckpointConfig, EnvConfig, MonitorConfig, RecoverMode, RpcConfig
+from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan, SourceSpec
+from realhf.api.mfc import MFCDef
+from realhf.api.sample import SequenceSample
+from realhf.transport.codec import decode_sample
+from realhf.transport.data_plane import DataPlane
+from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.tensor_store import TensorStore
+
+RUN_ID = "mfc"
+WORKER, ENV, PEER = "model_worker/0", "env/0", "peer"
+TIMEOUT_S = 90.0
+USELESS = "aws s3api list-buckets"
+"""A command that the taught policy likes and that solves nothing."""
+
+
+class Reply(NamedTuple):
+    """``outputs``: lengths only, as the master sees them; None for a train step."""
+
+    outputs: SequenceSample | None
+    stats: dict[str, Any]
+
+
+class MfcBench:
+    """Starts the worker (and an environment worker with ``sessions`` slots), loads the model, sends calls."""
+
+    def __init__(self, folder: Path, mfc: MFCDef, model: ModelSpec, *, sessions: int = 0) -> None:
+        self._folder, self._mfc = folder, mfc
+        self._runner = asyncio.Runner()
+        self._master = RpcMaster(RUN_ID)
+        self._store = TensorStore(PEER)
+        self._plane = DataPlane(PEER, RUN_ID, self._store)
+        self._plane.start()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start(model, sessions)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, model: ModelSpec, sessions: int) -> None:
+        spec = ExperimentSpec(
+            name="mfc", models={model.role: model}, mfcs=(self._mfc,), source=SourceSpec("task_curriculum"), n_seqs=2,
+            total_train_steps=10, seed=1, run_dir=self._folder,
+        )
+        RunPlan(spec, EnvConfig(), RpcConfig(), MonitorConfig(), CheckpointConfig(), RecoverMode.disabled,
+                torch_threads=1, started_at=time.time()).write()
+        self._runner.run(self._master.start())
+        join = ("--run-id", RUN_ID, "--master", self._master.endpoint)
+        names = [WORKER]
+        if sessions:
+            names.append(ENV)
+            self._spawn("workers.env_worker", "--name", ENV, "--port", "0", "--pool-size", str(sessions), *join)
+        self._spawn("workers.model_worker", "--run-dir", str(self._folder), "--index", "0", *join)
+        self._runner.run(self._master.wait_for(names, TIMEOUT_S))
+        assert self.ask("initialize", {})["roles"] == [model.role]
+
+    def _spawn(self, module: str, *argv: str) -> None:
+        with (self._folder / f"{module}.log").open("wb") as log:
+            self._processes.append(subprocess.Popen([sys.executable, "-m", module, *argv], stdout=log, stderr=log))
+
+    def ask(self, handler: str, payload: dict[str, Any]) -> Any:
+        """One request to the worker."""
+
+        async def request() -> Any:
+            return await self._master.call(WORKER, handler, payload, timeout_s=TIMEOUT_S)
+
+        return self._runner.run(request())
+
+    def call(self, sample: SequenceSample, *, step: int = 0, seed: int = 1) -> Reply:
+        """Offer ``sample`` to the worker, as another worker would, and have it run the call."""
+        self._store.clear(sample.ids)
+        self._store.put(sample.select(self._mfc.input_keys))
+        roster = self._master.roster
+        ids, keys = list(sample.ids), list(self._mfc.input_keys)
+        reply = self.ask("call", {
+            "mfc": self._mfc.name, "role": self._mfc.model_role, "ids": ids, "keys": keys,
+            "metadata": dict(sample.metadata), "step": step, "seed": seed,
+            "fetches": [{"worker": PEER, "endpoint": self._plane.endpoint, "ids": ids, "keys": keys}],
+            "endpoints": {"env": [roster[ENV].endpoints["env"]]} if ENV in roster else {},
+        })
+        return Reply(None if reply["meta"] is None else decode_sample(reply["meta"]), reply["stats"])
+
+    def infer(self, sample: SequenceSample, **more: Any) -> tuple[SequenceSample, dict[str, Any]]:
+        """``call``, then fetch the outputs from the worker's store and have them cleared there."""
+        meta, stats = self.call(sample, **more)
+        assert meta is not None and meta.data is None and meta.keys == set(self._mfc.output_keys)
+        endpoint = self._master.roster[WORKER].data_endpoint
+        outputs = self._plane.fetch(endpoint, sample.ids, self._mfc.output_keys, TIMEOUT_S)
+        assert self.ask("clear", {"ids": list(sample.ids)})["nbytes"] == 0
+        assert as_lists(outputs.seqlens) == as_lists(meta.seqlens)
+        return SequenceSample.from_tensors(
+            outputs.ids, {key: outputs[key].clone() for key in outputs.keys}, outputs.seqlens, meta.metadata), stats
+
+    def export(self, name: str) -> Path:
+        """The worker's weights as a Hugging Face folder."""
+        folder = self._folder / name
+        self.ask("export", {"role": self._mfc.model_role, "folder": str(folder)})
+        return folder
+
+    def close(self) -> None:
+        """Say bye; every process must end by itself."""
+        self._runner.run(self._master.close())
+        self._plane.close()
+        self._runner.close()
+        try:
+            codes = [process.wait(20) for process in self._processes]
+        finally:
+            for process in self._processes:
+                process.kill()
+        assert codes == [0] * len(codes)
+
+
+def as_lists(seqlens: Mapping[str, Any]) -> dict[str, list[list[int]]]:
+    return {key: [list(inner) for inner in groups] for key, groups in seqlens.items()}
+
+
+def sequences(sample: SequenceSample, key: str) -> list[Any]:
+    """The inner sequences of a key, in order."""
+    return list(sample[key].split([length for inner in sample.seqlens[key] for length in inner]))

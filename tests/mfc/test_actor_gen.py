@@ -1,0 +1,141 @@
+"""``actor_gen`` alone on a worker: groups of episodes against real simulators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mfc_bench import MfcBench, as_lists, sequences
+
+from experiments.grpo_aws import actor_gen, actor_model
+from realhf.api.config import EnvConfig, ExperimentConfig, GenConfig, PPOConfig, RolloutConfig
+from realhf.api.sample import SequenceSample
+from realhf.env.task import Task
+from realhf.env.tasks.loader import instantiate
+
+pytestmark = pytest.mark.sim
+
+G, SESSIONS, MAX_TURNS, MAX_NEW, TEMPERATURE, STEP = 3, 3, 2, 40, 0.8, 4
+Played = tuple[SequenceSample, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
+    config = ExperimentConfig(
+        experiment="grpo_aws", env=EnvConfig(pool_size=SESSIONS), ppo=PPOConfig(group_size=G),
+        gen=GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE), rollout=RolloutConfig(max_turns=MAX_TURNS),
+    )
+    return make_bench(actor_gen(config), actor_model(config, str(policy)), sessions=SESSIONS)
+
+
+@pytest.fixture(scope="module")
+def tasks(task: Task) -> list[Task]:
+    """One that the policy was taught, and the same template with a name that it never saw."""
+    return [task, instantiate(1, seed=8)]
+
+
+def drawn(tasks: list[Task], name: str) -> SequenceSample:
+    """What the curriculum sends: a task each."""
+    metadata = {"task": [json.dumps(task.to_json()) for task in tasks], "task_seed": [task.seed for task in tasks]}
+    ids = torch.tensor([task.task_id for task in tasks])
+    return SequenceSample.from_tensors([f"{name}{i}" for i in range(len(tasks))], {"task_ids": ids},
+                                       {"task_ids": [[1]] * len(tasks)}, metadata)
+
+
+@pytest.fixture(scope="module")
+def played(bench: MfcBench, tasks: list[Task]) -> Played:
+    return bench.infer(drawn(tasks, "first"), step=STEP, seed=11)
+
+
+def turns(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """Runs of sampled tokens."""
+    found: list[list[int]] = []
+    for position, sampled in enumerate(mask.tolist()):
+        if sampled and (position == 0 or not mask[position - 1]):
+            found.append([])
+        if sampled:
+            found[-1].append(int(ids[position]))
+    return found
+
+
+def rollouts(played: Played) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids, mask) of every rollout."""
+    return list(zip(sequences(played[0], "packed_input_ids"), sequences(played[0], "loss_mask"), strict=True))
+
+
+def test_groups_of_one_instance(played: Played, tasks: list[Task], tokenizer: Any) -> None:
+    outputs, stats = played
+    assert outputs.ids == ("first0", "first1") and stats["rollouts"] == 2 * G and stats["failed_rollouts"] == 0
+    lengths = as_lists(outputs.seqlens)
+    assert [len(group) for group in lengths["packed_input_ids"]] == [G, G]
+    shifted = [[length - 1 for length in group] for group in lengths["packed_input_ids"]]
+    assert lengths["packed_logprobs"] == lengths["packed_versions"] == shifted
+    assert lengths["env_rewards"] == lengths["outcome"] == [[1] * G] * 2
+    prompts = sequences(outputs, "prompt_mask")
+    for number, (ids, _) in enumerate(rollouts(played)):
+        conversation = tokenizer.decode(ids[prompts[number]])
+        assert conversation == f"<|user|>{tasks[number // G].description}<|assistant|>"
+        assert bool(prompts[number][: int(prompts[number].sum())].all()), "the prompt comes first"
+
+
+def test_the_mask_covers_what_was_sampled_and_nothing_else(played: Played, tokenizer: Any) -> None:
+    stop = tokenizer.eos_token_id
+    for (ids, mask), prompt in zip(rollouts(played), sequences(played[0], "prompt_mask"), strict=True):
+        assert mask[int(prompt.sum())] and mask[-1] and not bool((mask & prompt).any())
+        spoken = turns(ids, mask)
+        assert 1 <= len(spoken) <= MAX_TURNS
+        for turn in spoken:
+            assert stop not in turn[:-1] and (turn[-1] == stop or len(turn) == MAX_NEW)
+        between = tokenizer.decode(ids[~mask & ~prompt])
+        if len(spoken) == 2:
+            assert "<|user|>" in between and between.endswith("<|assistant|>")
+    assert played[1]["generated_tokens"] == sum(int(mask.sum()) for _, mask in rollouts(played))
+
+
+def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played: Played, expected_logprobs: Any) -> None:
+    outputs, _ = played
+    expected = expected_logprobs(outputs, temperature=TEMPERATURE)
+    found, versions = sequences(outputs, "packed_logprobs"), sequences(outputs, "packed_versions")
+    for number, (_, mask) in enumerate(rollouts(played)):
+        sampled = mask[1:]
+        torch.testing.assert_close(found[number][sampled], expected[number][sampled], atol=1e-3, rtol=0)
+        assert float(expected[number][sampled].min()) < -0.1, "not a policy that is sure of everything"
+        assert bool((found[number][~sampled] == 0).all())
+        assert bool((versions[number][sampled] == STEP).all()) and bool((versions[number][~sampled] == -1).all())
+
+
+def test_the_solution_is_rewarded_and_nothing_else(played: Played, tasks: list[Task], tokenizer: Any) -> None:
+    outputs, stats = played
+    solved = [any(tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // G].solution[0] for turn in spoken)
+              for number, spoken in enumerate(turns(*rollout) for rollout in rollouts(played))]
+    assert any(solved) and not all(solved), "a policy that can do some of it"
+    assert outputs["env_rewards"].tolist() == [float(each) for each in solved]
+    assert outputs["outcome"].tolist() == [0] * 2 * G
+    assert stats["success"] == pytest.approx(sum(solved) / len(solved))
+    for number in range(2):
+        group = solved[number * G : (number + 1) * G]
+        assert json.loads(outputs.metadata["achieved"][number]) == group
+        assert json.loads(outputs.metadata["rewards"][number]) == [float(each) for each in group]
+    cut = outputs["seq_no_eos_mask"].tolist()
+    assert cut == [not each for each in solved], "an episode ends by success or by its turns"
+
+
+def test_the_observation_is_that_of_the_simulator(played: Played, tasks: list[Task], tokenizer: Any) -> None:
+    asked = [(number, tokenizer.decode(ids)) for number, (ids, _) in enumerate(rollouts(played))
+             if "list-buckets" in tokenizer.decode(ids)]
+    assert asked, "the policy was taught to ask for the buckets"
+    for number, text in asked:
+        assert f'"Name":"{tasks[number // G].params["name"]}"' in text.replace(" ", "")
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens(bench: MfcBench, tasks: list[Task], played: Played) -> None:
+    again, _ = bench.infer(drawn(tasks, "again"), step=STEP, seed=11)
+    assert torch.equal(again["packed_input_ids"], played[0]["packed_input_ids"])
+    assert torch.equal(again["packed_logprobs"], played[0]["packed_logprobs"])
+    other, _ = bench.infer(drawn(tasks, "other"), step=STEP, seed=12)
+    assert as_lists(other.seqlens) != as_lists(again.seqlens) or not torch.equal(
+        other["packed_input_ids"], again["packed_input_ids"])

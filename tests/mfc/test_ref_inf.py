@@ -1,0 +1,58 @@
+"""``ref_inf`` alone on a worker: the log-probabilities of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mfc_bench import MfcBench, as_lists
+
+from experiments.grpo_aws import ref_inf
+from realhf.api.config import ExperimentConfig, GenConfig, MicroBatchConfig
+from realhf.api.experiment import ModelSpec
+from realhf.api.sample import SequenceSample
+
+TEMPERATURE = 0.7
+GROUPS = [[9, 30, 2], [17, 17, 5]]
+
+
+@pytest.fixture(scope="module")
+def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
+    config = ExperimentConfig(experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE),
+                              mb_spec=MicroBatchConfig(max_tokens_per_mb=32))
+    return make_bench(ref_inf(config), ModelSpec("ref", str(policy)))
+
+
+def tokens(groups: list[list[int]], seed: int = 0) -> SequenceSample:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 400, (sum(map(sum, groups)),), generator=generator)
+    return SequenceSample.from_tensors([f"s{i}@{seed}" for i in range(len(groups))], {"packed_input_ids": ids},
+                                       {"packed_input_ids": groups})
+
+
+def test_it_is_the_log_softmax_of_the_models_own_forward(bench: MfcBench, expected_logprobs: Any) -> None:
+    sample = tokens(GROUPS)
+    outputs, stats = bench.infer(sample)
+    assert as_lists(outputs.seqlens) == {"packed_ref_logprobs": [[8, 29, 1], [16, 16, 4]]}
+    assert outputs.ids == sample.ids and outputs["packed_ref_logprobs"].dtype == torch.float32
+    expected = torch.cat(expected_logprobs(sample, temperature=TEMPERATURE))
+    assert expected.std() > 1, "the model is not indifferent"
+    torch.testing.assert_close(outputs["packed_ref_logprobs"], expected, atol=1e-4, rtol=1e-4)
+    assert stats["n_tokens"] == 80
+
+
+def test_a_sample_scores_the_same_in_any_company(bench: MfcBench) -> None:
+    together, _ = bench.infer(tokens(GROUPS))
+    sample = tokens(GROUPS).select_ids([1])
+    alone, _ = bench.infer(sample)
+    torch.testing.assert_close(alone["packed_ref_logprobs"], together["packed_ref_logprobs"][-36:], atol=1e-5, rtol=0)
+
+
+def test_the_reference_does_not_move(bench: MfcBench, policy: Path, expected_logprobs: Any) -> None:
+    bench.infer(tokens(GROUPS, seed=1), step=5, seed=2)
+    sample, exported = tokens(GROUPS, seed=2), bench.export("ref")
+    for before, after in zip(expected_logprobs(sample), expected_logprobs(sample, folder=exported), strict=True):
+        assert torch.equal(before, after)
