@@ -53,13 +53,14 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     spec = _build(module, watched_config)
     if spec.needs_env:
         to_plain(watched_config.env)
+    # What the workers will read, without the sections that watch who reads them.
+    plain = to_plain(spec)
     check_effects(composed.overridden, reads, config.experiment, IDLE_REASONS)
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)
     *_, graph = [spec_graph(every) for every in everything]
-    # What the workers will read, without the sections that watch who reads them.
-    return BuiltExperiment(config, from_plain(ExperimentSpec, to_plain(spec)), graph)
+    return BuiltExperiment(config, from_plain(ExperimentSpec, plain), graph)
 
 
 def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:

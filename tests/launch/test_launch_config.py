@@ -79,6 +79,12 @@ def test_options_without_effect(capsys, arguments: list[str], expected: str):
     assert expected in errors(capsys, *arguments, "mode=check")
 
 
+@pytest.mark.parametrize("option", ["actor.optimizer.lr=0.01", "warm_start.optimizer.lr=0.01", "env.max_steps=9",
+                                    "ppo.entropy_coef=0.1", "actor.optimizer.beta1=0.8"])
+def test_options_with_effect(option: str, capsys):
+    assert main(["experiment=grpo_aws", option, "mode=check"]) == 0, capsys.readouterr().err
+
+
 def test_all_problems_are_listed_at_once(capsys):
     text = errors(capsys, "experiment=grpo_aws", "total_train_steps=0", "gen.top_p=2", "actor.dtype=float8")
     assert [line.partition("=")[0] for line in text.splitlines()] == ["total_train_steps", "gen.top_p", "actor.dtype"]
