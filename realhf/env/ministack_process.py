@@ -45,6 +45,13 @@ def _import_path() -> list[str]:
     return [str(Path(__file__).resolve().parents[2])]
 
 
+def not_up(name: str, reason: object, log: str) -> str:
+    """The message about a process that did not come up: one line with the last of its log, then the log."""
+    said = log.strip()
+    last = f"; its last words: {said.splitlines()[-1].strip()}\n{said}" if said else ""
+    return f"{name} did not come up: {reason}{last}"
+
+
 class MiniStackProcess:
     """Start, health, reset and end of one simulator. ``port`` 0 lets the kernel choose once and for all."""
 
@@ -91,10 +98,11 @@ class MiniStackProcess:
                 return
             except OSError as error:
                 reason = error
-            if not self.alive() or time.monotonic() > deadline:
+            if not self.alive():
+                raise RuntimeError(not_up(f"MiniStack on port {self.port}", "its process ended", self.log_tail()))
+            if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"MiniStack on port {self.port} did not come up within {timeout_s} s ({reason}); "
-                    f"the end of its log:\n{self.log_tail()}"
+                    not_up(f"MiniStack on port {self.port}", f"{reason}, for {timeout_s:g} s", self.log_tail())
                 )
             time.sleep(0.01)
 

@@ -16,12 +16,12 @@ from typing import IO, Any
 
 from realhf.env.executor import CliExecutor, OutputLimits, SimulatorLost
 from realhf.env.fork_server import ForkedProcess, ForkServer
-from realhf.env.ministack_process import MiniStackProcess, zygote_environment
+from realhf.env.ministack_process import MiniStackProcess, not_up, zygote_environment
 from realhf.env.state_client import ClientFactory, StateClient
 from realhf.env.vfs import VirtualFolder
 
 ACCOUNT = "000000000000"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 _SANDBOX_MODES = ("auto", "plain")
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,8 @@ class MiniStackPool:
             ministack.bind()
         for zygote in self._zygotes:
             zygote.start()
-        self._await_zygotes()
+        for zygote, name in ((simulators, "MiniStack"), (workers, "the AWS CLI")):
+            self._await(zygote, name)
         for slot in self.slots:
             slot.ministack.start()
         for slot in self.slots:
@@ -162,17 +163,16 @@ class MiniStackPool:
             slot.start()
         self._free.extend(self.slots)
 
-    def _await_zygotes(self) -> None:
-        for zygote in self._zygotes:
-            try:
-                greeting = zygote.wait_ready(START_TIMEOUT_S)
-                if self._sandbox == "auto" and not greeting["isolated"]:
-                    logger.warning("the kernel gives no network namespace: egress is stopped by audit hooks alone")
-            except (RuntimeError, TimeoutError) as error:
-                assert self._log is not None
-                self._log.seek(0)
-                tail = self._log.read()[-2000:].decode("utf-8", "replace")
-                raise RuntimeError(f"{error}; the end of its log:\n{tail}") from error
+    def _await(self, zygote: ForkServer, name: str) -> None:
+        try:
+            greeting = zygote.wait_ready(START_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
+            assert self._log is not None
+            self._log.seek(0)
+            tail = self._log.read()[-2000:].decode("utf-8", "replace")
+            raise RuntimeError(not_up(name, error, tail)) from error
+        if self._sandbox == "auto" and not greeting["isolated"]:
+            logger.warning("the kernel gives no network namespace: egress is stopped by audit hooks alone")
 
     def acquire(self) -> Slot:
         """A free, living slot, least recently used first. Raises RuntimeError when there is none."""

@@ -1,0 +1,161 @@
+"""The command itself, with everything real and tiny: simulators, a policy made here, master, workers, training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+
+TINY = (
+    "model=builtin_tiny", "builtin.vocab_size=400", "warm_start.episodes_per_task=1", "warm_start.train_steps=3",
+    "env.pool_size=2", "env.tiers=[warmup]", "dataset.train_bs_n_seqs=2", "ppo.group_size=2", "gen.max_new_tokens=12",
+    "rollout.max_turns=2", "evaluation.episodes_per_task=1", "evaluation.greedy_episodes_per_task=0",
+    "torch_threads=1", "monitor.tensorboard=false", "monitor.progress=false",
+)
+MOVING = ("ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01")
+"""A policy that is as good as random earns nothing; the entropy makes it move all the same."""
+CLOCKED = ("seconds", "tokens_per_second", "rollout_seconds", "generation_seconds", "env_seconds")
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def command(root: Path, trial: str, *options: str, experiment: str = "grpo_aws") -> list[str]:
+    return [sys.executable, "-m", "realhf.launch", f"experiment={experiment}", "seed=3", f"trial_name={trial}",
+            f"fileroot={root}", *TINY, *options]
+
+
+def launch(root: Path, trial: str, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(root, trial, *options, **more), capture_output=True, text=True, timeout=170,
+                          check=False)
+    assert not leftovers(root)
+    return done
+
+
+def leftovers(root: Path) -> list[list[str]]:
+    """Command lines of processes that belong to a run below ``root``."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(str(root) in part for part in process.cmdline()):
+                found.append(process.cmdline())
+    return found
+
+
+def trained(root: Path, trial: str, steps: int, *options: str, **more: str) -> list[dict[str, float]]:
+    """The metrics of a run that must succeed."""
+    done = launch(root, trial, f"total_train_steps={steps}", *options, **more)
+    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
+    folder = root / more.get("experiment", "grpo_aws") / trial
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    return rows
+
+
+def figures(row: dict[str, float]) -> dict[str, float]:
+    """What a seed determines: everything but the clock."""
+    return {name: value for name, value in row.items()
+            if not name.startswith(("seconds/", "fetch_seconds/", "queue_seconds/")) and not name.endswith(CLOCKED)}
+
+
+@pytest.fixture(scope="module")
+def first(root: Path) -> list[dict[str, float]]:
+    """Three steps without a break, on one model worker."""
+    return trained(root, "first", 3, *MOVING)
+
+
+def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: list[dict[str, float]]) -> None:
+    losses = [row["actor_train/loss"] for row in first]
+    assert len(set(losses)) == 3 and all(row["actor_train/grad_norm"] > 0 for row in first)
+    assert first[0]["actor_train/kl_ref"] == 0 < min(row["actor_train/kl_ref"] for row in first[1:])
+    assert all(row["actor_train/mismatch_abs"] < 1e-3 for row in first)
+    run = root / "grpo_aws" / "first"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["heldout_episodes"] == 13 and set(summary["heldout_success_after"]) == {"overall", "warmup"}
+    assert (run / "episodes.txt").read_text().count("===== step 3, episode ") == 2
+    model, tokenizer = (kind.from_pretrained(run / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.vocab_size == 400 and tokenizer.chat_template
+
+
+def test_the_same_seed_is_bit_identical_even_across_a_restart(root: Path, first: list[dict[str, float]]) -> None:
+    two = trained(root, "again", 2, *MOVING)
+    assert [figures(row) for row in two] == [figures(row) for row in first[:2]]
+    three = trained(root, "again", 3, *MOVING)
+    assert three[:2] == two, "steps that were done are not done again"
+    assert figures(three[2]) == figures(first[2])
+
+
+def test_a_reference_on_a_second_worker_changes_no_loss(root: Path, first: list[dict[str, float]]) -> None:
+    rows = trained(root, "two_workers", 3, *MOVING, "ref.workers=[1]")
+    assert (root / "grpo_aws" / "two_workers" / "logs" / "model_worker-1.log").exists()
+    for name in ("actor_train/loss", "actor_train/kl_ref", "actor_train/grad_norm"):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-5), name
+
+
+def test_the_second_algorithm_needs_no_reference(root: Path, first: list[dict[str, float]]) -> None:
+    [row] = trained(root, "reinforce", 1, *MOVING, experiment="reinforce_aws")
+    assert row["actor_train/n_updates"] == 1 and row["rew_inf/n_scored"] == 4
+    assert not [name for name in row if name.startswith("ref_inf")]
+
+
+def failed(done: subprocess.CompletedProcess[str]) -> str:
+    """The message of a run that failed: one clear line."""
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+def test_a_taken_port_is_named(root: Path, first: list[dict[str, float]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = failed(launch(root, "taken", "total_train_steps=1", f"env.ministack_base_port={port}"))
+    assert "env/0" in message and f"port {port} for MiniStack is taken" in message
+
+
+@pytest.fixture
+def without_simulators(root: Path) -> Iterator[Launch]:
+    """A launch whose simulators are killed as soon as they appear."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        process = subprocess.Popen(command(root, "no_simulator", *options), stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            for child in descendants(process.pid):
+                with contextlib.suppress(psutil.Error, ProcessLookupError):
+                    if "realhf.env.ministack_server" in " ".join(child.cmdline()):
+                        os.kill(child.pid, 9)
+            time.sleep(0.05)
+        out, errors = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+    yield run
+    assert not leftovers(root)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch, first: list[dict[str, float]]) -> None:
+    message = failed(without_simulators("total_train_steps=1"))
+    assert "env/0" in message and "MiniStack did not come up" in message
