@@ -92,10 +92,10 @@ class WarmStartConfig:
     mistake and leave it at that, ``recovery_fraction`` make one and repair it. A warm start on perfect episodes
     only would leave reinforcement learning little to do."""
 
-    episodes_per_task: int = 60
+    episodes_per_task: int = 45
     habit_fraction: float = 0.35
     recovery_fraction: float = 0.15
-    train_steps: int = 500
+    train_steps: int = 400
     batch_size: int = 32
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=2.5e-3, weight_decay=0.01, warmup_steps_proportion=0.05,
@@ -190,7 +190,7 @@ class EvaluationConfig:
     """Held-out evaluation: episodes per task template at the training temperature, and greedy."""
 
     episodes_per_task: int = 12
-    greedy_episodes_per_task: int = 6
+    greedy_episodes_per_task: int = 12
     every_steps: int = 0
 
 

@@ -48,6 +48,12 @@ def draw_name(rng: random.Random, split: str) -> str:
             return f"{adjective}-{noun}-{rng.choice(SUFFIXES)}"
 
 
+def is_name(text: object) -> bool:
+    """Whether a parameter's value is a drawn name."""
+    parts = str(text).split("-")
+    return len(parts) == 3 and parts[0] in ADJECTIVES and parts[1] in NOUNS and parts[2] in SUFFIXES
+
+
 def words() -> tuple[str, ...]:
     """Every word a name can hold: what a tokenizer should keep whole."""
     return ADJECTIVES + NOUNS + SUFFIXES

@@ -3,8 +3,9 @@
     python -m realhf.env.sft_data --out episodes.jsonl --episodes-per-task 100 --recovery-fraction 0.3
 
 Kinds: *canonical* plays the solution; *recovery* makes a mistake first and then does it right; *habit* makes a
-mistake and leaves it at that (nothing achieved): what a policy with room for improvement also does. Every
-observation is what the simulator and the CLI really answered.
+mistake and sticks to it (nothing achieved): what a policy with room for improvement also does. A mistake is one
+of the template's own, or one that is possible everywhere: the last word of a name is left out. Every observation
+is what the simulator and the CLI really answered.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from rich.console import Console
 from rich.progress import track
 
 from realhf.env.episode import Episode
+from realhf.env.names import is_name
 from realhf.env.pool import MiniStackPool
 from realhf.env.task import Task, TaskError
 from realhf.env.tasks.loader import instantiate, load_templates, mistakes
 
 CANONICAL, RECOVERY, HABIT = "canonical", "recovery", "habit"
+SHORTENED_SHARE = 0.6
+"""Part of the mistakes that shorten a name; the others are the template's."""
+PERSISTENCE = 3
+"""Commands of a habit episode, at least: its last command is sent again."""
 _SEED_BITS = 31
 
 
@@ -68,9 +74,26 @@ def write_scripts(
 def _commands(task: Task, kind: str, rng: random.Random) -> tuple[str, ...]:
     if kind == CANONICAL:
         return task.solution
-    known = [mistake for mistake in mistakes(task) if mistake.recovery or kind == HABIT]
-    mistake = rng.choice(known)
-    return mistake.commands + (mistake.recovery if kind == RECOVERY else ())
+    if rng.random() < SHORTENED_SHARE:
+        short = with_short_names(task)
+        return short[:1] + task.solution if kind == RECOVERY else _persistent(short)
+    if kind == RECOVERY:
+        mistake = rng.choice([mistake for mistake in mistakes(task) if mistake.recovery])
+        return mistake.commands + mistake.recovery
+    return _persistent(rng.choice(mistakes(task)).commands)
+
+
+def with_short_names(task: Task) -> tuple[str, ...]:
+    """The solution with the last word of every drawn name left out."""
+    commands = task.solution
+    for value in task.params.values():
+        if is_name(value):
+            commands = tuple(command.replace(value, value.rpartition("-")[0]) for command in commands)
+    return commands
+
+
+def _persistent(commands: tuple[str, ...]) -> tuple[str, ...]:
+    return commands + commands[-1:] * (PERSISTENCE - len(commands))
 
 
 def play(episode: Episode, script: Script) -> dict[str, Any]:

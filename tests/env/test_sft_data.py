@@ -9,8 +9,8 @@ import pytest
 
 from realhf.env.episode import Episode
 from realhf.env.pool import MiniStackPool
-from realhf.env.sft_data import Script, main, play, play_all, write_scripts
-from realhf.env.tasks import instantiate, load_templates, mistakes
+from realhf.env.sft_data import Script, main, play, play_all, with_short_names, write_scripts
+from realhf.env.tasks import instantiate, load_templates
 
 
 def test_scripts_hold_the_wanted_mix() -> None:
@@ -18,9 +18,21 @@ def test_scripts_hold_the_wanted_mix() -> None:
     assert Counter(script.kind for script in scripts) == {"canonical": 5 * 39, "recovery": 3 * 39, "habit": 2 * 39}
     assert set(Counter(script.task.task_id for script in scripts).values()) == {10}
     for script in scripts:
-        known = [mistake.commands for mistake in mistakes(script.task)]
         assert (script.commands == script.task.solution) == (script.kind == "canonical")
-        assert (script.commands in known) == (script.kind == "habit")
+        solved_at_the_end = script.commands[-len(script.task.solution) :] == script.task.solution
+        assert not (script.kind == "habit" and solved_at_the_end)
+        assert script.kind != "habit" or len(script.commands) >= 3
+
+
+def test_short_names_lose_their_last_word_everywhere() -> None:
+    task = instantiate(203, seed=5)
+    name = task.params["name"]
+    short = with_short_names(task)
+    assert len(short) == len(task.solution) == 3
+    assert all(name not in command and name.rpartition("-")[0] in command for command in short)
+
+
+def test_scripts_are_decided_by_the_seed() -> None:
     assert write_scripts(10, 3) == write_scripts(10, 3) != write_scripts(10, 4)
     assert write_scripts(2, 0, ["warmup"])[0].task.tier == "warmup"
 
