@@ -16,13 +16,13 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow]
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TINY = (
     "model=builtin_tiny", "builtin.vocab_size=400", "warm_start.episodes_per_task=1", "warm_start.train_steps=3",
     "env.pool_size=2", "env.tiers=[warmup]", "dataset.train_bs_n_seqs=2", "ppo.group_size=2", "gen.max_new_tokens=12",
-    "rollout.max_turns=2", "evaluation.episodes_per_task=1", "evaluation.greedy_episodes_per_task=0",
-    "torch_threads=1", "monitor.tensorboard=false", "monitor.progress=false",
+    "rollout.max_turns=2", "rollout.max_total_tokens=640", "evaluation.episodes_per_task=1",
+    "evaluation.greedy_episodes_per_task=0", "torch_threads=1", "monitor.tensorboard=false", "monitor.progress=false",
 )
 MOVING = ("ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01")
 """A policy that is as good as random earns nothing; the entropy makes it move all the same."""
