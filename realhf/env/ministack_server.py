@@ -139,7 +139,7 @@ async def _serve(app: AsgiApp, listener: socket.socket) -> None:
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control, mode, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
     randomness = SeededRandomness()
     randomness.install()
     deferred = _import_modules()
@@ -151,7 +151,7 @@ def main() -> None:
         setattr(lambda_module, f"_execute_function_{executor}", _stub_lambda)
     app = _guarded_app(app_module.app, randomness)
     _keep_only_metadata(MINISTACK_SERVICES)
-    isolated = sys.argv[2] == "auto" and sandbox.leave_network()
+    isolated = mode == "auto" and sandbox.leave_network()
     gc.collect()
     gc.freeze()
 
@@ -171,7 +171,7 @@ def main() -> None:
             runner.run(_serve(app, listener))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
-    shutil.rmtree(os.environ["HOME"], ignore_errors=True)  # an owner that was killed could not
+    shutil.rmtree(root, ignore_errors=True)  # an owner that was killed could not
 
 
 if __name__ == "__main__":

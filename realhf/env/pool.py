@@ -142,7 +142,9 @@ class MiniStackPool:
     def _start(self) -> None:
         root = self._root = Path(tempfile.mkdtemp(prefix="realhf-env-"))
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the pool)
-        simulators = ForkServer("realhf.env.ministack_server", self._log, zygote_environment(root), [self._sandbox])
+        simulators = ForkServer(
+            "realhf.env.ministack_server", self._log, zygote_environment(root), [self._sandbox, str(root)]
+        )
         workers = ForkServer("realhf.env.cli_zygote", self._log, worker_environment(), [ACCOUNT, self._sandbox])
         self._zygotes = [simulators, workers]
         factory = ClientFactory()
