@@ -39,7 +39,7 @@ class GenOutput:
 
     ``token_ids`` includes the stop id that ended it, if any. ``logprobs`` (natural log, fp32, of the
     temperature-scaled distribution sampled from) and ``versions`` (policy version per token) have the
-    same length. ``finish_reason`` is ``stop``, ``length`` or ``interrupted``.
+    same length. ``finish_reason`` is ``stop``, ``length`` or ``interrupted`` (the turn is to be continued).
     """
 
     token_ids: list[int]

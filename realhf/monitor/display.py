@@ -15,6 +15,8 @@ from rich.text import Text
 from realhf.monitor.headline import figure, success_by_tier, time_split
 
 _BAR = 24
+_STEP_LINE_S = 2.0
+"""Least time between two lines about steps where there is no live display."""
 
 
 class Display(Protocol):
@@ -38,11 +40,12 @@ def make_display(title: str, *, live: bool, console: Console | None = None) -> D
 
 
 class PlainDisplay:
-    """One line per event that a reader of a log wants to see."""
+    """One line per event that a reader of a log wants to see; of quick steps one in a while, and the last."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._began = time.monotonic()
+        self._last_step_line = float("-inf")
 
     def show(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == "phase":
@@ -50,9 +53,15 @@ class PlainDisplay:
         elif event["kind"] == "warning":
             self.say(f"warning: {event['text']}")
         elif event["kind"] == "step":
-            self.say(step_line(event))
+            self._show_step(event)
         elif event["kind"] == "evaluation":
             self.say(evaluation_line(event))
+
+    def _show_step(self, event: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._last_step_line >= _STEP_LINE_S or event["step"] == event["total"]:
+            self._last_step_line = now
+            self.say(step_line(event))
 
     def say(self, text: str) -> None:
         stamp = f"{time.monotonic() - self._began:7.1f} s  "

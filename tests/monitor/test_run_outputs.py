@@ -155,3 +155,13 @@ def test_provenance_without_importing_anything(tmp_path: Path):
     versions = package_versions(("numpy", "no-such-package"))
     assert versions["numpy"] and versions["no-such-package"] is None
     assert git_state(tmp_path)["commit"] is None
+
+
+def test_a_log_gets_few_lines_of_quick_steps_and_the_last_one():
+    console = Console(file=io.StringIO(), width=200)
+    display = PlainDisplay(console)
+    for step in range(1, 401):
+        display.show({"kind": "step", "step": step, "total": 400, "metrics": ROW})
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) < 50
+    assert "step 1/400" in lines[0] and "step 400/400" in lines[-1]
