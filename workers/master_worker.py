@@ -13,6 +13,7 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,8 @@ class MasterWorker:
         await asyncio.gather(*calls)
 
     async def _checkpoint(self, step: int) -> None:
-        state = {"executor": self._executor.state_dict(), "wall_seconds": self._wall_seconds()}
+        state = {"executor": self._executor.state_dict(), "wall_seconds": self._wall_seconds(),
+                 "model_paths": self._model_paths()}
         draft = await asyncio.to_thread(self._checkpoints.begin, step)
         try:
             await self._on_model_workers("save", draft)
@@ -206,9 +208,13 @@ class MasterWorker:
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
+        check_same_models(checkpoint.state["model_paths"], self._model_paths())
         await self._on_model_workers("restore", checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
+
+    def _model_paths(self) -> dict[str, str]:
+        return {role: model.path for role, model in self._spec.models.items()}
 
     async def _export(self) -> None:
         """The policy in Hugging Face format: ``policy`` in the run folder, or the artifact others wait for."""
@@ -232,6 +238,15 @@ class MasterWorker:
 
     def _wall_seconds(self) -> float:
         return self._wall_before + time.time() - self._plan.started_at
+
+
+def check_same_models(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+    """A checkpoint holds no frozen weights, so they must come from where they came from. Raises RuntimeError."""
+    for role in sorted({*saved, *current}):
+        if saved.get(role) != current.get(role):
+            raise RuntimeError(
+                f"the checkpoint was made with {role} from {saved.get(role)}, this run has it from {current.get(role)}; "
+                "restore that folder, or start afresh with recover_mode=disabled or another trial_name")
 
 
 def main() -> int:
