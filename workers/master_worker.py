@@ -245,8 +245,9 @@ def check_same_models(saved: Mapping[str, str], current: Mapping[str, str]) -> N
     for role in sorted({*saved, *current}):
         if saved.get(role) != current.get(role):
             raise RuntimeError(
-                f"the checkpoint was made with {role} from {saved.get(role)}, this run has it from {current.get(role)}; "
-                "restore that folder, or start afresh with recover_mode=disabled or another trial_name")
+                f"the checkpoint was made with {role} from {saved.get(role)}, this run has it from "
+                f"{current.get(role)}; restore that folder, or start afresh with recover_mode=disabled"
+            )
 
 
 def main() -> int:
