@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-WINDOW = 5
-"""Steps of the running mean of the training curves."""
+TIER = "source/success/"
+"""Metric: the curriculum's running success of a tier, a mean over its templates however often each was drawn."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Summary, seed and training success per step of a finished run. Raises FileNotFoundError."""
+    """Summary, seed and running training success per step, the mean of the tiers. Raises FileNotFoundError."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    success = [json.loads(line)["actor_gen/success"] for line in lines]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    success = [statistics.mean(value for name, value in row.items() if name.startswith(TIER)) for row in rows]
     return {"seed": plan["spec"]["seed"], "summary": summary, "success": success}
 
 
@@ -45,24 +46,19 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def running_mean(values: list[float]) -> list[float]:
-    """Mean of the last ``WINDOW`` values at every position."""
-    return [sum(values[max(0, i - WINDOW + 1) : i + 1]) / min(i + 1, WINDOW) for i in range(len(values))]
-
-
 def draw(runs: list[dict[str, Any]], out: Path) -> None:
-    """Training success over steps, and held-out success before and after as dots at both ends."""
+    """Running success in training over steps, and held-out success before and after as dots at both ends."""
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for run in runs:
         steps = list(range(1, len(run["success"]) + 1))
-        (line,) = axes.plot(steps, running_mean(run["success"]), label=f"seed {run['seed']}", linewidth=1.8)
+        (line,) = axes.plot(steps, run["success"], label=f"seed {run['seed']}", linewidth=1.8)
         ends = [run["summary"][f"heldout_success_{when}"]["overall"] for when in ("before", "after")]
         axes.plot([0, steps[-1] + 1], ends, "o", color=line.get_color(), markersize=7)
-    axes.set_xlabel(f"train step (16 tasks x 8 rollouts; running mean of {WINDOW} steps)")
+    axes.set_xlabel("train step")
     axes.set_ylabel("success")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
-    axes.set_title("line: tasks in training, chosen for what can be learned - dots: held-out, before and after",
+    axes.set_title("lines: running success in training, all tasks weighted equally; dots: held-out, before and after",
                    fontsize=9)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(out, dpi=130)
