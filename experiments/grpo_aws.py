@@ -83,7 +83,8 @@ def aws_experiment(
     before: tuple[ExperimentSpec, ...],
 ) -> ExperimentSpec:
     """Tasks from the curriculum, held-out success before and after, the policy exported at the end."""
-    source = SourceSpec("task_curriculum", {"tiers": list(config.env.tiers), "strategy": config.dataset.curriculum},
+    tasks = {"tiers": list(config.env.tiers), "tags": list(config.env.tags), "strategy": config.dataset.curriculum}
+    source = SourceSpec("task_curriculum", tasks,
                         keys=("task_ids",), worker=models["actor"].workers[0])
     return ExperimentSpec(
         name=name, models=models, mfcs=tuple(mfcs), source=source, n_seqs=config.dataset.train_bs_n_seqs,
@@ -98,8 +99,9 @@ def held_out(config: ExperimentConfig) -> EvaluationSpec:
     from realhf.env.tasks.loader import load_templates
 
     evaluation = config.evaluation
+    templates = load_templates(list(config.env.tiers), tags=list(config.env.tags), split="train")
     args = {
-        "tasks": [(template.task_id, template.tier) for template in load_templates(list(config.env.tiers))],
+        "tasks": [(template.task_id, template.tier) for template in templates],
         "split": "heldout", "episodes_per_task": evaluation.episodes_per_task,
         "greedy_episodes_per_task": evaluation.greedy_episodes_per_task,
     }

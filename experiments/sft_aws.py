@@ -70,11 +70,12 @@ def _demonstrations(config: ExperimentConfig) -> JobSpec:
         "--habit-fraction": config.warm_start.habit_fraction,
         "--recovery-fraction": config.warm_start.recovery_fraction,
     }
-    key = content_key([options, config.env.tiers, package_versions(("ministack", "awscli"))], files)
+    key = content_key([options, config.env.tiers, config.env.tags, package_versions(("ministack", "awscli"))], files)
     return JobSpec(
         "sft_data", "realhf.env.sft_data", artifact=_cache(config) / f"demonstrations-{key}.jsonl",
         argv=("--out", "{artifact}", *(str(part) for option in options.items() for part in option),
-              "--tiers", *config.env.tiers, "--pool-size", str(min(4, config.env.pool_size))),
+              "--tiers", *config.env.tiers, "--tags", *config.env.tags,
+              "--pool-size", str(min(4, config.env.pool_size))),
     )
 
 

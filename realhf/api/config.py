@@ -167,7 +167,8 @@ class RolloutConfig:
 
 @dataclass
 class EnvConfig:
-    """The AWS environment server that the launcher starts. Port 0: any free port (range)."""
+    """The AWS environment server that the launcher starts. Port 0: any free port (range). ``tags``: train on
+    templates with any of these tags ([]: all); "starter" are the 39 that the built-in policy can learn."""
 
     pool_size: int = 16
     host: str = "127.0.0.1"
@@ -175,6 +176,7 @@ class EnvConfig:
     ministack_base_port: int = 0
     max_steps: int = 15
     tiers: list[str] = field(default_factory=lambda: ["warmup", "beginner", "intermediate"])
+    tags: list[str] = field(default_factory=lambda: ["starter"])
 
 
 @dataclass

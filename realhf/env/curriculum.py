@@ -74,14 +74,15 @@ def decayed_rate(results: Sequence[float], decay: float) -> float:
 
 
 class Curriculum:
-    """Common part of the strategies: draws, records, figures, persistence. ``tiers`` None: all there are."""
+    """Common part of the strategies: draws, records, figures, persistence. ``tiers`` None: all there are; ``tags``:
+    templates with any of them. Held-out templates are never served."""
 
     strategy = ""
 
-    def __init__(self, seed: int = 0, tiers: Iterable[str] | None = None) -> None:
-        templates = load_templates(tiers)
+    def __init__(self, seed: int = 0, tiers: Iterable[str] | None = None, tags: Iterable[str] = ()) -> None:
+        templates = load_templates(tiers, tags=tags, split="train")
         if not templates:
-            raise TaskError("the curriculum has no task in the tiers it was given")
+            raise TaskError("the curriculum has no task in the tiers and with the tags it was given")
         self._tier_of = {template.task_id: template.tier for template in templates}
         self._tiers = [tier for tier in TIERS if tier in self._tier_of.values()]
         self._seed = seed
@@ -200,11 +201,17 @@ class LearnabilityCurriculum(Curriculum):
     strategy = "learnability"
 
     def __init__(
-        self, seed: int = 0, tiers: Iterable[str] | None = None, *, decay: float = 0.8, floor: float = 0.02
+        self,
+        seed: int = 0,
+        tiers: Iterable[str] | None = None,
+        tags: Iterable[str] = (),
+        *,
+        decay: float = 0.8,
+        floor: float = 0.02,
     ) -> None:
         self._decay = decay
         self._floor = floor
-        super().__init__(seed, tiers)
+        super().__init__(seed, tiers, tags)
 
     def success_rate(self, template_id: int) -> float:
         record = self._records[template_id]
@@ -235,9 +242,16 @@ class PriorityCurriculum(Curriculum):
 
     strategy = "priority"
 
-    def __init__(self, seed: int = 0, tiers: Iterable[str] | None = None, *, rule: PriorityRule | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        tiers: Iterable[str] | None = None,
+        tags: Iterable[str] = (),
+        *,
+        rule: PriorityRule | None = None,
+    ) -> None:
         self.rule = rule or PriorityRule()
-        super().__init__(seed, tiers)
+        super().__init__(seed, tiers, tags)
 
     def reset(self) -> None:
         super().reset()
@@ -321,12 +335,14 @@ class PriorityCurriculum(Curriculum):
             self._tier_results = list(state["tier_results"])
 
 
-def make_curriculum(strategy: str, seed: int, tiers: Iterable[str] | None = None) -> Curriculum:
+def make_curriculum(
+    strategy: str, seed: int, tiers: Iterable[str] | None = None, tags: Iterable[str] = ()
+) -> Curriculum:
     """Raises ValueError for an unknown strategy."""
     kinds = {kind.strategy: kind for kind in (LearnabilityCurriculum, PriorityCurriculum)}
     if strategy not in kinds:
         raise ValueError(f"curriculum strategy {strategy!r} is unknown; known: {', '.join(sorted(kinds))}")
-    return kinds[strategy](seed, tiers)
+    return kinds[strategy](seed, tiers, tags)
 
 
 def _even_draws(rng: random.Random, items: Sequence[int], weights: Sequence[float], count: int) -> list[int]:

@@ -52,6 +52,7 @@ def write_scripts(
     seed: int,
     tiers: Sequence[str] | None = None,
     *,
+    tags: Sequence[str] = (),
     recovery_fraction: float = 0.0,
     habit_fraction: float = 0.0,
 ) -> list[Script]:
@@ -62,7 +63,7 @@ def write_scripts(
     rng = random.Random(f"sft:{seed}")
     recoveries, habits = round(recovery_fraction * episodes_per_task), round(habit_fraction * episodes_per_task)
     scripts = []
-    for template in load_templates(tiers):
+    for template in load_templates(tiers, tags=tags, split="train"):
         for number in range(episodes_per_task):
             task = instantiate(template.task_id, rng.getrandbits(_SEED_BITS))
             kind = RECOVERY if number < recoveries else HABIT if number < recoveries + habits else CANONICAL
@@ -164,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--episodes-per-task", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiers", nargs="+", help="default: all")
+    parser.add_argument("--tags", nargs="*", default=(), help="only templates with one of these tags")
     parser.add_argument("--pool-size", type=int, default=4, help="simulators that play in parallel")
     parser.add_argument("--recovery-fraction", type=float, default=0.0)
     parser.add_argument("--habit-fraction", type=float, default=0.0)
@@ -173,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.episodes_per_task,
             options.seed,
             options.tiers,
+            tags=options.tags,
             recovery_fraction=options.recovery_fraction,
             habit_fraction=options.habit_fraction,
         )

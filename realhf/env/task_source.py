@@ -15,8 +15,14 @@ class TaskCurriculumSource:
     """Endless. Ids are ``<template>-<seed>@<n>`` with n counting from 0; metadata holds the task as JSON text and
     ``template``, ``tier``, ``task_seed``; the value ``task_ids`` is the template's number."""
 
-    def __init__(self, seed: int, tiers: Sequence[str] | None = None, strategy: str = "learnability") -> None:
-        self._curriculum = make_curriculum(strategy, seed, tiers)
+    def __init__(
+        self,
+        seed: int,
+        tiers: Sequence[str] | None = None,
+        strategy: str = "learnability",
+        tags: Sequence[str] = (),
+    ) -> None:
+        self._curriculum = make_curriculum(strategy, seed, tiers, tags)
         self._drawn = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:

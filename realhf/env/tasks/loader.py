@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -25,7 +25,7 @@ _FILES = ("warmup", "beginner", "intermediate")
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 _KEYS = frozenset(
     {"task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution"}
-    | {"partial_solutions", "mistakes"}
+    | {"partial_solutions", "mistakes", "split", "tags", "desired_state_spec", "possible_drifts", "assets", "decoys"}
 )
 
 
@@ -39,7 +39,8 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Template:
-    """One task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` as written there."""
+    """One task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` as written there.
+    ``split`` "heldout": never served to training. ``tags``: topics; "starter" marks what the built-in policy learns."""
 
     task_id: int
     name: str
@@ -51,15 +52,35 @@ class Template:
     solution: tuple[str, ...]
     partial_solutions: tuple[tuple[str, ...], ...]
     mistakes: tuple[Mapping[str, Any], ...]
+    split: str = "train"
+    tags: frozenset[str] = frozenset()
+    desired_state_spec: str = ""
+    possible_drifts: tuple[Any, ...] = ()
+    assets: Mapping[str, str] = field(default_factory=dict)
+    decoys: tuple[Any, ...] = ()
 
 
-def load_templates(tiers: Iterable[str] | None = None) -> list[Template]:
-    """All templates of these tiers (None: of all), ordered by id. Raises TaskError for an unknown tier."""
-    wanted = set(TIERS if tiers is None else tiers)
-    unknown = wanted - set(TIERS)
+def load_templates(
+    tiers: Iterable[str] | None = None, *, tags: Iterable[str] = (), split: str | None = None
+) -> list[Template]:
+    """Templates ordered by id: of these tiers (None: of all), with any of these tags (none: whatever their tags),
+    of this split of the templates (None: both). Raises TaskError for an unknown tier, tag or split."""
+    everything = _all_templates().values()
+    wanted = _known("tier", TIERS if tiers is None else tiers, TIERS)
+    tagged = _known("tag", tags, sorted({tag for template in everything for tag in template.tags}))
+    splits = _known("split", SPLITS if split is None else [split], SPLITS)
+    return [
+        template
+        for template in everything
+        if template.tier in wanted and template.split in splits and (not tagged or tagged & template.tags)
+    ]
+
+
+def _known(kind: str, names: Iterable[str], known: Iterable[str]) -> set[str]:
+    unknown = set(names) - set(known)
     if unknown:
-        raise TaskError(f"unknown tier {sorted(unknown)[0]!r}; known: {', '.join(TIERS)}")
-    return [template for template in _all_templates().values() if template.tier in wanted]
+        raise TaskError(f"unknown {kind} {sorted(unknown)[0]!r}; known: {', '.join(known)}")
+    return set(names)
 
 
 def get_template(template_id: int) -> Template:
@@ -160,4 +181,10 @@ def _template(tier: str, entry: Mapping[str, Any]) -> Template:
         solution=tuple(entry["solution"]),
         partial_solutions=tuple(tuple(commands) for commands in entry.get("partial_solutions", [])),
         mistakes=tuple(entry["mistakes"]),
+        split=entry.get("split", "train"),
+        tags=frozenset(entry.get("tags", ())),
+        desired_state_spec=entry.get("desired_state_spec", ""),
+        possible_drifts=tuple(entry.get("possible_drifts", ())),
+        assets=entry.get("assets", {}),
+        decoys=tuple(entry.get("decoys", ())),
     )
