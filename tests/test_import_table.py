@@ -28,6 +28,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 TORCH_FREE = ("realhf/api", "realhf/dataflow", "realhf/env", "realhf/monitor", "realhf/scheduler", "realhf/launch",
               "realhf/transport", "experiments", "workers/master_worker.py", "workers/env_worker.py")
+PROGRAMS = {"realhf/env/evaluate.py"}
+"""Commands that put parts of several rooms together, as the launcher does; nothing may import them."""
 READS_ENVIRONMENT = {"realhf/env/server_config.py"}
 
 
@@ -62,7 +64,8 @@ def room(name: str) -> str | None:
 @pytest.mark.parametrize("path", modules("realhf"), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_arrows_point_one_way(path: Path):
     own = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    if own in (None, "__init__", "launch"):
+    assert not {f"{name.rpartition('.')[0].replace('.', '/')}.py" for name in imported(tree(path))} & PROGRAMS
+    if own in (None, "__init__", "launch") or path.relative_to(ROOT).as_posix() in PROGRAMS:
         return
     assert own in MAY_IMPORT, f"{own} is not in the import table"
     wrong = {name for name in imported(tree(path))

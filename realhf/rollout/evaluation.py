@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from realhf.api.env import RolloutOutcome
+from realhf.api.intervals import wilson_interval
 
 
 def evaluation_report(outcomes: Sequence[RolloutOutcome]) -> dict[str, dict[str, Any]]:
@@ -19,16 +19,6 @@ def evaluation_report(outcomes: Sequence[RolloutOutcome]) -> dict[str, dict[str,
     for tier in sorted({outcome.tier for outcome in outcomes if outcome.tier}):
         report[tier] = _summary([outcome for outcome in outcomes if outcome.tier == tier])
     return report
-
-
-def wilson_interval(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927); (0, 1) without observations."""
-    if n == 0:
-        return 0.0, 1.0
-    p = successes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _summary(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
