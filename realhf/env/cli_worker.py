@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from realhf.env import sandbox
+from realhf.env import sandbox, seccomp
 from realhf.env.cli_frames import frame, read_frame
 from realhf.env.refusal import RefusedRequest
 from realhf.env.vfs import MAX_FILE_BYTES, VirtualFolder
@@ -23,6 +23,7 @@ from realhf.env.warm_cli import WarmCli
 RUNAWAY_BYTES = 8 << 20
 MAX_RESIDENT_BYTES = 300 << 20
 _ADDRESS_BYTES = 2 << 30
+_CPU_S = 120
 
 
 class RunawayOutput(BaseException):
@@ -79,11 +80,18 @@ class CliWorker:
         files = VirtualFolder(Path(folder))
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         sandbox.forbid_new_privileges()
-        sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES)
+        seccomp.install()
+        sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES,
+                                cpu_s=_CPU_S)  # fmt: skip
         guard = sandbox.AuditGuard(read_roots, (folder,), on_denied=self._denied)
         guard.install()
+        sandbox.prove_containment()
+        self.refusals.clear()
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:
+            if not message:  # are you there?
+                channel.sendall(frame({}))
+                continue
             reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
             files.enforce_limits()
             reply["last"] = self._polluted(folder)

@@ -84,6 +84,7 @@ class ExecutorCounters:
     seconds: float = 0.0
     timeouts: int = 0
     worker_starts: int = 0
+    worker_kills: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
 
 
@@ -113,6 +114,23 @@ class CliExecutor:
             process, channel = self._spawn()
             self._worker = _Worker(process, channel, channel.makefile("rb"))
             self.counters.worker_starts += 1
+
+    @property
+    def worker_pid(self) -> int:
+        """-1 when no worker is there."""
+        worker = self._worker
+        return -1 if worker is None else worker.process.pid
+
+    def responsive(self, timeout_s: float) -> bool:
+        """True when the worker answers an empty frame in time."""
+        worker = self._worker
+        if worker is None:
+            return False
+        try:
+            worker.channel.sendall(frame({}))
+            return bool(select.select([worker.channel], [], [], timeout_s)[0]) and read_frame(worker.stream) == {}
+        except OSError:
+            return False
 
     def run(self, command: str) -> CommandResult:
         """Execute ``aws ...``. A refused or failing command is a result; raises SimulatorLost otherwise."""
@@ -154,9 +172,11 @@ class CliExecutor:
             if not self._simulator_healthy():
                 raise SimulatorLost("simulator lost")
         if reply is None:
+            self.counters.worker_kills += 1
             return CommandResult(exit_code=255, stdout="", stderr="command stopped: it used too much")
         if reply.get("timed_out"):
             self.counters.timeouts += 1
+            self.counters.worker_kills += 1
             return CommandResult(exit_code=124, stdout="", stderr=TIMED_OUT, timed_out=True)
         return self._result(reply)
 

@@ -54,15 +54,22 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Owner's side. ``module`` is run as ``python -m module <control fd> *arguments`` and calls ``serve_forks``."""
+    """Owner's side. ``module`` is run as ``python -m module <control fd> *arguments`` and calls ``serve_forks``;
+    ``prefix`` goes before ``python``: the words of a sandbox program that hands descriptors on."""
 
     def __init__(
-        self, module: str, log: IO[bytes], environment: dict[str, str], arguments: Sequence[str] = ()
+        self,
+        module: str,
+        log: IO[bytes],
+        environment: dict[str, str],
+        arguments: Sequence[str] = (),
+        prefix: Sequence[str] = (),
     ) -> None:
         self._module = module
         self._log = log
         self._environment = environment
         self._arguments = tuple(arguments)
+        self._prefix = tuple(prefix)
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +79,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-B", "-m", self._module, str(theirs.fileno()), *self._arguments],
+                [*self._prefix, sys.executable, "-P", "-B", "-m", self._module, str(theirs.fileno()), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -102,7 +109,7 @@ class ForkServer:
             reply, received = self._receive(timeout_s)
         if not received:
             raise RuntimeError(f"{self._module} could not fork {name}: {reply.get('error')}")
-        return ForkedProcess(pid=int(reply["pid"]), pidfd=received[0], name=name)
+        return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
 
     def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         assert self._control is not None
@@ -134,6 +141,12 @@ class ForkServer:
             self._process = None
 
 
+def _pid_of(pidfd: int) -> int:
+    """Of the process, as the owner sees it: the zygote may live in a pid namespace of its own. -1 when it ended."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as info:
+        return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
+
+
 def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) -> None:
     """The zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes.
 
@@ -156,7 +169,7 @@ def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) 
         except OSError as error:
             control.send(json.dumps({"error": f"the child ended at once: {error}"}).encode())
             continue
-        socket.send_fds(control, [json.dumps({"pid": pid}).encode()], [pidfd])
+        socket.send_fds(control, [json.dumps({}).encode()], [pidfd])
         os.close(pidfd)
 
 

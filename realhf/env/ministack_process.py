@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -15,6 +17,9 @@ from realhf.env.fork_server import ForkedProcess, ForkServer
 HOST = "127.0.0.1"
 _BACKLOG = 64
 _LOG_TAIL_BYTES = 2000
+_CREDENTIAL = (
+    "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, SignedHeaders=host, Signature=0"
+)
 
 
 def zygote_environment(folder: Path) -> dict[str, str]:
@@ -53,11 +58,15 @@ def not_up(name: str, reason: object, log: str) -> str:
 
 
 class MiniStackProcess:
-    """Start, health, reset and end of one simulator. ``port`` 0 lets the kernel choose once and for all."""
+    """Start, health, reset and end of one simulator. ``port`` 0 lets the kernel choose once and for all.
 
-    def __init__(self, port: int, zygote: ForkServer, folder: Path) -> None:
+    ``folder`` is its own, made by the process itself; ``broker`` runs its Lambda code, without one none runs."""
+
+    def __init__(self, port: int, zygote: ForkServer, folder: Path, broker: ForkServer | None = None) -> None:
         self.port = port
         self._zygote = zygote
+        self._broker = broker
+        self._runner: ForkedProcess | None = None
         self._folder = folder
         self._listener: socket.socket | None = None
         self._log: IO[bytes] | None = None
@@ -82,12 +91,26 @@ class MiniStackProcess:
         if self._listener is None:
             self.bind()
         assert self._listener is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         fds = [self._listener.fileno(), self._log.fileno()]
-        self._process = self._zygote.fork({"folder": str(self._folder)}, fds, f"MiniStack on port {self.port}")
+        channel = self._start_runner()
+        if channel is not None:
+            fds.append(channel.fileno())
+        try:
+            self._process = self._zygote.fork({"folder": str(self._folder)}, fds, f"MiniStack on port {self.port}")
+        finally:
+            if channel is not None:
+                channel.close()
         self._listener.close()
         self._listener = None
+
+    def _start_runner(self) -> socket.socket | None:
+        if self._broker is None:
+            return None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._runner = self._broker.fork({}, [theirs.fileno()], f"Lambda runner of port {self.port}")
+        return ours
 
     def wait_healthy(self, timeout_s: float) -> None:
         """Until /_ministack/health answers 200. Raises RuntimeError with the tail of its log."""
@@ -113,6 +136,33 @@ class MiniStackProcess:
         except OSError:
             return False
         return True
+
+    def answers(self, timeout_s: float) -> bool:
+        """Like ``healthy``, for an onlooker: over a connection of its own, while another thread may use the slot."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", "/_ministack/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def leftovers(self, timeout_s: float = 2.0) -> str:
+        """What a reset left: bucket and table names as the simulator lists them, or nothing. Raises OSError."""
+        buckets = self.ask("GET", "/", "s3", timeout_s)
+        target = {"X-Amz-Target": "DynamoDB_20120810.ListTables", "Content-Type": "application/x-amz-json-1.0"}
+        tables = self.ask("POST", "/", "dynamodb", timeout_s, target, b"{}")
+        names = re.findall(rb"<Bucket>.*?<Name>(.*?)</Name>", buckets, re.DOTALL)
+        names += [name.encode() for name in json.loads(tables)["TableNames"]]
+        return b", ".join(names).decode()
+
+    def ask(self, method: str, path: str, service: str, timeout_s: float = 2.0,
+            headers: dict[str, str] | None = None, body: bytes | None = None) -> bytes:  # fmt: skip
+        """The body of an answer to a request signed for ``service``. Raises OSError, also for other than 2xx."""
+        return self._request(
+            method, path, timeout_s, {"Authorization": _CREDENTIAL.format(service), **(headers or {})}, body
+        )
 
     def reset(self, seed: int, timeout_s: float = 2.0) -> None:
         """Empty the simulator and seed everything it draws. Raises OSError."""
@@ -143,9 +193,10 @@ class MiniStackProcess:
         if self._http is not None:
             self._http.close()
             self._http = None
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
+        for process in (self._process, self._runner):
+            if process is not None:
+                process.kill()
+        self._process = self._runner = None
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -153,19 +204,20 @@ class MiniStackProcess:
             self._log.close()
             self._log = None
 
-    def _request(self, method: str, path: str, timeout_s: float) -> bytes:
+    def _request(self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None,
+                 data: bytes | None = None) -> bytes:  # fmt: skip
         if self._http is None:
             self._http = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
         try:
             if self._http.sock is not None:
                 self._http.sock.settimeout(timeout_s)
-            self._http.request(method, path)
+            self._http.request(method, path, data, headers or {})
             answer = self._http.getresponse()
             body = answer.read()
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
             self._http = None
             raise OSError(f"{method} {path} on port {self.port}: {error}") from error
-        if answer.status != 200:
+        if not 200 <= answer.status < 300:
             raise OSError(f"{method} {path} on port {self.port}: status {answer.status}")
         return body

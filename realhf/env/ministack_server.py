@@ -1,8 +1,8 @@
 """Zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
 
-Run by ``ForkServer`` as ``python -m realhf.env.ministack_server <control fd> <sandbox>``. Every simulator believes
-that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot; its real port is
-that of the listening socket it is given, bound by the owner to 127.0.0.1.
+Run by ``ForkServer`` as ``python -m realhf.env.ministack_server <control fd> <network> <root>``. Every simulator
+believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot; its real
+port is that of the listening socket it is given, bound by the owner to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import Any
 
 import uvloop
 
-from realhf.env import sandbox
+from realhf.env import sandbox, seccomp
 from realhf.env.asgi_http import AsgiApp, HttpConnection
 from realhf.env.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.env.fork_server import serve_forks
+from realhf.env.lambda_gate import LambdaGate
 
 RESET_PATH = "/_realhf/reset"
 _ADDRESS_BYTES = 4 << 30
@@ -68,14 +69,6 @@ class _PinnedLoop(uvloop.Loop):
     sock_connect = _refuse
     subprocess_exec = _refuse
     subprocess_shell = _refuse
-
-
-_LAMBDA_EXECUTORS = ("proxy", "docker", "provided", "provided_warm", "warm", "local")
-
-
-def _stub_lambda(func: dict[str, Any], event: dict[str, Any], *_: Any) -> dict[str, Any]:
-    """LAMBDA=stub: a fixed synthetic result; no code of the agent is run."""
-    return {"body": {"statusCode": 200, "body": "stub"}, "log": "", "error": False}
 
 
 def _import_modules() -> list[threading.Thread]:
@@ -144,14 +137,11 @@ def main() -> None:
     randomness.install()
     deferred = _import_modules()
     app_module = importlib.import_module("ministack.app")
-    lambda_module = importlib.import_module("ministack.services.lambda_svc")
-    for executor in _LAMBDA_EXECUTORS:
-        if not hasattr(lambda_module, f"_execute_function_{executor}"):
-            raise RuntimeError(f"this version of ministack has no Lambda executor {executor}: not contained")
-        setattr(lambda_module, f"_execute_function_{executor}", _stub_lambda)
+    gate = LambdaGate()
+    gate.install()
     app = _guarded_app(app_module.app, randomness)
     _keep_only_metadata(MINISTACK_SERVICES)
-    isolated = mode == "auto" and sandbox.leave_network()
+    isolated = sandbox.without_network(mode)
     gc.collect()
     gc.freeze()
 
@@ -159,18 +149,23 @@ def main() -> None:
         listener, log = socket.socket(fileno=fds[0]), fds[1]
         sandbox.redirect_standard_streams(log)
         os.close(log)
+        if len(fds) > 2:
+            gate.attach(socket.socket(fileno=fds[2]))
         os.environ["TMPDIR"] = request["folder"]
+        os.makedirs(request["folder"], exist_ok=True)
         os.chdir(request["folder"])
         sandbox.forbid_new_privileges()
+        seccomp.install()
         sandbox.limit_resources(file_bytes=_LOG_BYTES, open_files=1024, address_bytes=_ADDRESS_BYTES)
         sandbox.AuditGuard(read_roots=sandbox.package_roots(), write_roots=(request["folder"],)).install()
+        sandbox.prove_containment()
         randomness.seed(0)
         for thread in deferred:
             thread.start()
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
             runner.run(_serve(app, listener))
 
-    serve_forks(control, {"ready": True, "isolated": isolated}, child)
+    serve_forks(control, {"ready": True, "isolated": isolated, "filtered": seccomp.available()}, child)
     shutil.rmtree(root, ignore_errors=True)  # an owner that was killed could not
 
 

@@ -4,134 +4,73 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import shutil
-import socket
 import tempfile
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
-from realhf.env.executor import CliExecutor, OutputLimits, SimulatorLost
-from realhf.env.fork_server import ForkedProcess, ForkServer
+from realhf.env.bubblewrap import housekept, sandboxed
+from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES, Containment
+from realhf.env.executor import OutputLimits, SimulatorLost
+from realhf.env.fork_server import ForkServer
+from realhf.env.health_loop import HealthLoop
+from realhf.env.lease_book import EXHAUSTED, LeaseBook, SlotState
 from realhf.env.ministack_process import MiniStackProcess, not_up, zygote_environment
-from realhf.env.state_client import ClientFactory, StateClient
-from realhf.env.vfs import VirtualFolder
+from realhf.env.self_test import self_test
+from realhf.env.slot import ACCOUNT, START_TIMEOUT_S, Slot
+from realhf.env.state_client import ClientFactory
 
-ACCOUNT = "000000000000"
-START_TIMEOUT_S = 60.0
-_SANDBOX_MODES = ("auto", "plain")
+__all__ = ["ACCOUNT", "MiniStackPool", "Slot", "worker_environment"]
+
+RETURN_WAIT_S = 1.0
+"""How long ``acquire`` waits for a slot that is being scrubbed or replaced."""
 
 logger = logging.getLogger(__name__)
 
 
-class Slot:
-    """What a session leases. Use from one thread at a time."""
-
-    def __init__(self, index: int, ministack: MiniStackProcess, zygote: ForkServer, folder: Path,
-                 factory: ClientFactory, limits: OutputLimits) -> None:  # fmt: skip
-        self.index = index
-        self.account = ACCOUNT
-        self.ministack = ministack
-        self.files = VirtualFolder(folder)
-        self._zygote = zygote
-        self.executor = CliExecutor(self._spawn_worker, lambda: self.ministack.healthy(), limits)
-        self._state: StateClient | None = None
-        self._factory = factory
-        self.worker_pid = -1
-
-    @property
-    def port(self) -> int:
-        return self.ministack.port
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def state(self) -> StateClient:
-        """Calls that set up, grade and list; never seen by the agent."""
-        if self._state is None:
-            self._state = StateClient(self.endpoint, self.account, self._factory)
-        return self._state
-
-    def start(self) -> None:
-        """Called once the simulator is healthy."""
-        self.executor.start()
-
-    def reset(self, seed: int = 0) -> None:
-        """An empty world whose ids depend on ``seed`` alone; the warm worker is kept.
-
-        A dead simulator is respawned. Raises SimulatorLost when that fails too."""
-        self.files.clear()
-        try:
-            self.ministack.reset(seed)
-        except OSError:
-            self.respawn()
-            self.ministack.reset(seed)
-
-    def respawn(self) -> None:
-        """Replace simulator and worker. Raises SimulatorLost with the reason."""
-        self.executor.stop()
-        self.ministack.stop()
-        try:
-            self.ministack.start()
-            self.ministack.wait_healthy(START_TIMEOUT_S)
-            self.start()
-        except (OSError, RuntimeError) as error:
-            raise SimulatorLost(f"slot {self.index}: {error}") from error
-
-    def stop(self) -> None:
-        self.executor.stop()
-        if self._state is not None:
-            self._state.close()
-        self.ministack.stop()
-
-    def _spawn_worker(self) -> tuple[ForkedProcess, socket.socket]:
-        try:
-            connection = self.ministack.connect()
-        except OSError as error:
-            raise SimulatorLost(f"simulator of slot {self.index} is gone: {error}") from error
-        ours, theirs = socket.socketpair()
-        with connection, theirs:
-            request = {"folder": os.path.realpath(self.files.path)}
-            process = self._zygote.fork(request, [theirs.fileno(), connection.fileno()], f"CLI worker {self.index}")
-        self.worker_pid = process.pid
-        return process, ours
-
-
 class MiniStackPool:
-    """A free list of slots. ``base_port`` 0 lets the kernel choose the ports. Thread-safe.
+    """Slots to lease. ``base_port`` 0 lets the kernel choose the ports. Thread-safe.
 
-    Children are always contained by audit hooks and resource limits; with ``sandbox="auto"`` they also live
-    without any network where the kernel allows it, with ``"plain"`` they do not try."""
+    ``sandbox``: ``auto`` (bubblewrap where it works), ``bwrap`` (or do not start), ``plain`` (audit hooks, the
+    system call filter and resource limits alone). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``.
+    Raises ValueError for other words."""
 
     def __init__(
-        self, size: int, base_port: int = 0, *, sandbox: str = "auto", limits: OutputLimits | None = None
+        self,
+        size: int,
+        base_port: int = 0,
+        *,
+        sandbox: str = "auto",
+        limits: OutputLimits | None = None,
+        lambda_mode: str = "stub",
     ) -> None:
         if size < 1:
             raise ValueError(f"pool size must be at least 1, got {size}")
-        if sandbox not in _SANDBOX_MODES:
-            raise ValueError(f"sandbox is one of {', '.join(_SANDBOX_MODES)}, got {sandbox!r}")
+        for name, value, allowed in (("sandbox", sandbox, SANDBOX_MODES), ("lambda_mode", lambda_mode, LAMBDA_MODES)):
+            if value not in allowed:
+                raise ValueError(f"{name} is one of {', '.join(allowed)}, got {value!r}")
         self.size = size
+        self.slots: list[Slot] = []
         self._base_port = base_port
-        self._sandbox = sandbox
+        self._modes = (sandbox, lambda_mode)
         self._limits = limits or OutputLimits()
         self._lock = threading.Lock()
-        self._free: deque[Slot] = deque()
-        self._leased: dict[int, Slot] = {}
-        self._counters = {"acquired": 0, "exhausted": 0, "respawns": 0, "scrub_seconds": 0.0}
+        self._counters = {"acquired": 0, "exhausted": 0, "respawns": 0, "scrubs": 0, "scrub_seconds": 0.0}
         self._root: Path | None = None
         self._log: IO[bytes] | None = None
         self._zygotes: list[ForkServer] = []
-        self.slots: list[Slot] = []
+        self._containment: Containment | None = None
+        self._book: LeaseBook[Slot] = LeaseBook(())
+        self._health: HealthLoop | None = None
 
     def start(self) -> None:
-        """Start everything and wait until all slots are healthy. On any failure nothing is left running.
+        """Start everything, prove the containment and wait until all slots are healthy. On any failure nothing is
+        left running.
 
-        Raises OSError naming a taken port, RuntimeError with the log of what did not come up."""
+        Raises OSError naming a taken port, RuntimeError with the log of what did not come up or with what is not
+        contained or not available."""
         atexit.register(self.stop)
         try:
             self._start()
@@ -140,99 +79,158 @@ class MiniStackPool:
             raise
 
     def _start(self) -> None:
+        contained = self._containment = Containment.decide(*self._modes)
         root = self._root = Path(tempfile.mkdtemp(prefix="realhf-env-"))
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the pool)
-        simulators = ForkServer(
-            "realhf.env.ministack_server", self._log, zygote_environment(root), [self._sandbox, str(root)]
-        )
-        workers = ForkServer("realhf.env.cli_zygote", self._log, worker_environment(), [ACCOUNT, self._sandbox])
-        self._zygotes = [simulators, workers]
-        factory = ClientFactory()
-        for index in range(self.size):
-            port = self._base_port + index if self._base_port else 0
-            ministack = MiniStackProcess(port, simulators, root / f"simulator-{index}")
-            slot = Slot(index, ministack, workers, root / f"files-{index}", factory, self._limits)
-            self.slots.append(slot)
-            ministack.bind()
+        self._make_slots(root, contained)
         for zygote in self._zygotes:
             zygote.start()
-        for zygote, name in ((simulators, "MiniStack"), (workers, "the AWS CLI")):
+        for zygote, name in zip(self._zygotes, ("MiniStack", "the AWS CLI", "the Lambda broker"), strict=False):
             self._await(zygote, name)
         for slot in self.slots:
             slot.ministack.start()
         for slot in self.slots:
             slot.ministack.wait_healthy(START_TIMEOUT_S)
             slot.start()
-        self._free.extend(self.slots)
+        # All slots are forks of the zygotes, and each proves its own hooks at its start: one is enough here.
+        contained.tested = self_test(self.slots[0].ministack, root, contained.lambda_mode)
+        if self._modes[0] == "auto" and contained.program is None:
+            logger.warning("bubblewrap does not work here: simulators and CLI workers see the host's files and are "
+                           "kept from them by audit hooks alone")  # fmt: skip
+        for index in range(self.size):
+            self._book.free(index)
+        self._health.start()  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _make_slots(self, root: Path, contained: Containment) -> None:
+        files, simulators = root / "files", root / "simulators"
+        for folder in (files, simulators):
+            folder.mkdir()
+        prefixes: list[list[str]] = [[], []]
+        if contained.program is not None:
+            prefixes = [housekept(sandboxed(contained.program, private=[simulators]), root),
+                        housekept(sandboxed(contained.program, writable=[files]), root)]  # fmt: skip
+        assert self._log is not None
+        mode = contained.network_mode
+        environment = zygote_environment(simulators)
+        parent = ForkServer("realhf.env.ministack_server", self._log, environment, [mode, str(root)], prefixes[0])
+        workers = ForkServer("realhf.env.cli_zygote", self._log, worker_environment(), [ACCOUNT, mode], prefixes[1])
+        self._zygotes = [parent, workers]
+        broker = None
+        if contained.broker is not None:
+            broker = ForkServer("realhf.env.lambda_broker", self._log, worker_environment(), [str(contained.broker)])
+            self._zygotes.append(broker)
+        factory = ClientFactory()
+        for index in range(self.size):
+            port = self._base_port + index if self._base_port else 0
+            ministack = MiniStackProcess(port, parent, simulators / str(index), broker)
+            ministack.bind()
+            self.slots.append(Slot(index, ministack, workers, files / str(index), factory, self._limits))
+        self._book = LeaseBook(self.slots)
+        self._health = HealthLoop(self._book, tuple(self.slots))
 
     def _await(self, zygote: ForkServer, name: str) -> None:
+        assert self._log is not None and self._containment is not None
         try:
-            greeting = zygote.wait_ready(START_TIMEOUT_S)
+            greeting = zygote.wait_ready(2 * START_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
-            assert self._log is not None
             self._log.seek(0)
             tail = self._log.read()[-2000:].decode("utf-8", "replace")
             raise RuntimeError(not_up(name, error, tail)) from error
-        if self._sandbox == "auto" and not greeting["isolated"]:
-            logger.warning("the kernel gives no network namespace: egress is stopped by audit hooks alone")
+        if "isolated" in greeting:
+            self._containment.no_network = greeting["isolated"]
+            self._containment.filtered = greeting["filtered"]
+
+    def containment(self) -> str:
+        """The layers that are active, for the log at start. Raises RuntimeError before ``start``."""
+        if self._containment is None:
+            raise RuntimeError("the pool was not started")
+        return self._containment.statement()
 
     def acquire(self) -> Slot:
-        """A free, living slot, least recently used first. Raises RuntimeError when there is none."""
-        with self._lock:
-            if not self._free:
-                self._counters["exhausted"] += 1
-                raise RuntimeError("MiniStack pool exhausted")
-            slot = self._free.popleft()
-            self._leased[slot.index] = slot
-            self._counters["acquired"] += 1
-        if not slot.ministack.alive():
-            self._respawn_leased(slot)
-        return slot
+        """A slot that answers right now, least recently used first; give this very object back.
 
-    def _respawn_leased(self, slot: Slot) -> None:
-        """Raises SimulatorLost; the slot is then free again, and dead: the next lease tries again."""
-        self._counters["respawns"] += 1
+        Raises RuntimeError("MiniStack pool exhausted") when there is none, SimulatorLost when the only free ones
+        are dead and cannot be replaced."""
+        sick = -1
+        while True:
+            try:
+                index = self._book.take(0.0 if sick >= 0 else RETURN_WAIT_S)
+            except RuntimeError:
+                if sick < 0:
+                    self._count("exhausted")
+                    raise
+                return self._revive(sick)
+            if self.slots[index].usable():
+                if sick >= 0:
+                    self._wake()
+                return self._grant(index)
+            self._book.fail(index)
+            sick = index
+
+    def _revive(self, index: int) -> Slot:
+        if not self._book.begin_respawn(index):
+            self._count("exhausted")
+            raise RuntimeError(EXHAUSTED)
         try:
-            slot.respawn()
+            self.slots[index].respawn()
         except SimulatorLost:
-            with self._lock:
-                del self._leased[slot.index]
-                self._free.append(slot)
+            self._book.fail(index)
+            self._wake()
             raise
+        self._count("respawns")
+        self._book.adopt(index)
+        self._wake()
+        return self._grant(index)
+
+    def _grant(self, index: int) -> Slot:
+        lease = self.slots[index].lease()
+        self._book.grant(index, lease)
+        self._count("acquired")
+        return lease
 
     def release(self, slot: Slot) -> None:
-        """Scrub the slot and give it back. Raises ValueError for a slot that is not leased."""
-        with self._lock:
-            if self._leased.get(slot.index) is not slot:
-                raise ValueError(f"slot {slot.index} is not leased from this pool")
-            del self._leased[slot.index]
+        """Scrub the slot and give it back. A slot that stays dirty is replaced by the health loop instead.
+
+        Raises ValueError for a lease that is not in force; a second release changes nothing."""
+        self._book.give_back(slot.index, slot)
         started = time.perf_counter()
         try:
-            slot.executor.restart()
-            slot.reset()
-        except (SimulatorLost, OSError, RuntimeError) as error:
-            logger.warning("slot %d ends and is replaced at its next lease: %s", slot.index, error)
-            slot.stop()
-        self._counters["scrub_seconds"] += time.perf_counter() - started
+            slot.scrub()
+        except (OSError, RuntimeError) as error:
+            logger.warning("slot %d is replaced: %s", slot.index, error)
+            self._book.fail(slot.index)
+            self._wake()
+        else:
+            self._book.free(slot.index)
+        self._count("scrubs")
+        self._count("scrub_seconds", time.perf_counter() - started)
+
+    def _wake(self) -> None:
+        if self._health is not None:
+            self._health.wake()
+
+    def _count(self, name: str, amount: float = 1) -> None:
         with self._lock:
-            self._free.append(slot)
+            self._counters[name] += amount
 
     @property
     def free_count(self) -> int:
-        with self._lock:
-            return len(self._free)
+        return len(self._book.in_state(SlotState.FREE))
 
     def metrics(self) -> dict[str, Any]:
-        """Counters for /metrics."""
+        """Figures for /metrics: slots by state, counters of leases, respawns, scrubs and commands."""
+        numbers: dict[str, Any] = {"size": self.size, **self._book.counts()}
         with self._lock:
-            numbers: dict[str, Any] = {"size": self.size, "free": len(self._free), "leased": len(self._leased)}
-        numbers.update(self._counters)
-        counters = [slot.executor.counters for slot in self.slots]
-        for name in ("commands", "seconds", "timeouts", "worker_starts"):
+            numbers.update(self._counters)
+        if self._health is not None:
+            numbers["respawns"] += self._health.respawns
+            numbers["respawn_failures"] = self._health.failures
+        counters = [slot.executor.counters for slot in list(self.slots)]
+        for name in ("commands", "seconds", "timeouts", "worker_starts", "worker_kills"):
             numbers[name] = sum(getattr(counter, name) for counter in counters)
         refusals: dict[str, int] = {}
         for counter in counters:
-            for rule, count in counter.refusals.items():
+            for rule, count in list(counter.refusals.items()):
                 refusals[rule] = refusals.get(rule, 0) + count
         numbers["refusals"] = refusals
         return numbers
@@ -240,14 +238,14 @@ class MiniStackPool:
     def stop(self) -> None:
         """End all processes, free all ports, remove all files. Idempotent."""
         atexit.unregister(self.stop)
+        if self._health is not None:
+            self._health.stop()
         for slot in self.slots:
             slot.stop()
         for zygote in self._zygotes:
             zygote.stop()
-        with self._lock:
-            self.slots, self._zygotes = [], []
-            self._free.clear()
-            self._leased.clear()
+        self.slots, self._zygotes, self._health = [], [], None
+        self._book = LeaseBook(())
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -11,6 +11,7 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -71,14 +72,41 @@ def leave_network() -> bool:
     return isolated
 
 
-def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int) -> None:
-    """Lower this process's resource limits for good."""
+def without_network(mode: str) -> bool:
+    """What ``mode`` (``Containment.network_mode``) says: ``outer`` has none already, ``auto`` leaves it, ``plain``
+    stays. True when this process has no network now."""
+    return mode == "outer" or (mode == "auto" and leave_network())
+
+
+def prove_containment() -> None:
+    """Try what must be impossible now. Raises RuntimeError naming the first thing that was possible."""
+    attempts: dict[str, Callable[[], object]] = {
+        "start a program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
+        "fork": os.fork,
+        "connect out": lambda: socket.create_connection(("127.0.0.1", 1), timeout=1),
+        "read a file of the host": lambda: os.open("/etc/hostname", os.O_RDONLY),
+        "write to the system": lambda: os.open("/usr/realhf-probe", os.O_CREAT | os.O_WRONLY),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except Denied:
+            continue
+        except OSError as error:
+            raise RuntimeError(f"not contained: could {name} ({error})") from None
+        raise RuntimeError(f"not contained: could {name}")
+
+
+def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int, cpu_s: int = 0) -> None:
+    """Lower this process's resource limits for good. ``cpu_s`` 0: as long as it likes."""
     limits = {
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: open_files,
         resource.RLIMIT_AS: address_bytes,
         resource.RLIMIT_CORE: 0,
     }
+    if cpu_s:
+        limits[resource.RLIMIT_CPU] = cpu_s
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)

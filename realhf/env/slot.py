@@ -1,0 +1,122 @@
+"""What a session leases: one simulator, one CLI worker, one virtual folder (environment spec 1 and 3)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from pathlib import Path
+
+from realhf.env.executor import CliExecutor, OutputLimits, SimulatorLost
+from realhf.env.fork_server import ForkedProcess, ForkServer
+from realhf.env.ministack_process import MiniStackProcess
+from realhf.env.state_client import ClientFactory, StateClient
+from realhf.env.vfs import VirtualFolder
+
+ACCOUNT = "000000000000"
+START_TIMEOUT_S = 30.0
+_ANSWER_S = 1.0
+
+
+class Slot:
+    """Use from one thread at a time.
+
+    The account id is the same in every slot and every lease: a slot has a simulator process of its own that is
+    emptied between leases, so the id separates nothing, and ids and ARNs in observations stay the same for the
+    same task and seed."""
+
+    def __init__(self, index: int, ministack: MiniStackProcess, zygote: ForkServer, folder: Path,
+                 factory: ClientFactory, limits: OutputLimits) -> None:  # fmt: skip
+        self.index = index
+        self.account = ACCOUNT
+        self.ministack = ministack
+        self.files = VirtualFolder(folder)
+        self.executor = CliExecutor(self._spawn_worker, lambda: self.ministack.healthy(), limits)
+        self.state = StateClient(f"http://127.0.0.1:{ministack.port}", ACCOUNT, factory)
+        """Calls that set up, grade and list; never seen by the agent."""
+        self._zygote = zygote
+
+    @property
+    def port(self) -> int:
+        return self.ministack.port
+
+    @property
+    def endpoint(self) -> str:
+        return self.state.endpoint
+
+    @property
+    def worker_pid(self) -> int:
+        return self.executor.worker_pid
+
+    def lease(self) -> Slot:
+        """Another handle of the same slot; what is leased is the handle, so that an old one gives nothing back."""
+        return copy.copy(self)
+
+    def start(self) -> None:
+        """Called once the simulator is healthy."""
+        self.executor.start()
+
+    def usable(self) -> bool:
+        """Simulator and worker answer right now; a worker that does not is replaced."""
+        if not self.ministack.alive() or not self.ministack.healthy(_ANSWER_S):
+            return False
+        try:
+            self.executor.start()
+            if not self.executor.responsive(_ANSWER_S):
+                self.executor.restart()
+        except (OSError, RuntimeError):
+            return False
+        return True
+
+    def reset(self, seed: int = 0) -> None:
+        """An empty world whose ids depend on ``seed`` alone; the warm worker is kept.
+
+        A dead simulator is respawned. Raises SimulatorLost when that fails too."""
+        self.files.clear()
+        try:
+            self.ministack.reset(seed)
+        except OSError:
+            self.respawn()
+            self.ministack.reset(seed)
+
+    def scrub(self) -> None:
+        """Make a slot that was used indistinguishable from a new one. Raises SimulatorLost, OSError: it is dirty."""
+        self.executor.stop()
+        self.files.clear()
+        self.ministack.reset(0)
+        leftovers = self.ministack.leftovers()
+        if leftovers:
+            raise SimulatorLost(f"slot {self.index} still has {leftovers} after its reset")
+        self.executor.start()
+
+    def respawn(self) -> None:
+        """Replace simulator and worker. Raises SimulatorLost with the reason."""
+        try:
+            self.executor.stop()
+            self.ministack.stop()
+            self.files.clear()
+            self.ministack.start()
+            self.ministack.wait_healthy(START_TIMEOUT_S)
+            self.start()
+        except (OSError, RuntimeError) as error:
+            raise SimulatorLost(f"slot {self.index}: {error}") from error
+
+    def stop(self) -> None:
+        self.executor.stop()
+        self.state.close()
+        self.ministack.stop()
+
+    def _spawn_worker(self) -> tuple[ForkedProcess, socket.socket]:
+        try:
+            connection = self.ministack.connect()
+        except OSError as error:
+            raise SimulatorLost(f"simulator of slot {self.index} is gone: {error}") from error
+        ours, theirs = socket.socketpair()
+        with connection, theirs:
+            request = {"folder": os.path.realpath(self.files.path)}
+            try:
+                fds = [theirs.fileno(), connection.fileno()]
+                return self._zygote.fork(request, fds, f"CLI worker {self.index}"), ours
+            except BaseException:
+                ours.close()
+                raise
