@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.env.pool import Slot
+from realhf.env.pool import MiniStackPool, Slot
 from realhf.env.state_client import StateCallError
 
 pytestmark = pytest.mark.sim
@@ -50,3 +50,21 @@ def test_agent_and_grader_see_the_same_world(slot: Slot) -> None:
                       "--attribute-definitions AttributeName=k,AttributeType=S "
                       "--key-schema AttributeName=k,KeyType=HASH")  # fmt: skip
     assert slot.state.call("dynamodb", "ListTables")["TableNames"] == ["tab"]
+
+
+def test_copies_of_one_client_lead_to_their_own_simulators(pool: MiniStackPool) -> None:
+    slots = [pool.acquire(), pool.acquire()]
+    for slot in slots:
+        slot.state.call("sqs", "CreateQueue", {"QueueName": f"queue-{slot.index}"})
+    for slot in slots:
+        urls = slot.state.call("sqs", "ListQueues")["QueueUrls"]
+        assert [url.rpartition("/")[2] for url in urls] == [f"queue-{slot.index}"]
+        pool.release(slot)
+
+
+def test_a_replaced_simulator_is_found_again(pool: MiniStackPool) -> None:
+    slot = pool.acquire()
+    slot.state.call("sqs", "CreateQueue", {"QueueName": "gone"})
+    slot.respawn()
+    assert slot.state.call("sqs", "ListQueues").get("QueueUrls", []) == []
+    pool.release(slot)
