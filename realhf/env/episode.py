@@ -6,17 +6,20 @@ Source: environment spec 2.1 (observation), 6 (set-up) and 7 (end of an episode)
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realhf.env.captures import fill_setup
 from realhf.env.executor import CommandResult
 from realhf.env.grader import Grader, criteria_of
+from realhf.env.hints import LEVELS, hint_text, is_hint_request
 from realhf.env.pool import Slot
 from realhf.env.reward import RewardMeter
 from realhf.env.state_client import StateCallError
-from realhf.env.task import SetupCommand, Task
-from realhf.env.tracker import Tracker, resource_name
-from realhf.env.verifier import operation_allowed
+from realhf.env.task import Task
+from realhf.env.tracker import Tracker
+from realhf.env.world import SetupError, World, build_world
 
 DEFAULT_MAX_STEPS = 15
 FINISHED = "episode finished; call reset"
@@ -24,10 +27,6 @@ FINISHED = "episode finished; call reset"
 
 class EpisodeError(RuntimeError):
     """The environment failed; what the agent did is not to be judged by it. Free of paths and criteria."""
-
-
-class SetupError(EpisodeError):
-    """The world of the task could not be built, so there is no episode."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Episode:
         self._slot = slot
         self._max_steps = max_steps
         self._task: Task | None = None
+        self._world: World | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -53,6 +53,7 @@ class Episode:
         self._meter = RewardMeter()
         self._grader: Grader | None = None
         self._steps = 0
+        self._hints = 0
         self._achieved = False
         self._episode_id = ""
 
@@ -62,16 +63,19 @@ class Episode:
 
     def reset(self, task: Task, seed: int | None = None, episode_id: str | None = None) -> StepData:
         """Empty the world, set the task up and start. ``seed`` decides the simulator's random ids (default: the
-        task's). Raises TaskError for a task that makes no sense, SetupError when its world cannot be built."""
-        criteria = criteria_of(task)
-        self._task = None
+        task's). Raises TaskError for a task that makes no sense, EpisodeError when its world cannot be built."""
+        self._task = self._world = None
         self._forget()
-        self._slot.reset(task.seed if seed is None else seed)
-        present = frozenset(self._set_up(command) for command in task.setup)
-        self._tracker = Tracker(present, criteria.operations)
+        criteria_of(task)
+        try:
+            world = build_world(self._slot, task, task.seed if seed is None else seed)
+        except SetupError as error:
+            raise EpisodeError(str(error)) from error
+        criteria = criteria_of(world.task)
+        self._tracker = Tracker(world.present, criteria.operations)
         self._grader = Grader(criteria, self._slot.state)
         self._grader.start()
-        self._task = task
+        self._task, self._world = world.task, world
         self._episode_id = episode_id or uuid.uuid4().hex
         return StepData(self._observation(None, ""), 0.0, False)
 
@@ -82,21 +86,41 @@ class Episode:
             raise EpisodeError("no episode is running; call reset first")
         if self.done:
             return StepData(self._observation(None, FINISHED), 0.0, True)
-        result = self._slot.executor.run(command)
         self._steps += 1
+        if is_hint_request(command):
+            return self._hint()
+        result = self._slot.executor.run(command)
         try:
             grade = self._grader.evaluate(self._tracker.record(command, result))
         except (StateCallError, ConnectionError) as error:
             raise EpisodeError(f"the simulator cannot be read: {type(error).__name__}") from error
         self._achieved = grade.achieved
-        reward = self._meter.step(
-            grade.progress,
-            achieved=grade.achieved,
-            last_failed=self._tracker.last_failed,
+        reward = self._reward(grade.progress, last_failed=self._tracker.last_failed)
+        return StepData(self._observation(result, ""), reward, self.done)
+
+    def fill(self, commands: Sequence[str]) -> list[str]:
+        """Commands of this task with the captures of its set-up filled. Raises EpisodeError before a reset,
+        CaptureError for a capture that finds nothing."""
+        if self._world is None:
+            raise EpisodeError("no episode is running; call reset first")
+        return fill_setup(list(commands), self._world.answers)
+
+    def _hint(self) -> StepData:
+        assert self._task is not None and self._grader is not None
+        self._hints = min(self._hints + 1, LEVELS)
+        text = hint_text(self._hints, self._grader.criteria, self._task.solution)
+        reward = self._reward(self._meter.progress, last_failed=False)
+        return StepData(self._observation(None, "", text), reward, self.done)
+
+    def _reward(self, progress: float, *, last_failed: bool) -> float:
+        return self._meter.step(
+            progress,
+            achieved=self._achieved,
+            last_failed=last_failed,
             rollbacks=self._tracker.rollbacks,
             idempotent_retries=self._tracker.idempotent_retries,
+            hints=self._hints,
         )
-        return StepData(self._observation(result, ""), reward, self.done)
 
     def state(self) -> dict[str, Any]:
         """The session's state as spec 2.1 shows it, without the inventory."""
@@ -106,7 +130,7 @@ class Episode:
             "current_task": masked_task(self._task),
             "tracker": {
                 "step_count": self._steps,
-                "hints_used": 0,
+                "hints_used": self._hints,
                 "progress": self._meter.progress,
                 "commands_executed": list(self._tracker.commands),
                 "credited_operations": self._grader.credited_operations if self._grader else [],
@@ -115,16 +139,7 @@ class Episode:
             "current_tier": self._task.tier if self._task else None,
         }
 
-    def _set_up(self, command: SetupCommand) -> tuple[str, str]:
-        if not operation_allowed(command.service, command.operation):
-            raise SetupError(f"set-up may not call {command.service}:{command.operation}")
-        try:
-            self._slot.state.call(command.service, command.operation, dict(command.params))
-        except (StateCallError, ConnectionError) as error:
-            raise SetupError(f"set-up call {command.service}:{command.operation} failed: {error}") from error
-        return command.service, resource_name(command.service, command.params)
-
-    def _observation(self, result: CommandResult | None, error: str) -> dict[str, Any]:
+    def _observation(self, result: CommandResult | None, error: str, hint: str = "") -> dict[str, Any]:
         failed = result is not None and not result.success
         return {
             "episode_id": self._episode_id,
@@ -135,8 +150,8 @@ class Episode:
             "task": masked_task(self._task),
             "task_achieved": self._achieved,
             "partial_progress": self._meter.progress,
-            "hints_used": 0,
-            "hint_text": "",
+            "hints_used": self._hints,
+            "hint_text": hint,
             "truncated": self.done and not self._achieved,
             "refusal": result.refusal if result else None,
             "steps_left": max(0, self._max_steps - self._steps),
@@ -147,4 +162,5 @@ def masked_task(task: Task | None) -> dict[str, Any] | None:
     """Layer 3, grader invisibility: all that an agent ever learns about its task."""
     if task is None:
         return None
-    return {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}
+    shown = {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}
+    return shown | ({"desired_state_spec": task.desired_state_spec} if task.desired_state_spec else {})

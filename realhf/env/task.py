@@ -15,6 +15,11 @@ TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert")
 ACCOUNT_ID = "000000000000"
 """The account of every simulator slot; ARNs in task texts are written with it."""
 MAX_SETUP_COMMANDS = 40
+MAX_COMMAND_CHARS = 65536
+"""Of one set-up command, as text or as parameters in JSON."""
+MAX_CRITERIA_CHARS = 65536
+MAX_ASSETS = 16
+MAX_ASSET_CHARS = 65536
 
 
 class TaskError(ValueError):
@@ -23,18 +28,38 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class SetupCommand:
-    """One request that prepares the world, sent before the agent acts. ``params`` as botocore takes them."""
+    """One request of the environment's own that makes, disturbs or clutters the world: ``operation`` of ``service``
+    with ``params`` as botocore takes them, or ``command``, a line as an agent would write it. With
+    ``ignore_failure`` the world counts as built even if it fails."""
 
-    service: str
-    operation: str
-    params: Mapping[str, Any]
+    service: str = ""
+    operation: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    description: str = ""
+    ignore_failure: bool = False
+
+    def __str__(self) -> str:
+        return self.command or f"{self.service}:{self.operation}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The command as ``parse_setup`` reads it; what is not set is left out."""
+        request = {"service": self.service, "operation": self.operation, "params": dict(self.params)}
+        found: dict[str, Any] = {"command": self.command} if self.command else request
+        if self.description:
+            found["description"] = self.description
+        return found | ({"ignore_failure": True} if self.ignore_failure else {})
 
 
 @dataclass(frozen=True)
 class Task:
     """One instance. ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names;
-    ``success`` holds the criteria as plain data (see ``grader.parse_criteria``), ``solution`` the canonical
-    commands. Only ``task_id``, ``tier`` and ``description`` may ever be shown to an agent."""
+    ``success`` holds the criteria as plain data (see ``criteria.parse_criteria``), ``solution`` the canonical
+    commands, ``possible_drifts`` the disturbances of which a reset draws some, ``decoys`` resources that are only in
+    the way, ``assets`` the files of the session's folder. Only ``task_id``, ``tier``, ``description`` and
+    ``desired_state_spec`` may ever be shown to an agent.
+
+    Texts may hold ``${setup1:path}``: filled from what the set-up calls answered (see ``captures``)."""
 
     task_id: int
     template: str
@@ -45,22 +70,30 @@ class Task:
     success: Mapping[str, Any]
     solution: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
+    desired_state_spec: str = ""
+    possible_drifts: tuple[SetupCommand, ...] = ()
+    decoys: tuple[SetupCommand, ...] = ()
+    assets: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The task as JSON-able data, the ``task`` of a wire reset."""
+        """The task as JSON-able data, the ``task`` of a wire reset. Optional fields appear where they are set."""
+        optional = {
+            "desired_state_spec": self.desired_state_spec,
+            "possible_drifts": [command.to_json() for command in self.possible_drifts],
+            "decoys": [command.to_json() for command in self.decoys],
+            "assets": dict(self.assets),
+        }
         return {
             "task_id": self.task_id,
             "template": self.template,
             "difficulty": self.tier,
             "seed": self.seed,
             "description": self.description,
-            "setup_commands": [
-                {"service": s.service, "operation": s.operation, "params": dict(s.params)} for s in self.setup
-            ],
+            "setup_commands": [command.to_json() for command in self.setup],
             "success_criteria": dict(self.success),
             "solution": list(self.solution),
             "params": dict(self.params),
-        }
+        } | {key: value for key, value in optional.items() if value}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | str) -> Task:
@@ -85,26 +118,63 @@ class Task:
             seed=_typed(data, "seed", int, 0),
             description=_typed(data, "description", str),
             setup=parse_setup(data.get("setup_commands") or []),
-            success=_typed(data, "success_criteria", dict),
+            success=_criteria(data),
             solution=tuple(_typed(data, "solution", list, [])),
             params=_typed(data, "params", dict, {}),
+            desired_state_spec=_typed(data, "desired_state_spec", str, ""),
+            possible_drifts=parse_setup(data.get("possible_drifts") or [], "possible_drifts"),
+            decoys=parse_setup(data.get("decoys") or [], "decoys"),
+            assets=_assets(_typed(data, "assets", dict, {})),
         )
 
 
-def parse_setup(commands: Any) -> tuple[SetupCommand, ...]:
-    """Setup commands from plain data. Raises TaskError."""
+def parse_setup(commands: Any, where: str = "setup_commands") -> tuple[SetupCommand, ...]:
+    """Commands from plain data, each a command line, ``{"command": line}`` or a request; ``where`` is the field's
+    name in messages. Raises TaskError."""
     if not isinstance(commands, list) or len(commands) > MAX_SETUP_COMMANDS:
-        raise TaskError(f"task.setup_commands is not a list of at most {MAX_SETUP_COMMANDS} commands")
+        raise TaskError(f"task.{where} is not a list of at most {MAX_SETUP_COMMANDS} commands")
     parsed = []
     for index, command in enumerate(commands):
-        if not isinstance(command, Mapping):
-            raise TaskError(f"task.setup_commands[{index}] is not an object with service, operation and params")
         try:
-            service, operation = _typed(command, "service", str), _typed(command, "operation", str)
-            parsed.append(SetupCommand(service, operation, _typed(command, "params", dict, {})))
+            parsed.append(_setup_command(command))
         except TaskError as error:
-            raise TaskError(f"task.setup_commands[{index}]: {error}") from None
+            raise TaskError(f"task.{where}[{index}]: {error}") from None
     return tuple(parsed)
+
+
+def _setup_command(data: Any) -> SetupCommand:
+    if isinstance(data, str):
+        data = {"command": data}
+    if not isinstance(data, Mapping):
+        raise TaskError("neither a command line nor an object with service, operation and params")
+    command = _typed(data, "command", str, "")
+    params = _typed(data, "params", dict, {})
+    if len(command) > MAX_COMMAND_CHARS or len(repr(params)) > MAX_COMMAND_CHARS:
+        raise TaskError(f"longer than {MAX_COMMAND_CHARS} characters")
+    return SetupCommand(
+        service="" if command else _typed(data, "service", str),
+        operation="" if command else _typed(data, "operation", str),
+        params=params,
+        command=command,
+        description=_typed(data, "description", str, ""),
+        ignore_failure=_typed(data, "ignore_failure", bool, False),
+    )
+
+
+def _criteria(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    success = _typed(data, "success_criteria", dict)
+    if len(repr(success)) > MAX_CRITERIA_CHARS:
+        raise TaskError(f"task.success_criteria is longer than {MAX_CRITERIA_CHARS} characters")
+    return success
+
+
+def _assets(assets: Mapping[str, Any]) -> Mapping[str, str]:
+    if len(assets) > MAX_ASSETS:
+        raise TaskError(f"task.assets has more than {MAX_ASSETS} files")
+    for name, content in assets.items():
+        if not isinstance(content, str) or len(content) > MAX_ASSET_CHARS:
+            raise TaskError(f"task.assets[{name!r}] is not a text of at most {MAX_ASSET_CHARS} characters")
+    return assets
 
 
 _REQUIRED = object()

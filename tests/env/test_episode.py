@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from realhf.env.episode import FINISHED, Episode, EpisodeError, SetupError, masked_task
+from realhf.env.episode import FINISHED, Episode, EpisodeError, masked_task
 from realhf.env.pool import Slot
 from realhf.env.task import Task, TaskError
 from realhf.env.tasks import instantiate, solve
@@ -76,12 +76,12 @@ def test_step_before_reset_and_after_a_failed_reset(slot: Slot) -> None:
     data["setup_commands"].append(
         {"service": "s3", "operation": "PutBucketVersioning", "params": {"Bucket": "none-such"}}
     )
-    with pytest.raises(SetupError, match="PutBucketVersioning"):
+    with pytest.raises(EpisodeError, match="PutBucketVersioning"):
         episode.reset(Task.from_json(data))
     with pytest.raises(EpisodeError, match="call reset"):
         episode.step("aws s3 ls")
     forbidden = [{"service": "athena", "operation": "StartQueryExecution", "params": {}}]
-    with pytest.raises(SetupError, match="StartQueryExecution"):
+    with pytest.raises(EpisodeError, match="StartQueryExecution"):
         episode.reset(Task.from_json(data | {"setup_commands": forbidden}))
     with pytest.raises(TaskError):
         episode.reset(Task.from_json(data | {"success_criteria": {}}))

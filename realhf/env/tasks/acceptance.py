@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from realhf.env.captures import resolve
 from realhf.env.episode import Episode
 from realhf.env.task import Task
 from realhf.env.tasks.loader import mistakes, partial_solutions, solve
 
 _HARMLESS = "aws sts get-caller-identity"
-_SOLUTION_LENGTHS = {"warmup": (1, 1), "beginner": (1, 1), "intermediate": (2, 3)}
+_SOLUTION_LENGTHS = {"warmup": (1, 1), "beginner": (1, 1), "intermediate": (2, 3), "advanced": (4, 7), "expert": (1, 8)}
 
 
 def play(episode: Episode, task: Task, commands: Iterable[str]) -> tuple[bool, float]:
     """Set the task up and send the commands until it is done; (achieved, return)."""
     achieved, total = episode.reset(task).observation["task_achieved"], 0.0
-    for command in commands:
-        step = episode.step(command)
+    outputs: list[str] = []
+    for command in episode.fill(list(commands)):
+        step = episode.step(resolve(command, outputs))
+        outputs.append(step.observation["command_output"])
         achieved, total = step.observation["task_achieved"], total + step.reward
         if step.done:
             break

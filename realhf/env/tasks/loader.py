@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import yaml
@@ -21,8 +22,9 @@ from realhf.env.names import draw_name
 from realhf.env.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setup
 
 SPLITS = ("train", "heldout")
-_FILES = ("warmup", "beginner", "intermediate")
-_PLACE = re.compile(r"\{([a-z_]+)\}")
+_FOLDERS = {"drift": "expert"}
+"""Files and folders are named after their tier, but for these."""
+_PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _KEYS = frozenset(
     {"task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution"}
     | {"partial_solutions", "mistakes", "split", "tags", "desired_state_spec", "possible_drifts", "assets", "decoys"}
@@ -110,6 +112,10 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
         success=fill(template.success, params),
         solution=tuple(fill(list(template.solution), params)),
         params=params,
+        desired_state_spec=fill(template.desired_state_spec, params),
+        possible_drifts=parse_setup(fill(list(template.possible_drifts), params), "possible_drifts"),
+        assets=fill(template.assets, params),
+        decoys=parse_setup(fill(list(template.decoys), params), "decoys"),
     )
 
 
@@ -156,14 +162,23 @@ def _lookup(match: re.Match[str], params: Mapping[str, Any]) -> Any:
 @cache
 def _all_templates() -> dict[int, Template]:
     templates: dict[int, Template] = {}
-    for tier in _FILES:
-        text = resources.files("realhf.env.tasks").joinpath(f"{tier}.yaml").read_text()
-        for entry in yaml.load(text, Loader=yaml.CSafeLoader):
+    for tier, file in _files():
+        for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader):
             template = _template(tier, entry)
             if template.task_id in templates:
-                raise TaskError(f"{tier}.yaml: task_id {template.task_id} is taken")
+                raise TaskError(f"{file.name}: task_id {template.task_id} is taken")
             templates[template.task_id] = template
     return dict(sorted(templates.items()))
+
+
+def _files() -> Iterator[tuple[str, Traversable]]:
+    """(tier, YAML file) of ``<tier>.yaml`` and ``<tier>/*.yaml`` beside this module."""
+    for entry in sorted(resources.files("realhf.env.tasks").iterdir(), key=lambda entry: entry.name):
+        name = entry.name.removesuffix(".yaml")
+        tier = _FOLDERS.get(name, name)
+        if tier in TIERS:
+            files = entry.iterdir() if entry.is_dir() else [entry]
+            yield from ((tier, file) for file in files if file.name.endswith(".yaml"))
 
 
 def _template(tier: str, entry: Mapping[str, Any]) -> Template:

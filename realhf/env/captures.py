@@ -1,0 +1,79 @@
+"""Values that only exist at run time: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}`` anywhere in a task.
+
+The text after the colon is a JMESPath expression (a leading ``$.`` is accepted) over the JSON output of that
+command, or the response of that set-up call, counted from 1. Source: environment spec section 6.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jmespath
+from jmespath.exceptions import JMESPathError
+
+_STEP = re.compile(r"\$\{step(\d+):([^}]+)\}")
+_SETUP = re.compile(r"\$\{setup(\d+):([^}]+)\}")
+
+
+class CaptureError(ValueError):
+    """A capture that finds nothing; the text shows it."""
+
+
+def resolve(command: str, outputs: Sequence[str]) -> str:
+    """``command`` with the captures of the list it belongs to filled from the outputs so far. One that finds nothing
+    (its command failed) stays as it is written: the command then fails as a person's would."""
+
+    def value(match: re.Match[str]) -> str:
+        try:
+            return _text(_find(match, [_parsed(output) for output in outputs]))
+        except CaptureError:
+            return match[0]
+
+    return _STEP.sub(value, command)
+
+
+def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
+    """``value`` (texts, lists and maps) with every set-up capture filled. A text that is one capture takes the
+    value's type. Raises CaptureError."""
+    if isinstance(value, str):
+        whole = _SETUP.fullmatch(value)
+        if whole:
+            return _find(whole, answers)
+        return _SETUP.sub(lambda match: _text(_find(match, answers)), value)
+    if isinstance(value, Mapping):
+        return {fill_setup(key, answers): fill_setup(item, answers) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(fill_setup(item, answers) for item in value)
+    return value
+
+
+def has_setup_captures(value: Any) -> bool:
+    """Whether ``fill_setup`` would change anything."""
+    return "${setup" in repr(value)
+
+
+def _find(match: re.Match[str], documents: Sequence[Any]) -> Any:
+    number, path = int(match[1]), match[2].removeprefix("$.")
+    if not 1 <= number <= len(documents):
+        raise CaptureError(f"{match[0]} refers to what has not happened")
+    try:
+        found = jmespath.search(path, documents[number - 1])
+    except JMESPathError as error:
+        raise CaptureError(f"{match[0]}: {error}") from None
+    if found is None:
+        raise CaptureError(f"{match[0]} finds nothing")
+    return found
+
+
+def _parsed(output: str) -> Any:
+    try:
+        return json.loads(output)
+    except ValueError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
