@@ -19,7 +19,8 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.monitor.provenance import package_versions
 
 PACKAGE = Path(__file__).resolve().parent.parent / "realhf"
-EPISODE_FILES = ("env/tasks/*", "env/names.py", "env/task.py", "env/sft_data.py", "api/observation_text.py")
+EPISODE_FILES = ("env/tasks/*", "env/names.py", "env/task.py", "env/sft_data.py", "env/demonstrations.py",
+                 "api/observation_text.py")
 LEARNING_FILES = ("api/chat.py", "data/chat_dataset.py", "backends/builtin_policy.py", "algorithms/sft.py")
 
 
@@ -65,17 +66,14 @@ def _supervised(
 
 def _demonstrations(config: ExperimentConfig) -> JobSpec:
     files = [path for pattern in EPISODE_FILES for path in PACKAGE.glob(pattern) if path.is_file()]
-    options = {
-        "--episodes-per-task": config.warm_start.episodes_per_task, "--seed": config.seed,
-        "--habit-fraction": config.warm_start.habit_fraction,
-        "--recovery-fraction": config.warm_start.recovery_fraction,
-    }
-    key = content_key([options, config.env.tiers, config.env.tags, package_versions(("ministack", "awscli"))], files)
+    options, tasks = config.warm_start, config.env
+    content = ("--episodes-per-task", str(options.episodes_per_task), "--seed", str(config.seed),
+               "--mix", f"recovery={options.recovery_fraction}", f"habit={options.habit_fraction}",
+               "--learn-mistakes", "--tiers", *tasks.tiers, "--tags", *tasks.tags)
+    key = content_key([content, package_versions(("ministack", "awscli"))], files)
     return JobSpec(
         "sft_data", "realhf.env.sft_data", artifact=_cache(config) / f"demonstrations-{key}.jsonl",
-        argv=("--out", "{artifact}", *(str(part) for option in options.items() for part in option),
-              "--tiers", *config.env.tiers, "--tags", *config.env.tags,
-              "--pool-size", str(min(4, config.env.pool_size))),
+        argv=("--out", "{artifact}", *content, "--pool-size", str(min(4, tasks.pool_size))),
     )
 
 

@@ -1,116 +1,55 @@
-"""Demonstrations for a warm start: real episodes of scripted agents, written as JSONL.
+"""Demonstrations: real episodes of scripted agents, written as JSONL.
 
-    python -m realhf.env.sft_data --out episodes.jsonl --episodes-per-task 100 --recovery-fraction 0.3
+    python -m realhf.env.sft_data --out episodes.jsonl --episodes-per-task 20
+    python -m realhf.env.sft_data --out mixed.jsonl --mix recovery=0.3 habit=0.2 --tags starter
 
-Kinds: *canonical* plays the solution; *recovery* makes a mistake first and then does it right; *habit* makes a
-mistake and sticks to it (nothing achieved): what a policy with room for improvement also does. A mistake is one
-of the template's own, or one that is possible everywhere: the last word of a name is left out. Every observation
-is what the simulator and the CLI really answered.
+The five trajectory types (canonical, continuation, recovery, verification, hint) and the unsolved *habit* are
+described in ``demonstrations``. Every observation is what the simulator and the CLI really answered. Rows are split
+by template: ``--split heldout`` writes those of templates that training never sees.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
+from realhf.env.captures import resolve
+from realhf.env.demonstrations import DEFAULT_MIX, HABIT, KINDS, Script, write_scripts
 from realhf.env.episode import Episode
-from realhf.env.names import is_name
 from realhf.env.pool import MiniStackPool
-from realhf.env.task import Task, TaskError
-from realhf.env.tasks.loader import instantiate, load_templates, mistakes
-
-CANONICAL, RECOVERY, HABIT = "canonical", "recovery", "habit"
-SHORTENED_SHARE = 0.6
-"""Part of the mistakes that shorten a name; the others are the template's."""
-PERSISTENCE = 3
-"""Commands of a habit episode, at least: its last command is sent again."""
-_SEED_BITS = 31
-
-
-@dataclass(frozen=True)
-class Script:
-    """One episode to be played: the task and the commands of the scripted agent."""
-
-    task: Task
-    kind: str
-    commands: tuple[str, ...]
-
-
-def write_scripts(
-    episodes_per_task: int,
-    seed: int,
-    tiers: Sequence[str] | None = None,
-    *,
-    tags: Sequence[str] = (),
-    recovery_fraction: float = 0.0,
-    habit_fraction: float = 0.0,
-) -> list[Script]:
-    """The episodes to play, shuffled, decided by ``seed``: per template exactly the rounded fractions of each
-    kind. A template whose mistakes allow no way back gets its recoveries from the others. Raises ValueError."""
-    if min(recovery_fraction, habit_fraction) < 0 or recovery_fraction + habit_fraction > 1:
-        raise ValueError("recovery and habit fractions are shares of one: not negative, together at most 1")
-    rng = random.Random(f"sft:{seed}")
-    recoveries, habits = round(recovery_fraction * episodes_per_task), round(habit_fraction * episodes_per_task)
-    scripts = []
-    for template in load_templates(tiers, tags=tags, split="train"):
-        for number in range(episodes_per_task):
-            task = instantiate(template.task_id, rng.getrandbits(_SEED_BITS))
-            kind = RECOVERY if number < recoveries else HABIT if number < recoveries + habits else CANONICAL
-            scripts.append(Script(task, kind, _commands(task, kind, rng)))
-    rng.shuffle(scripts)
-    return scripts
-
-
-def _commands(task: Task, kind: str, rng: random.Random) -> tuple[str, ...]:
-    if kind == CANONICAL:
-        return task.solution
-    if rng.random() < SHORTENED_SHARE:
-        short = with_short_names(task)
-        return short[:1] + task.solution if kind == RECOVERY else _persistent(short)
-    if kind == RECOVERY:
-        mistake = rng.choice([mistake for mistake in mistakes(task) if mistake.recovery])
-        return mistake.commands + mistake.recovery
-    return _persistent(rng.choice(mistakes(task)).commands)
-
-
-def with_short_names(task: Task) -> tuple[str, ...]:
-    """The solution with the last word of every drawn name left out."""
-    commands = task.solution
-    for value in task.params.values():
-        if is_name(value):
-            commands = tuple(command.replace(value, value.rpartition("-")[0]) for command in commands)
-    return commands
-
-
-def _persistent(commands: tuple[str, ...]) -> tuple[str, ...]:
-    return commands + commands[-1:] * (PERSISTENCE - len(commands))
+from realhf.env.task import TaskError
 
 
 def play(episode: Episode, script: Script) -> dict[str, Any]:
     """One row: task_id, template, tier, seed, kind, achieved, reward and messages. Roles: ``user`` the
-    description, ``assistant`` a command, ``tool`` what came of it; user and tool messages carry the whole
-    observation as well, so that a reader can render it as a rollout does."""
+    description, ``assistant`` a command (``"train": false`` where it is context, not to be imitated), ``tool`` what
+    came of it; user and tool messages carry the whole observation as well, so that a reader can render it as a
+    rollout does."""
     step = episode.reset(script.task)
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": script.task.description, "observation": _lasting(step.observation)}
     ]
-    reward = 0.0
-    for command in script.commands:
+    reward, outputs = 0.0, []
+    for line in script.lines:
+        if line.number == 1:
+            outputs = []
+        command = resolve(line.command, outputs)
         step = episode.step(command)
         reward += step.reward
         seen = step.observation
-        messages.append({"role": "assistant", "content": command})
+        if line.number:
+            outputs.append(seen["command_output"])
+        messages.append({"role": "assistant", "content": command} | ({} if line.learned else {"train": False}))
         text = seen["command_output"] if seen["command_success"] else seen["error"]
         messages.append({"role": "tool", "content": text, "observation": _lasting(seen)})
         if step.done:
@@ -159,43 +98,100 @@ def _lasting(observation: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in observation.items() if key != "episode_id"}
 
 
+class Statistics:
+    """What a file holds, by tier and kind."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], list[tuple[int, bool, float]]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        turns = sum(message["role"] == "assistant" for message in row["messages"])
+        self._rows.setdefault((row["tier"], row["kind"]), []).append((turns, row["achieved"], row["reward"]))
+
+    def groups(self) -> list[dict[str, Any]]:
+        """One map per tier and kind: rows, achieved, and the means of turns and reward."""
+        return [
+            {"tier": tier, "kind": kind, "rows": len(rows), "achieved": sum(row[1] for row in rows),
+             "mean_turns": sum(row[0] for row in rows) / len(rows),
+             "mean_reward": sum(row[2] for row in rows) / len(rows)}
+            for (tier, kind), rows in sorted(self._rows.items())
+        ]  # fmt: skip
+
+    def table(self) -> Table:
+        found = Table("tier", "kind", "rows", "achieved", "turns", "reward")
+        for group in self.groups():
+            found.add_row(group["tier"], group["kind"], str(group["rows"]), str(group["achieved"]),
+                          f"{group['mean_turns']:.1f}", f"{group['mean_reward']:.2f}")  # fmt: skip
+        return found
+
+
+def _mix(texts: Sequence[str]) -> dict[str, float]:
+    """``kind=share`` words. Raises ValueError."""
+    mix = {}
+    for text in texts:
+        kind, _, share = text.partition("=")
+        try:
+            mix[kind] = float(share)
+        except ValueError:
+            raise ValueError(f"--mix takes kind=share, not {text!r}") from None
+    return mix
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m realhf.env.sft_data", description=__doc__,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = found.add_argument
+    default = " ".join(f"{kind}={share:g}" for kind, share in DEFAULT_MIX.items())
+    add("--out", type=Path, required=True, help="JSONL file to write; statistics go to <out>.stats.json")
+    add("--episodes-per-task", type=int, default=20)
+    add("--seed", type=int, default=0)
+    add("--tiers", nargs="+", help="default: all")
+    add("--tags", nargs="*", default=(), help="only templates with one of these tags")
+    add("--split", choices=("train", "heldout"), default="train", help="which templates")
+    add("--mix", nargs="*", metavar="KIND=SHARE",
+        help=f"kinds: {', '.join(KINDS)}; the rest is canonical (default: {default})")  # fmt: skip
+    add("--learn-mistakes", action="store_true", help="mistakes that are recovered from are marked for training too")
+    add("--pool-size", type=int, default=4, help="simulators that play in parallel")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m realhf.env.sft_data", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
-    parser.add_argument("--episodes-per-task", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tiers", nargs="+", help="default: all")
-    parser.add_argument("--tags", nargs="*", default=(), help="only templates with one of these tags")
-    parser.add_argument("--pool-size", type=int, default=4, help="simulators that play in parallel")
-    parser.add_argument("--recovery-fraction", type=float, default=0.0)
-    parser.add_argument("--habit-fraction", type=float, default=0.0)
-    options = parser.parse_args(argv)
+    command_line = parser()
+    options = command_line.parse_args(argv)
     try:
         scripts = write_scripts(
             options.episodes_per_task,
             options.seed,
             options.tiers,
             tags=options.tags,
-            recovery_fraction=options.recovery_fraction,
-            habit_fraction=options.habit_fraction,
+            split=options.split,
+            mix=DEFAULT_MIX if options.mix is None else _mix(options.mix),
+            learn_mistakes=options.learn_mistakes,
         )
     except (TaskError, ValueError) as error:
-        parser.error(str(error))
-    pool = MiniStackPool(options.pool_size)
-    partial = options.out.with_name(options.out.name + ".tmp")
-    console = Console(stderr=True)
+        command_line.error(str(error))
+    console, statistics = Console(stderr=True), Statistics()
+    write(scripts, options.pool_size, options.out, statistics, console)
+    options.out.with_name(options.out.name + ".stats.json").write_text(json.dumps(statistics.groups(), indent=1) + "\n")
+    console.print(statistics.table())
+    console.print(f"{len(scripts)} episodes written to {options.out}")
+    return 0
+
+
+def write(scripts: Sequence[Script], pool_size: int, out: Path, statistics: Statistics, console: Console) -> None:
+    """Play and write all rows; ``out`` appears when it is complete."""
+    pool = MiniStackPool(pool_size)
+    partial = out.with_name(out.name + ".tmp")
     pool.start()
     try:
         with partial.open("w") as file:
-            rows = track(play_all(scripts, pool), "playing episodes", total=len(scripts), console=console)
-            for row in rows:
+            for row in track(play_all(scripts, pool), "playing episodes", total=len(scripts), console=console):
+                statistics.add(row)
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
-        partial.replace(options.out)
+        partial.replace(out)
     finally:
         pool.stop()
         partial.unlink(missing_ok=True)
-    console.print(f"{len(scripts)} episodes written to {options.out}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from realhf.env.demonstrations import Script, numbered, with_short_names, write_script, write_scripts
 from realhf.env.episode import Episode
+from realhf.env.hints import HINT_COMMAND
 from realhf.env.pool import MiniStackPool
-from realhf.env.sft_data import Script, main, play, play_all, with_short_names, write_scripts
+from realhf.env.sft_data import main, play, play_all
 from realhf.env.tasks import instantiate, load_templates
+
+STARTER = {"tags": ["starter"]}
 
 
 def test_scripts_hold_the_wanted_mix() -> None:
-    scripts = write_scripts(10, 3, recovery_fraction=0.3, habit_fraction=0.2)
+    scripts = write_scripts(10, 3, **STARTER, mix={"recovery": 0.3, "habit": 0.2})
     assert Counter(script.kind for script in scripts) == {"canonical": 5 * 39, "recovery": 3 * 39, "habit": 2 * 39}
     assert set(Counter(script.task.task_id for script in scripts).values()) == {10}
     for script in scripts:
@@ -22,6 +26,35 @@ def test_scripts_hold_the_wanted_mix() -> None:
         solved_at_the_end = script.commands[-len(script.task.solution) :] == script.task.solution
         assert not (script.kind == "habit" and solved_at_the_end)
         assert script.kind != "habit" or len(script.commands) >= 3
+
+
+def test_what_is_to_be_learned() -> None:
+    task = instantiate(203, seed=5)
+    rng = random.Random(0)
+    recovery = write_script(task, "recovery", rng)
+    learned = [line.learned for line in recovery.lines]
+    assert learned == sorted(learned) and set(learned) == {False, True}
+    assert all(line.learned for line in write_script(task, "recovery", rng, learn_mistakes=True).lines)
+    assert all(line.learned for line in write_script(task, "habit", rng).lines)
+    continuation = write_script(task, "continuation", rng)
+    learned = [line.learned for line in continuation.lines]
+    assert continuation.commands == task.solution and learned == sorted(learned) and set(learned) == {False, True}
+    hint = write_script(task, "hint", rng)
+    assert hint.commands == (HINT_COMMAND, *task.solution)
+    look = write_script(task, "verification", rng)
+    assert look.commands == (*task.solution[:-1], "aws sns list-subscriptions", task.solution[-1])
+
+
+def test_a_kind_that_a_task_does_not_allow_becomes_canonical() -> None:
+    one_step = instantiate(101, 0)
+    assert write_script(one_step, "continuation", random.Random(0)).kind == "canonical"
+
+
+def test_rows_are_split_by_template() -> None:
+    train = {script.task.task_id for script in write_scripts(1, 0)}
+    heldout = {script.task.task_id for script in write_scripts(1, 0, split="heldout")}
+    assert train and not train & heldout
+    assert train | heldout == {template.task_id for template in load_templates()}
 
 
 def test_short_names_lose_their_last_word_everywhere() -> None:
@@ -37,17 +70,17 @@ def test_scripts_are_decided_by_the_seed() -> None:
     assert write_scripts(2, 0, ["warmup"])[0].task.tier == "warmup"
 
 
-@pytest.mark.parametrize("fractions", [(-0.1, 0.0), (0.6, 0.6)])
-def test_impossible_fractions(fractions: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="fractions"):
-        write_scripts(10, 0, recovery_fraction=fractions[0], habit_fraction=fractions[1])
+@pytest.mark.parametrize("mix", [{"recovery": -0.1}, {"recovery": 0.6, "habit": 0.6}, {"daydream": 0.1}])
+def test_impossible_mixes(mix: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="mix"):
+        write_scripts(10, 0, mix=mix)
 
 
 @pytest.mark.sim
 def test_a_row_is_what_really_happened(episode: Episode) -> None:
     task = instantiate(201, 4)
     create, enable = task.solution
-    row = play(episode, Script(task, "recovery", (enable, create, enable, "aws never sent")))
+    row = play(episode, Script(task, "recovery", numbered((enable, create, enable, "aws never sent"))))
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["user"] + ["assistant", "tool"] * 3
     assert row["messages"][0]["content"] == task.description
@@ -60,7 +93,7 @@ def test_a_row_is_what_really_happened(episode: Episode) -> None:
 
 @pytest.mark.sim
 def test_parallel_play_keeps_order_and_content(pool: MiniStackPool) -> None:
-    scripts = write_scripts(2, 5, recovery_fraction=0.5)
+    scripts = write_scripts(5, 5, **STARTER, mix={"recovery": 0.4, "verification": 0.2, "continuation": 0.2})
     random.Random(0).shuffle(scripts)
     rows = list(play_all(scripts[:40], pool))
     assert [row["seed"] for row in rows] == [script.task.seed for script in scripts[:40]]
@@ -73,18 +106,21 @@ def test_parallel_play_keeps_order_and_content(pool: MiniStackPool) -> None:
 def test_a_mislabelled_episode_is_an_error(pool: MiniStackPool) -> None:
     task = instantiate(101, 0)
     with pytest.raises(RuntimeError, match="s3-create-bucket"):
-        list(play_all([Script(task, "habit", task.solution)], pool))
+        list(play_all([Script(task, "habit", numbered(task.solution))], pool))
     assert pool.free_count == pool.size
 
 
 @pytest.mark.sim
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
-    arguments = ["--out", str(out), "--episodes-per-task", "1", "--tiers", "warmup", "--pool-size", "2"]
+    arguments = ["--out", str(out), "--episodes-per-task", "1", "--pool-size", "2", "--tiers", "warmup"]
+    arguments += ["--tags", "starter"]
     assert main(arguments) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {row["template"] for row in rows} == {template.name for template in load_templates(["warmup"])}
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    names = {template.name for template in load_templates(["warmup"], tags=["starter"])}
+    assert {row["template"] for row in rows} == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "rows.jsonl.stats.json"]
+    assert sum(group["rows"] for group in json.loads((tmp_path / "rows.jsonl.stats.json").read_text())) == len(rows)
     with pytest.raises(SystemExit):
-        main([*arguments, "--recovery-fraction", "2"])
-    assert "fractions" in capsys.readouterr().err
+        main([*arguments, "--mix", "recovery=2"])
+    assert "mix" in capsys.readouterr().err
