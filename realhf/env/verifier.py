@@ -69,6 +69,7 @@ class Lookup:
 
 _TOPIC_ARN = f"arn:aws:sns:us-east-1:{ACCOUNT_ID}:%s"
 _QUEUE_URL = f"http://localhost/{ACCOUNT_ID}/%s"
+_STATES_ARN = f"arn:aws:states:us-east-1:{ACCOUNT_ID}:%s:%%s"
 
 RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
     {
@@ -109,6 +110,59 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
         ),
         ("ecs", "cluster"): Lookup("DescribeClusters", {"clusters": ["%s"]}, "clusters", "clusterName"),
         ("glue", "database"): Lookup("GetDatabase", {"Name": "%s"}, "Database", "Name"),
+        ("athena", "work-group"): Lookup("ListWorkGroups", {}, "WorkGroups", "Name"),
+        ("autoscaling", "group"): Lookup(
+            "DescribeAutoScalingGroups", {"AutoScalingGroupNames": ["%s"]}, "AutoScalingGroups", "AutoScalingGroupName"
+        ),
+        ("autoscaling", "launch-configuration"): Lookup(
+            "DescribeLaunchConfigurations",
+            {"LaunchConfigurationNames": ["%s"]},
+            "LaunchConfigurations",
+            "LaunchConfigurationName",
+        ),
+        ("backup", "vault"): Lookup("DescribeBackupVault", {"BackupVaultName": "%s"}, name_field="BackupVaultName"),
+        ("cloudtrail", "trail"): Lookup(
+            "GetTrail", {"Name": "%s"}, "Trail", "Name", extras={"Status": ("GetTrailStatus", {"Name": "%s"}, "@")}
+        ),
+        ("cloudwatch", "alarm"): Lookup("DescribeAlarms", {"AlarmNames": ["%s"]}, "MetricAlarms", "AlarmName"),
+        ("cognito-idp", "user-pool"): Lookup("ListUserPools", {"MaxResults": 60}, "UserPools", "Name"),
+        ("ec2", "security-group"): Lookup(
+            "DescribeSecurityGroups",
+            {"Filters": [{"Name": "group-name", "Values": ["%s"]}]},
+            "SecurityGroups",
+            "GroupName",
+        ),
+        ("efs", "file-system"): Lookup("DescribeFileSystems", {"CreationToken": "%s"}, "FileSystems", "CreationToken"),
+        ("elasticache", "cluster"): Lookup(
+            "DescribeCacheClusters", {"CacheClusterId": "%s"}, "CacheClusters", "CacheClusterId"
+        ),
+        ("elasticache", "parameter-group"): Lookup(
+            "DescribeCacheParameterGroups",
+            {"CacheParameterGroupName": "%s"},
+            "CacheParameterGroups",
+            "CacheParameterGroupName",
+        ),
+        ("elbv2", "target-group"): Lookup("DescribeTargetGroups", {"Names": ["%s"]}, "TargetGroups", "TargetGroupName"),
+        ("firehose", "delivery-stream"): Lookup(
+            "DescribeDeliveryStream",
+            {"DeliveryStreamName": "%s"},
+            "DeliveryStreamDescription",
+            "DeliveryStreamName",
+        ),
+        ("kms", "alias"): Lookup("DescribeKey", {"KeyId": "alias/%s"}, "KeyMetadata"),
+        ("lambda", "function"): Lookup("GetFunctionConfiguration", {"FunctionName": "%s"}, name_field="FunctionName"),
+        ("opensearch", "domain"): Lookup("DescribeDomain", {"DomainName": "%s"}, "DomainStatus", "DomainName"),
+        ("rds", "db-instance"): Lookup(
+            "DescribeDBInstances", {"DBInstanceIdentifier": "%s"}, "DBInstances", "DBInstanceIdentifier"
+        ),
+        ("route53", "hosted-zone"): Lookup("ListHostedZonesByName", {"DNSName": "%s"}, "HostedZones", "Name"),
+        ("scheduler", "schedule-group"): Lookup("GetScheduleGroup", {"Name": "%s"}, name_field="Name"),
+        ("stepfunctions", "activity"): Lookup(
+            "DescribeActivity", {"activityArn": _STATES_ARN % "activity"}, name_field="name"
+        ),
+        ("stepfunctions", "state-machine"): Lookup(
+            "DescribeStateMachine", {"stateMachineArn": _STATES_ARN % "stateMachine"}, name_field="name"
+        ),
     }
 )
 
