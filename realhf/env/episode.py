@@ -61,14 +61,24 @@ class Episode:
     def done(self) -> bool:
         return self._achieved or self._steps >= self._max_steps
 
-    def reset(self, task: Task, seed: int | None = None, episode_id: str | None = None) -> StepData:
-        """Empty the world, set the task up and start. ``seed`` decides the simulator's random ids (default: the
-        task's). Raises TaskError for a task that makes no sense, EpisodeError when its world cannot be built."""
+    def reset(
+        self,
+        task: Task,
+        seed: int | None = None,
+        episode_id: str | None = None,
+        *,
+        chaos: bool | None = None,
+        drifts: Sequence[int] | None = None,
+    ) -> StepData:
+        """Empty the world, set the task up and start. ``seed`` (default: the task's) decides the simulator's random
+        ids, drifts and chaos; ``chaos`` whether there may be any (None: as the episode was made); ``drifts`` names
+        the drifts by their places instead of drawing them. Raises TaskError for a task that makes no sense,
+        EpisodeError when its world cannot be built."""
         self._task = self._world = None
         self._forget()
         criteria_of(task)
         try:
-            world = build_world(self._slot, task, task.seed if seed is None else seed)
+            world = build_world(self._slot, task, task.seed if seed is None else seed, drifts)
         except SetupError as error:
             raise EpisodeError(str(error)) from error
         criteria = criteria_of(world.task)
@@ -105,11 +115,15 @@ class Episode:
             raise EpisodeError("no episode is running; call reset first")
         return fill_setup(list(commands), self._world.answers)
 
+    def missing(self) -> list[str]:
+        """What the task still lacks, for its author; never shown to an agent."""
+        return self._grader.missing() if self._grader else []
+
     def _hint(self) -> StepData:
         assert self._task is not None and self._grader is not None
         self._hints = min(self._hints + 1, LEVELS)
         text = hint_text(self._hints, self._grader.criteria, self._task.solution)
-        reward = self._reward(self._meter.progress, last_failed=False)
+        reward = self._reward(self._meter.progress, last_failed=self._tracker.last_failed)
         return StepData(self._observation(None, "", text), reward, self.done)
 
     def _reward(self, progress: float, *, last_failed: bool) -> float:

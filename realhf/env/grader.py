@@ -113,6 +113,14 @@ class Grader:
     def credited_operations(self) -> list[str]:
         return [step.operation for step in self.criteria.steps[: len(self._credited)]]
 
+    def missing(self) -> list[str]:
+        """What keeps the task from being achieved, in words: steps without credit, checks that fail now, services."""
+        criteria, now = self.criteria, Snapshot(self._state)
+        checks = [criteria.resource, *(step.verify for step in criteria.steps), *criteria.state_checks]
+        found = [f"step {step.operation} {step.resource or ''}" for step in criteria.steps[len(self._credited) :]]
+        found += [str(check) for check in checks if check is not None and not check.holds(now)]
+        return found + [f"service {s}" for s in sorted(criteria.services) if not services_reached([s], self._evidence)]
+
     def evaluate(self, added: Sequence[Evidence]) -> Grade:
         """The grade after a command that sent the requests ``added``. Raises StateCallError or
         ConnectionError when the simulator cannot be read."""

@@ -1,11 +1,13 @@
-"""The world of a task: emptied, set up, and for a drift task disturbed, before the agent sees it.
+"""The world of a task: emptied, set up, cluttered, and for a drift task disturbed, before the agent sees it.
 
-A world is built completely or not at all: nothing is ever graded on a half-built one (environment spec 7).
+A world is built completely or not at all: nothing is ever graded on a half-built one. What a task has sent on its
+behalf obeys the policy that binds agents. Source: environment spec sections 5, 6 and 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +18,8 @@ from realhf.env.state_client import StateCallError
 from realhf.env.task import SetupCommand, Task, TaskError
 from realhf.env.tracker import resource_name
 from realhf.env.verifier import operation_allowed
+
+_MESSAGE_CHARS = 200
 
 
 class SetupError(RuntimeError):
@@ -32,39 +36,33 @@ class World:
     answers: tuple[Mapping[str, Any], ...]
 
 
-def build_world(slot: Slot, task: Task, seed: int) -> World:
-    """Empty the slot and set the task up; ``seed`` decides random ids and drifts. Raises SetupError, or TaskError
-    for a task that makes no sense."""
+def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None) -> World:
+    """Empty the slot and set the task up; ``seed`` decides random ids and drifts, unless ``drifts`` names them by
+    their places in ``possible_drifts``. Raises SetupError, or TaskError for a task that makes no sense."""
     slot.reset(seed)
-    for name, content in task.assets.items():
-        try:
-            slot.files.put(name, content.encode())
-        except ValueError as error:
-            raise TaskError(f"task.assets: {error}") from None
     answers: list[Mapping[str, Any]] = []
-    present = set()
-    for command in task.setup + task.decoys:
-        command = _filled(command, answers)
-        answers.append(_send(slot, command, "set-up"))
-        present.add((command.service, resource_name(command.service, command.params)))
+    present: set[tuple[str, str]] = set()
     try:
+        for command in task.setup:
+            answers.append(_send(slot, _filled(command, answers), "set-up", present))
         task = _with_captures(task, answers)
     except CaptureError as error:
         raise SetupError(f"task {task.task_id}: {error}") from None
-    for drift in choose_drifts(task.possible_drifts, seed):
-        _send(slot, drift, "drift")
+    _put_assets(slot, task)
+    for decoy in task.decoys:
+        _send(slot, decoy, "decoy", present)
+    chosen = choose_drifts(task.possible_drifts, seed) if drifts is None else [task.possible_drifts[i] for i in drifts]
+    for drift in chosen:
+        _send(slot, drift, "drift", set())
     return World(task, frozenset(present), tuple(answers))
 
 
-def _filled(command: SetupCommand, answers: list[Mapping[str, Any]]) -> SetupCommand:
-    try:
-        return replace(command, params=fill_setup(command.params, answers))
-    except CaptureError as error:
-        raise SetupError(f"set-up of {command.service}:{command.operation}: {error}") from None
+def _filled(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> SetupCommand:
+    return replace(command, params=fill_setup(command.params, answers), command=fill_setup(command.command, answers))
 
 
-def _with_captures(task: Task, answers: list[Mapping[str, Any]]) -> Task:
-    if not has_setup_captures((task.description, task.success, task.solution, task.possible_drifts)):
+def _with_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:
+    if not has_setup_captures(task):
         return task
     return replace(
         task,
@@ -72,19 +70,47 @@ def _with_captures(task: Task, answers: list[Mapping[str, Any]]) -> Task:
         desired_state_spec=fill_setup(task.desired_state_spec, answers),
         success=fill_setup(task.success, answers),
         solution=fill_setup(task.solution, answers),
-        possible_drifts=tuple(replace(d, params=fill_setup(d.params, answers)) for d in task.possible_drifts),
+        possible_drifts=tuple(_filled(drift, answers) for drift in task.possible_drifts),
+        decoys=tuple(_filled(decoy, answers) for decoy in task.decoys),
+        assets=fill_setup(task.assets, answers),
     )
 
 
-def _send(slot: Slot, command: SetupCommand, purpose: str) -> Mapping[str, Any]:
-    name = f"{command.service}:{command.operation}"
+def _put_assets(slot: Slot, task: Task) -> None:
+    for name, content in task.assets.items():
+        try:
+            slot.files.put(name, content.encode())
+        except ValueError as error:
+            raise TaskError(f"task.assets: {error}") from None
+
+
+def _send(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
+    """What the command was answered; adds to ``made`` what it is about. Raises SetupError."""
+    if command.command:
+        return _run_line(slot, command, purpose, made)
     if not operation_allowed(command.service, command.operation):
-        raise SetupError(f"{purpose} may not call {name}")
+        raise SetupError(f"{purpose} may not call {command}")
     try:
-        return slot.state.call(command.service, command.operation, dict(command.params))
+        answer = slot.state.call(command.service, command.operation, dict(command.params))
     except StateCallError as error:
         if command.ignore_failure:
             return {}
-        raise SetupError(f"{purpose} call {name} failed: {error}") from None
+        raise SetupError(f"{purpose} call {command} failed: {error}"[:_MESSAGE_CHARS]) from None
     except ConnectionError as error:
-        raise SetupError(f"{purpose} call {name} failed: {error}") from error
+        raise SetupError(f"{purpose} call {command} failed: {error}") from error
+    made.add((command.service, resource_name(command.service, command.params)))
+    return answer
+
+
+def _run_line(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
+    result = slot.executor.run(command.command)
+    if not result.success:
+        if command.ignore_failure and result.refusal is None:
+            return {}
+        raise SetupError(f"a {purpose} command failed: {result.stderr.strip()}"[:_MESSAGE_CHARS])
+    made.update((sent.service, resource_name(sent.service, sent.params)) for sent in result.requests if sent.ok)
+    try:
+        answer = json.loads(result.stdout)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, Mapping) else {}

@@ -19,25 +19,26 @@ from realhf.env.tasks.acceptance import problems
 from realhf.env.tasks.loader import fill
 
 TEMPLATES = load_templates()
+STARTERS = load_templates(tags=["starter"])
 SPLITS = ("train", "heldout")
 
 
 def test_counts_ids_and_services() -> None:
-    tiers = [template.tier for template in TEMPLATES]
+    tiers = [template.tier for template in STARTERS]
     assert {tier: tiers.count(tier) for tier in set(tiers)} == {"warmup": 13, "beginner": 13, "intermediate": 13}
     assert len({template.name for template in TEMPLATES}) == len(TEMPLATES)
-    warmup_services = {solve(instantiate(t.task_id, 0))[0].split()[1] for t in TEMPLATES if t.tier == "warmup"}
+    warmup_services = {solve(instantiate(t.task_id, 0))[0].split()[1] for t in STARTERS if t.tier == "warmup"}
     assert len(warmup_services) == 13
     assert ACCOUNT_ID == ACCOUNT
 
 
 def test_half_of_the_creates_demand_an_attribute() -> None:
-    beginner = [criteria_of(instantiate(t.task_id, 0)) for t in TEMPLATES if t.tier == "beginner"]
+    beginner = [criteria_of(instantiate(t.task_id, 0)) for t in STARTERS if t.tier == "beginner"]
     demanding = sum(bool(criteria.resource and criteria.resource.attributes) for criteria in beginner)
     assert 5 <= demanding <= 8
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+@pytest.mark.parametrize("template", STARTERS, ids=lambda template: template.name)
 def test_template_text(template) -> None:
     assert 1 <= len(template.descriptions) <= 2
     for seed, split in itertools.product(range(6), SPLITS):
@@ -64,7 +65,7 @@ def test_names_are_made_of_distinct_plain_words() -> None:
 
 def test_heldout_names_are_unseen_pairs() -> None:
     def pairs(split: str) -> set[tuple[str, str]]:
-        names = (instantiate(t.task_id, seed, split).params["name"] for t in TEMPLATES for seed in range(40))
+        names = (instantiate(t.task_id, seed, split).params["name"] for t in STARTERS for seed in range(40))
         return {tuple(name.split("-")[:2]) for name in names}  # type: ignore[misc]
 
     train, heldout = pairs("train"), pairs("heldout")
@@ -136,7 +137,7 @@ def test_every_task_keeps_its_promise(pool: MiniStackPool) -> None:
         for template in TEMPLATES[lane :: len(slots)]:
             for seed, split in itertools.product(range(3), SPLITS):
                 task = instantiate(template.task_id, seed, split)
-                wrong = problems(episode, task, with_mistakes=seed == 0 and split == "train")
+                wrong = problems(episode, task, thorough=seed == 0 and split == "train")
                 found += [f"{task.template} {split} {seed}: {text}" for text in wrong]
         return found
 

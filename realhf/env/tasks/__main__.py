@@ -4,78 +4,52 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
 from rich.console import Console
-from rich.progress import track
+from rich.markup import escape
 from rich.table import Table
 
-from realhf.env.episode import Episode
 from realhf.env.grader import criteria_of
-from realhf.env.pool import MiniStackPool
 from realhf.env.task import TaskError
-from realhf.env.tasks.acceptance import problems
-from realhf.env.tasks.loader import Template, instantiate, load_templates
+from realhf.env.tasks.loader import Template, get_template, instantiate, load_templates
+from realhf.env.tasks.validation import validate
 
 
-def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
-    """Problems by template, over ``seeds`` training and as many held-out instances each."""
-    instances = [
-        (template.task_id, seed, split)
-        for template in templates
-        for seed in range(seeds)
-        for split in ("train", "heldout")
-    ]
-    pool = MiniStackPool(pool_size)
-    pool.start()
-    episodes: SimpleQueue[Episode] = SimpleQueue()
-    for _ in range(pool_size):
-        episodes.put(Episode(pool.acquire()))
+def choose(ids: Sequence[int] | None, tiers: Sequence[str] | None) -> list[Template]:
+    """The templates with these ids, or of these tiers. Raises TaskError."""
+    return [get_template(task_id) for task_id in ids] if ids else load_templates(tiers)
 
-    def check(instance: tuple[int, int, str]) -> list[str]:
-        episode = episodes.get()
-        try:
-            return problems(episode, instantiate(*instance), with_mistakes=True)
-        except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
-        finally:
-            episodes.put(episode)
 
-    found: dict[int, list[str]] = {template.task_id: [] for template in templates}
-    try:
-        with ThreadPoolExecutor(pool_size) as threads:
-            verdicts = track(threads.map(check, instances), "playing", total=len(instances), console=console)
-            for (task_id, seed, split), wrong in zip(instances, verdicts, strict=True):
-                found[task_id] += [f"{split} {seed}: {text}" for text in wrong]
-    finally:
-        pool.stop()
-    return found
+def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Table:
+    """One row per template."""
+    table = Table("id", "tier", "strategy", "task", "commands", "verdict")
+    for template in templates:
+        task, wrong = instantiate(template.task_id, 0), found[template.task_id]
+        verdict = "[red]" + escape("\n".join(wrong)) if wrong else "[green]ok"
+        commands = ", ".join(" ".join(command.split()[1:3]) for command in task.solution)
+        table.add_row(str(task.task_id), task.tier, criteria_of(task).strategy, task.template, commands, verdict)
+    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m realhf.env.tasks", description=(__doc__ or "").strip())
     parser.add_argument("action", choices=["validate"])
     parser.add_argument("--tiers", nargs="+", help="default: all")
-    parser.add_argument("--seeds", type=int, default=1, help="instances per template and split")
+    parser.add_argument("--ids", nargs="+", type=int, help="templates by number, instead of tiers")
+    parser.add_argument("--seeds", type=int, default=3, help="instances per template, besides one with held-out names")
     parser.add_argument("--pool-size", type=int, default=4, help="simulators that play in parallel")
     options = parser.parse_args(argv)
     try:
-        templates = load_templates(options.tiers)
+        templates = choose(options.ids, options.tiers)
     except TaskError as error:
         parser.error(str(error))
-    console = Console()
+    console, began = Console(), time.monotonic()
     found = validate(templates, options.seeds, options.pool_size, console)
-    table = Table("id", "tier", "strategy", "task", "commands", "verdict")
-    for template in templates:
-        task, wrong = instantiate(template.task_id, 0), found[template.task_id]
-        verdict = "[red]" + "\n".join(wrong) if wrong else "[green]ok"
-        commands = "\n".join(" ".join(command.split()[1:3]) for command in task.solution)
-        table.add_row(str(task.task_id), task.tier, criteria_of(task).strategy, task.template, commands, verdict)
-    console.print(table)
+    console.print(verdicts(templates, found))
     bad = sum(bool(wrong) for wrong in found.values())
-    console.print(f"{len(templates)} tasks, {bad} with problems")
+    console.print(f"{len(templates)} tasks, {bad} with problems, {time.monotonic() - began:.0f} s")
     return 1 if bad else 0
 
 

@@ -5,20 +5,26 @@ Source: acceptance rule of environment spec section 6.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 
 from realhf.env.captures import resolve
+from realhf.env.drift import FEWEST, MOST
 from realhf.env.episode import Episode
-from realhf.env.task import Task
+from realhf.env.names import is_name
+from realhf.env.task import Task, TaskError
 from realhf.env.tasks.loader import mistakes, partial_solutions, solve
 
 _HARMLESS = "aws sts get-caller-identity"
 _SOLUTION_LENGTHS = {"warmup": (1, 1), "beginner": (1, 1), "intermediate": (2, 3), "advanced": (4, 7), "expert": (1, 8)}
 
 
-def play(episode: Episode, task: Task, commands: Iterable[str]) -> tuple[bool, float]:
-    """Set the task up and send the commands until it is done; (achieved, return)."""
-    achieved, total = episode.reset(task).observation["task_achieved"], 0.0
+def play(
+    episode: Episode, task: Task, commands: Iterable[str], drifts: Sequence[int] | None = None
+) -> tuple[bool, float]:
+    """Set the task up, with these drifts (None: those that its seed draws), and send the commands until it is done;
+    (achieved, return). There is no chaos."""
+    achieved, total = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"], 0.0
     outputs: list[str] = []
     for command in episode.fill(list(commands)):
         step = episode.step(resolve(command, outputs))
@@ -29,26 +35,39 @@ def play(episode: Episode, task: Task, commands: Iterable[str]) -> tuple[bool, f
     return achieved, total
 
 
-def problems(episode: Episode, task: Task, *, with_mistakes: bool = False) -> list[str]:
-    """What is wrong with an instance, in words; empty for a sound one. ``with_mistakes`` plays its wrong habits
-    and their ways back too."""
+def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[str]:
+    """What is wrong with an instance, in words; empty for a sound one. ``thorough``: its wrong habits and their ways
+    back are played too, and every set of drifts that could happen."""
     found = []
     low, high = _SOLUTION_LENGTHS[task.tier]
     if not low <= len(task.solution) <= high:
         found.append(f"solution has {len(task.solution)} commands, a {task.tier} task has {low} to {high}")
     achieved, total = play(episode, task, solve(task))
     if not achieved or total != 1.0:
-        found.append(f"solution: achieved={achieved}, return {total}")
+        found.append(f"solution: achieved={achieved}, return {total}{_where_it_stands(episode)}")
     achieved, total = play(episode, task, [_HARMLESS])
     if achieved or total != 0.0:
         found.append(f"doing nothing: achieved={achieved}, return {total}")
-    must_fail = partial_solutions(task) + [[command.replace(name, f"{name}-2") for command in solve(task)]
-                                           for key, name in task.params.items() if key == "name"]  # fmt: skip
-    for commands in must_fail:
-        achieved, total = play(episode, task, commands)
+    every_drift = range(len(task.possible_drifts)) if task.possible_drifts else None
+    for commands in partial_solutions(task) + list(wrong_names(task)):
+        achieved, total = play(episode, task, commands, every_drift)
         if achieved or not 0.0 <= total < 1.0:
             found.append(f"{commands}: achieved={achieved}, return {total}")
-    return found + (_mistake_problems(episode, task) if with_mistakes else [])
+    if thorough:
+        found += _mistake_problems(episode, task) + _drift_problems(episode, task)
+    return found
+
+
+def wrong_names(task: Task) -> Iterator[list[str]]:
+    """The solution with each drawn name in turn followed by ``-2``: it does the right thing to the wrong resource."""
+    for name in task.params.values():
+        if is_name(name) and any(name in command for command in task.solution):
+            yield [command.replace(name, f"{name}-2") for command in task.solution]
+
+
+def _where_it_stands(episode: Episode) -> str:
+    missing = episode.missing()
+    return f"; missing: {'; '.join(missing)}" if missing else ""
 
 
 def _mistake_problems(episode: Episode, task: Task) -> list[str]:
@@ -59,3 +78,26 @@ def _mistake_problems(episode: Episode, task: Task) -> list[str]:
         if mistake.recovery and play(episode, task, mistake.commands + mistake.recovery) != (True, 1.0):
             found.append(f"mistake {list(mistake.commands)}: its recovery does not achieve the task")
     return found
+
+
+def _drift_problems(episode: Episode, task: Task) -> list[str]:
+    """Every set of drifts that a reset may draw breaks something, and the solution repairs it."""
+    if not task.possible_drifts:
+        return []
+    found = []
+    places = range(len(task.possible_drifts))
+    for count in range(FEWEST, MOST + 1):
+        for chosen in combinations(places, count):
+            names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
+            try:
+                result = play(episode, task, solve(task), chosen)
+            except TaskError as error:
+                found.append(f"drifts {names}: {error}")
+                continue
+            if result != (True, 1.0):
+                found.append(f"drifts {names}: achieved={result[0]}, return {result[1]}{_where_it_stands(episode)}")
+    try:
+        play(episode, task, [], ())
+    except TaskError:
+        return found
+    return [*found, f"without any drift the desired state does not hold{_where_it_stands(episode)}"]
