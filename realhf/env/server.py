@@ -19,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from starlette.routing import WebSocketRoute
 
+from realhf.api.aws_models import AwsAction, AwsObservation, AwsState
 from realhf.env import wire
 from realhf.env.metrics import ServerMetrics
 from realhf.env.server_config import ServerConfig
@@ -166,9 +167,9 @@ def build_app(pool: SlotPool, endpoint: SessionEndpoint, config: ServerConfig, m
     @app.get("/schema")
     async def schema() -> dict[str, Any]:
         return {
-            "action": wire.AwsAction.model_json_schema(),
-            "observation": wire.AwsObservation.model_json_schema(),
-            "state": wire.AwsState.model_json_schema(),
+            "action": AwsAction.model_json_schema(),
+            "observation": AwsObservation.model_json_schema(),
+            "state": AwsState.model_json_schema(),
         }
 
     @app.get("/metadata")

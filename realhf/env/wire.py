@@ -1,7 +1,6 @@
 """The OpenEnv wire: JSON text frames, one reply per request, in order.
 
-Requests are checked by hand (a few microseconds); the pydantic models here only describe the wire for
-``/schema``. Source: environment spec 2.1.
+Requests are checked by hand (a few microseconds); ``realhf.api.aws_models`` describes the wire for ``/schema``. Source: environment spec 2.1.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import json
 import math
 from dataclasses import dataclass
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field
 
 INVALID_JSON = "INVALID_JSON"
 UNKNOWN_TYPE = "UNKNOWN_TYPE"
@@ -49,52 +46,6 @@ class Request:
     kind: str
     data: dict[str, Any]
     request_id: str | int | None = None
-
-
-class AwsAction(BaseModel):
-    """What an agent sends: one AWS CLI command line."""
-
-    model_config = ConfigDict(extra="forbid")
-    command: str = Field(description="a command line that starts with 'aws '")
-
-
-class TaskInfo(BaseModel):
-    """The part of a task that an agent may see."""
-
-    task_id: int = Field(ge=0)
-    difficulty: str
-    description: str
-    desired_state_spec: str | None = None
-
-
-class AwsObservation(BaseModel):
-    """What an agent sees after reset and step. Reward and done lie beside it in the reply."""
-
-    episode_id: str
-    step_count: int
-    command_success: bool
-    command_output: str
-    error: str
-    task: TaskInfo | None
-    task_achieved: bool
-    partial_progress: float = Field(ge=0.0, le=1.0)
-    hints_used: int
-    hint_text: str
-    truncated: bool
-    refusal: str | None
-    steps_left: int
-
-
-class AwsState(BaseModel):
-    """Cheap view of a session. Never holds success criteria, setup commands, seed or solution."""
-
-    episode_id: str | None
-    step_count: int
-    current_task: TaskInfo | None
-    tracker: dict[str, Any]
-    infra_state: dict[str, Any]
-    chaos_occurred: bool
-    current_tier: str | None
 
 
 def _reject_constant(name: str) -> None:
