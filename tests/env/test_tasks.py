@@ -14,7 +14,15 @@ from realhf.env.grader import criteria_of
 from realhf.env.names import ADJECTIVES, NOUNS, SUFFIXES, draw_name, is_heldout_pair, words
 from realhf.env.pool import ACCOUNT, MiniStackPool
 from realhf.env.task import ACCOUNT_ID, Task, TaskError
-from realhf.env.tasks import get_template, instantiate, load_templates, mistakes, partial_solutions, solve
+from realhf.env.tasks import (
+    get_template,
+    instantiate,
+    is_heldout_seed,
+    load_templates,
+    mistakes,
+    partial_solutions,
+    solve,
+)  # fmt: skip
 from realhf.env.tasks.acceptance import problems
 from realhf.env.tasks.loader import fill
 
@@ -85,6 +93,15 @@ def test_an_instance_is_decided_by_its_seed() -> None:
     assert len(texts) == 2, "both phrasings are drawn"
 
 
+def test_one_seed_in_ten_is_held_out() -> None:
+    held = [seed for seed in range(1000) if is_heldout_seed(205, seed)]
+    assert 60 < len(held) < 140
+    for seed in held[:20]:
+        task = instantiate(205, seed)
+        assert not is_heldout_seed(205, task.seed) and task == instantiate(205, task.seed)
+        assert instantiate(205, seed, "heldout").seed == seed
+
+
 def test_fill_keeps_types_and_foreign_braces() -> None:
     params = {"days": 7, "name": "x"}
     assert fill({"a": "{days}", "b": ["{name}-{days}", True]}, params) == {"a": 7, "b": ["x-7", True]}
@@ -107,7 +124,13 @@ def test_wire_form_survives_a_round_trip() -> None:
         ({"difficulty": "easy"}, "difficulty"),
         ({"description": None}, "description"),
         ({"success_criteria": []}, "success_criteria"),
-        ({"setup_commands": ["aws s3 ls"]}, "setup_commands"),
+        ({"setup_commands": [7]}, "setup_commands"),
+        ({"setup_commands": ["aws s3 ls " + "x" * 70000]}, "longer"),
+        ({"success_criteria": {"operation": "x" * 70000}}, "success_criteria"),
+        ({"possible_drifts": [{"service": "s3"}]}, r"possible_drifts\[0\]"),
+        ({"decoys": {"a": 1}}, "decoys"),
+        ({"assets": {"a.json": 1}}, "a.json"),
+        ({"desired_state_spec": 1}, "desired_state_spec"),
         ({"setup_commands": [{"service": "s3"}]}, "operation"),
         ({"setup_commands": [{"service": "s3", "operation": "ListBuckets"}] * 41}, "setup_commands"),
     ],

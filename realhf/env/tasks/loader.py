@@ -2,13 +2,15 @@
 
 A template's texts hold ``{parameter}`` places. A parameter is ``words`` (a drawn name) or a closed list of
 values; ``{account}`` is always there. A value that is nothing but one place keeps its type. The seed decides
-name, values and phrasing; ``split="heldout"`` draws names that training never sees. Spec sections 6.
+name, values and phrasing. Held out from training are whole templates (``split: heldout``), names
+(``instantiate(split="heldout")`` draws none that training sees) and one seed in ten. Spec section 6.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +24,8 @@ from realhf.env.names import draw_name
 from realhf.env.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setup
 
 SPLITS = ("train", "heldout")
+_SEED_SHARE = 10
+"""One seed in this many is held out."""
 _FOLDERS = {"drift": "expert"}
 """Files and folders are named after their tier, but for these."""
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
@@ -93,11 +97,24 @@ def get_template(template_id: int) -> Template:
         raise TaskError(f"no task template has the id {template_id}") from None
 
 
+def load_tasks(split: str = "train") -> list[Task]:
+    """One instance of every template of a split, with names of the same split, ordered by id. Raises TaskError."""
+    return [instantiate(template.task_id, 0, split) for template in load_templates(split=split)]
+
+
+def is_heldout_seed(template_id: int, seed: int) -> bool:
+    """Whether training never plays this instance of a template."""
+    return zlib.crc32(f"{template_id}:{seed}".encode()) % _SEED_SHARE == _SEED_SHARE - 1
+
+
 def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
-    """The instance of a template that ``seed`` draws in ``split``; the same arguments give the same task."""
+    """The instance of a template that ``seed`` draws in ``split``; the same arguments give the same task. In training
+    a held-out seed stands for the next one that is not (``Task.seed``)."""
     if split not in SPLITS:
         raise TaskError(f"split is {split!r}; known: {', '.join(SPLITS)}")
     template = get_template(template_id)
+    while split == "train" and is_heldout_seed(template_id, seed):
+        seed += 1
     rng = random.Random(f"{template_id}:{seed}:{split}")
     params = {
         key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
