@@ -64,13 +64,15 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
     pool = MiniStackPool(
         config.pool_size,
         config.ministack_base_port,
-        sandbox=config.sandbox,
-        limits=OutputLimits(timeout_s=config.cmd_timeout_s),
+        sandbox=config.containment,
+        limits=OutputLimits(config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes),
+        lambda_mode=config.lambda_mode,
     )
     server = EnvServer(pool, lambda slot: EpisodePlayer(slot, config.max_steps), config, listener)
     try:
         pool.start()
         server.start()
+        print(f"containment: {pool.containment()}", flush=True)
         print(f"env_worker: serving {config.pool_size} sessions at {server.url}", flush=True)
         if master:
             _follow_master(server, master, run_id, name)

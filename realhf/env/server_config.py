@@ -1,4 +1,4 @@
-"""Configuration of the environment server: ``AWS_RL_ENV_*`` variables, overridden by command-line flags.
+"""Configuration of the environment server: ``AWS_RL_ENV_*`` variables and BACKEND_TYPE, overridden by flags.
 
 The only module of the environment that reads the process environment. Source: environment spec 1.
 """
@@ -9,56 +9,118 @@ import argparse
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 PREFIX = "AWS_RL_ENV_"
 _CLIENT_ONLY = frozenset({"URL"})
+_UNPREFIXED = {"backend_type": "BACKEND_TYPE"}
+"""Settings whose variable is named by the design document alone."""
+_CHOICES = {
+    "backend_type": ("simulator", "aws"),
+    "capacity_mode": ("reject", "openenv"),
+    "sandbox": ("auto", "bwrap", "plain"),
+    "lambda_mode": ("stub", "sandbox"),
+    "reward_mode": ("potential", "level"),
+    "web": ("auto", "dedicated", "off"),
+}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False,
+             "": False}  # fmt: skip
+_LIMITS = {
+    "port": (0, 65535),
+    "pool_size": (1, 1024),
+    "ministack_base_port": (0, 65535),
+    "max_steps": (1, 10_000),
+    "max_command_bytes": (16, 65536),
+    "max_stdout_bytes": (64, 8 << 20),
+    "max_stderr_bytes": (64, 8 << 20),
+    "cmd_timeout_s": (0.1, 600),
+    "idle_timeout_s": (0, 1e7),
+    "ws_ping_interval_s": (0.1, 1e5),
+    "ws_ping_timeout_s": (0.1, 1e6),
+    "web_ministack_port": (0, 65535),
+}
 
 
 class ConfigError(ValueError):
     """A setting that is unknown or out of range; the text names it."""
 
 
+def _setting(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of one server process. Port 0 means any free port (for MiniStack: any free range).
+    """Settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
 
-    max_steps: commands of one episode; cmd_timeout_s: one command; idle_timeout_s: 0 turns reaping off;
-    sandbox: auto or plain.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    pool_size: int = 1
-    ministack_base_port: int = 4566
-    max_steps: int = 15
-    max_command_bytes: int = 8192
-    cmd_timeout_s: float = 10.0
-    idle_timeout_s: float = 3600.0
-    ws_ping_interval_s: float = 20.0
-    ws_ping_timeout_s: float = 600.0
-    sandbox: str = "auto"
+    host: str = _setting("127.0.0.1", "address to listen on; other than loopback it needs a token and bubblewrap")
+    port: int = _setting(8000, "port of the server; 0: any free port")
+    pool_size: int = _setting(1, "sessions, each with a simulator of its own (GRPO: at least num_generations)")
+    ministack_base_port: int = _setting(4566, "first port of the simulators, pool_size in a row; 0: any free ports")
+    backend_type: str = _setting("simulator", "simulator, or aws: a real account (see docs/environment.md)")
+    max_steps: int = _setting(15, "commands of one episode")
+    capacity_mode: str = _setting("reject", "a client too many: reject (503 before the handshake) or openenv (an error "
+                                            "frame after it, as stock OpenEnv servers do)")  # fmt: skip
+    max_command_bytes: int = _setting(8192, "length of a command")
+    max_stdout_bytes: int = _setting(16384, "kept of a command's output")
+    max_stderr_bytes: int = _setting(4096, "kept of a command's error text")
+    cmd_timeout_s: float = _setting(10.0, "seconds a command may take")
+    idle_timeout_s: float = _setting(3600.0, "seconds without a message after which a session is closed; 0: never")
+    ws_ping_interval_s: float = _setting(20.0, "seconds between pings")
+    ws_ping_timeout_s: float = _setting(600.0, "seconds a busy client may leave a ping unanswered")
+    reward_mode: str = _setting("potential", "potential (rewards of an episode sum to its final score) or level (each "
+                                             "reward is the score so far)")  # fmt: skip
+    enable_chaos: bool = _setting(True, "disturb episodes of the higher tiers, unless a reset says chaos=false")
+    lambda_mode: str = _setting("stub", "Lambda code: stub (a fixed answer, nothing runs) or sandbox (in bubblewrap)")
+    sandbox: str = _setting("auto", "containment of the simulators: auto, bwrap (or no start) or plain")
+    web: str = _setting("auto", "playground at /web: auto (with pool_size 1 only), dedicated (always) or off")
+    web_ministack_port: int = _setting(4565, "port of the playground's own simulator; 0: any free port")
+    web_solutions: bool = _setting(False, "the playground shows canonical solutions")
+    token: str = _setting("", "bearer token that clients must send")
+    allow_real_aws: str = _setting("", "backend_type aws: the account id, as confirmation")
+    allow_file: str = _setting("", "backend_type aws: file with the destructive operations that are allowed")
 
     def __post_init__(self) -> None:
-        limits = {
-            "port": (0, 65535),
-            "pool_size": (1, 1024),
-            "ministack_base_port": (0, 65535 - self.pool_size),
-            "max_steps": (1, 10_000),
-            "max_command_bytes": (16, 65536),
-            "cmd_timeout_s": (0.1, 600),
-            "idle_timeout_s": (0, 1e7),
-            "ws_ping_interval_s": (0.1, 1e5),
-            "ws_ping_timeout_s": (0.1, 1e6),
-        }
-        for name, (low, high) in limits.items():
+        for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ConfigError(f"{PREFIX}{name.upper()} (--{_flag(name)}) is {value}; allowed: {low} to {high}")
-        if self.sandbox not in ("auto", "plain"):
-            raise ConfigError(f"{PREFIX}SANDBOX is {self.sandbox!r}; allowed: auto, plain")
+                raise ConfigError(f"{_named(name)} is {value}; allowed: {low} to {high}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{_named(name)} is {value!r}; allowed: {', '.join(choices)}")
+        last = self.ministack_base_port + self.pool_size - 1
+        if self.ministack_base_port and last > 65535:
+            raise ConfigError(f"{_named('ministack_base_port')} is {self.ministack_base_port}; there are no "
+                              f"{self.pool_size} ports from there on")  # fmt: skip
+        if self.web_mounted and self.ministack_base_port <= self.web_ministack_port <= last:
+            raise ConfigError(f"{_named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
+                              f"({self.ministack_base_port} to {last})")  # fmt: skip
         if not _is_loopback(self.host):
-            raise ConfigError(f"{PREFIX}HOST is {self.host!r}; only a loopback address is served (no access token)")
+            self._check_open_host()
+        if self.backend_type == "aws" and not (self.token and self.allow_real_aws):
+            raise ConfigError(f"{_named('backend_type')} is aws; it needs {_named('token')} and the account id in "
+                              f"{_named('allow_real_aws')}")  # fmt: skip
+
+    def _check_open_host(self) -> None:
+        where = f"{_named('host')} is {self.host!r}, not a loopback address"
+        if not self.token:
+            raise ConfigError(f"{where}; it needs {_named('token')}")
+        if self.sandbox == "plain":
+            raise ConfigError(f"{where}; it needs {_named('sandbox')} auto or bwrap")
+
+    @property
+    def web_mounted(self) -> bool:
+        """Whether the playground is served."""
+        if self.backend_type == "aws" or self.web == "off":
+            return False
+        return self.web == "dedicated" or self.pool_size == 1
+
+    @property
+    def containment(self) -> str:
+        """What the pool is asked for: an open address never goes without bubblewrap."""
+        return self.sandbox if _is_loopback(self.host) else "bwrap"
 
 
 def _is_loopback(host: str) -> bool:
@@ -69,43 +131,51 @@ def _is_loopback(host: str) -> bool:
 
 
 def _flag(name: str) -> str:
-    return name.replace("_", "-")
+    return {"lambda_mode": "lambda"}.get(name, name).replace("_", "-")
 
 
-def _convert(name: str, kind: str, text: str) -> str | int | float:
+def _variable(name: str) -> str:
+    return _UNPREFIXED.get(name) or PREFIX + _flag(name).replace("-", "_").upper()
+
+
+def _named(name: str) -> str:
+    return f"{_variable(name)} (--{_flag(name)})"
+
+
+def _convert(name: str, kind: str, text: str) -> str | int | float | bool:
     try:
-        return {"str": str, "int": int, "float": float}[kind](text)
-    except ValueError:
-        raise ConfigError(f"{PREFIX}{name.upper()} (--{_flag(name)}) is {text!r}; it must be {kind}") from None
+        return _BOOLEANS[text.lower()] if kind == "bool" else {"str": str, "int": int, "float": float}[kind](text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{_named(name)} is {text!r}; it must be {kind}") from None
 
 
-def from_environment(environ: Mapping[str, str]) -> dict[str, str | int | float]:
-    """Settings found in ``AWS_RL_ENV_*`` variables. Raises ConfigError on an unknown name or a bad value."""
-    kinds = {field.name: str(field.type) for field in fields(ServerConfig)}
-    found: dict[str, str | int | float] = {}
+def from_environment(environ: Mapping[str, str]) -> dict[str, str | int | float | bool]:
+    """Settings found in the variables. Raises ConfigError on an unknown ``AWS_RL_ENV_`` name or a bad value."""
+    kinds = {_variable(field.name): field for field in fields(ServerConfig)}
+    found: dict[str, str | int | float | bool] = {}
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX) or variable.removeprefix(PREFIX) in _CLIENT_ONLY:
-            continue
-        name = variable.removeprefix(PREFIX).lower()
-        if name not in kinds:
-            raise ConfigError(f"unknown setting {variable} (known: {', '.join(sorted(kinds)).upper()})")
-        found[name] = _convert(name, kinds[name], text)
+        setting = kinds.get(variable)
+        if setting is not None:
+            found[setting.name] = _convert(setting.name, str(setting.type), text)
+        elif variable.startswith(PREFIX) and variable.removeprefix(PREFIX) not in _CLIENT_ONLY:
+            raise ConfigError(f"unknown setting {variable} (known: {', '.join(sorted(kinds))})")
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag per setting; a flag that is not given leaves the variable or the default in force."""
-    for field in fields(ServerConfig):
-        parser.add_argument(f"--{_flag(field.name)}", default=None, help=f"default: {field.default}")
+    for setting in fields(ServerConfig):
+        about = f"{setting.metadata['about']} ({_variable(setting.name)}; default: {setting.default!r})"
+        parser.add_argument(f"--{_flag(setting.name)}", dest=setting.name, default=None, help=about.replace("%", "%%"))
 
 
 def resolve(arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> ServerConfig:
     """Defaults, then variables, then flags. Raises ConfigError."""
     settings = from_environment(os.environ if environ is None else environ)
-    for field in fields(ServerConfig):
-        text = getattr(arguments, field.name)
+    for setting in fields(ServerConfig):
+        text = getattr(arguments, setting.name)
         if text is not None:
-            settings[field.name] = _convert(field.name, str(field.type), text)
+            settings[setting.name] = _convert(setting.name, str(setting.type), text)
     return ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
 
 
