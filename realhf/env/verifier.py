@@ -184,7 +184,7 @@ def _with_name(params: Any, name: str | None) -> Any:
         return params.replace("%s", name)
     if isinstance(params, Mapping):
         return {key: _with_name(value, name) for key, value in params.items()}
-    return [_with_name(value, name) for value in params]
+    return [_with_name(value, name) for value in params] if isinstance(params, list) else params
 
 
 def _named(found: Any, name_field: str, name: str) -> Any:
