@@ -168,7 +168,8 @@ class RolloutConfig:
 @dataclass
 class EnvConfig:
     """The AWS environment server that the launcher starts. Port 0: any free port (range). ``tags``: train on
-    templates with any of these tags ([]: all); "starter" are the 39 that the built-in policy can learn."""
+    templates with any of these tags ([]: all); "starter" are the 39 that the built-in policy can learn. ``chaos``:
+    whether training and evaluation episodes may be perturbed (spec 7)."""
 
     pool_size: int = 16
     host: str = "127.0.0.1"
@@ -177,6 +178,7 @@ class EnvConfig:
     max_steps: int = 15
     tiers: list[str] = field(default_factory=lambda: ["warmup", "beginner", "intermediate"])
     tags: list[str] = field(default_factory=lambda: ["starter"])
+    chaos: bool = False
 
 
 @dataclass

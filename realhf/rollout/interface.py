@@ -52,6 +52,7 @@ class EnvRolloutInterface:
         sessions: environment sessions played at once.
         gen: fields of ``GenConfig``.
         max_turns, max_total_tokens, min_group_size, message_timeout_s, on_failure: see ``RolloutConfig``.
+        chaos: whether episodes may be perturbed; told to the environment at every reset.
         transcripts: how many episodes of a step are returned as text.
     """
 
@@ -66,11 +67,13 @@ class EnvRolloutInterface:
         min_group_size: int = 2,
         message_timeout_s: float = 60.0,
         on_failure: str = "retry",
+        chaos: bool = False,
         transcripts: int = 2,
     ) -> None:
         self._group_size = group_size
         self._min_group_size = min_group_size
         self._gen = GenConfig(**gen)
+        self._chaos = chaos
         self._transcripts = transcripts
         self._sessions = sessions
         self._pool_args = {
@@ -83,7 +86,7 @@ class EnvRolloutInterface:
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, Any]]:
         """Play ``group_size`` rollouts of each sample's task (metadata ``task``: JSON, ``task_seed``)."""
-        tasks = [{"task": json.loads(task)} for task in sample.metadata["task"]]
+        tasks = [{"task": json.loads(task), "chaos": self._chaos} for task in sample.metadata["task"]]
         seeds = [int(seed) for seed in sample.metadata["task_seed"]]
         policy = EnginePolicy(model, self._gen, context.seed)
         pool = self._connected_pool(context)
@@ -108,7 +111,9 @@ class EnvRolloutInterface:
             if count < 1:
                 continue
             tasks = [
-                {"task_id": task_id, "split": args["split"]} for task_id, _ in args["tasks"] for _ in range(count)
+                {"task_id": task_id, "split": args["split"], "chaos": self._chaos}
+                for task_id, _ in args["tasks"]
+                for _ in range(count)
             ]
             seeds = [seed for _ in args["tasks"] for seed in range(count)]
             config = GenConfig(**{**vars(self._gen), "temperature": temperature})
