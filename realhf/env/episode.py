@@ -19,7 +19,7 @@ from realhf.env.reward import RewardMeter
 from realhf.env.state_client import StateCallError
 from realhf.env.task import Task
 from realhf.env.tracker import Tracker
-from realhf.env.world import SetupError, World, build_world
+from realhf.env.world import SetupError, SlotState, World, build_world
 
 DEFAULT_MAX_STEPS = 15
 FINISHED = "episode finished; call reset"
@@ -83,7 +83,7 @@ class Episode:
             raise EpisodeError(str(error)) from error
         criteria = criteria_of(world.task)
         self._tracker = Tracker(world.present, criteria.operations)
-        self._grader = Grader(criteria, self._slot.state)
+        self._grader = Grader(criteria, SlotState(self._slot))
         self._grader.start()
         self._task, self._world = world.task, world
         self._episode_id = episode_id or uuid.uuid4().hex

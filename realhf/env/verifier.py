@@ -1,15 +1,17 @@
 """Ground truth: whether a piece of the simulator's state is what a task demands.
 
 Checks are structured requests through the slot's state client, in the agent's account; nothing of a check is
-ever written into a command line. Two kinds: a *resource* with an exact name and attributes, looked up in the
-``resource_table``, and a *call* whose response is compared. Attribute keys and ``json_path`` are JMESPath expressions;
-values compare by type. Source: environment spec section 7.
+ever written into a command line. Three kinds: a *resource* with an exact name and attributes, looked up in the
+``resource_table``, a *call* whose response is compared, and, in tasks of other makers, a *command* whose output is.
+Attribute keys and ``json_path`` are JMESPath expressions; values compare by type. Source: environment spec section 7.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,20 +19,51 @@ from typing import Any, Protocol
 import jmespath
 from botocore import xform_name
 from jmespath.exceptions import JMESPathError
+from jmespath.functions import Functions, signature
 
 from realhf.env.command_table import ALLOWED
+from realhf.env.executor import CommandResult
+from realhf.env.policy import check_command
 from realhf.env.resource_table import RESOURCES
 from realhf.env.state_client import StateCallError
 from realhf.env.task import TaskError
 from realhf.env.tracker import is_read
 
 _ABSENT_CODES = re.compile(r"NotFound|NoSuch|NonExistent|NotExist|^404$|^NotFound$")
+_ABSENT_ANSWERS = frozenset(
+    {
+        ("athena", "GetWorkGroup", "InvalidRequestException"),
+        ("cloudformation", "DescribeStacks", "ValidationError"),
+        ("ecs", "DescribeTaskDefinition", "ClientException"),
+    }
+)
+"""Operations that say "there is none" with a code of many meanings."""
+
+
+class _Functions(Functions):
+    @signature({"types": ["string", "null"]})
+    def _func_json(self, text: str | None) -> Any:
+        try:
+            return None if text is None else json.loads(text)
+        except ValueError:
+            return None
+
+
+_OPTIONS = jmespath.Options(custom_functions=_Functions())
+
+
+def search(path: str, value: Any) -> Any:
+    """What the JMESPath expression finds in ``value``; besides the standard functions there is ``json(text)``, the
+    document that a text holds (null: none), for policies."""
+    return jmespath.search(path, value, _OPTIONS)
 
 
 class StateReader(Protocol):
-    """What a check needs of a slot: ``StateClient`` has it."""
+    """What a check needs of a slot; see ``world.SlotState``."""
 
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]: ...
+
+    def run(self, command: str) -> CommandResult: ...
 
 
 class Snapshot:
@@ -39,6 +72,7 @@ class Snapshot:
     def __init__(self, state: StateReader) -> None:
         self._state = state
         self._answers: dict[str, dict[str, Any] | StateCallError] = {}
+        self._results: dict[str, CommandResult] = {}
 
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
         """As ``StateReader.call``; repeats its answer or its StateCallError."""
@@ -53,6 +87,12 @@ class Snapshot:
             raise answer
         return answer
 
+    def run(self, command: str) -> CommandResult:
+        """As ``StateReader.run``."""
+        if command not in self._results:
+            self._results[command] = self._state.run(command)
+        return self._results[command]
+
 
 @dataclass(frozen=True)
 class ResourceCheck:
@@ -62,11 +102,12 @@ class ResourceCheck:
     type: str
     name: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    loose: bool = False
 
     def holds(self, state: StateReader) -> bool:
         found = self._object(state)
         return found is not None and all(
-            equal(jmespath.search(path, found), value) for path, value in self.attributes.items()
+            equal(search(path, found), value, loose=self.loose) for path, value in self.attributes.items()
         )
 
     def _object(self, state: StateReader) -> Any:
@@ -77,72 +118,125 @@ class ResourceCheck:
         if found is None:
             return None
         for key, (operation, params, path) in lookup.extras.items():
-            if any(re.match(rf"{key}\b", attribute) for attribute in self.attributes):
-                extra = _response(state, self.service, operation, params, self.name)
+            if any(re.search(rf"\b{key}\b", attribute) for attribute in self.attributes):
+                extra = _response(state, self.service, operation, _with_fields(params, found), self.name)
                 found = {**found, key: jmespath.search(path, extra or {})}
         return found
 
 
 @dataclass(frozen=True)
-class CallCheck:
-    """A request and what its response must be. With ``json_path`` and ``expected``: the value there equals it;
-    with ``absent``: there is no such value, or no such resource; ``output_contains``/``not_contains``: text in
-    the serialised response; with none of them: the request succeeds."""
+class Expectation:
+    """What an answer must be. With ``json_path`` and ``expected``: the value there equals it (``loose``: its text
+    does); with ``absent``: there is no such value, or no such resource; ``output_contains``/``not_contains``: text in
+    the serialised answer, in which quotes of embedded documents are not escaped; with none: there is an answer."""
 
-    service: str
-    operation: str
-    params: Mapping[str, Any]
     json_path: str = "@"
     expected: Any = None
     absent: bool = False
     output_contains: str = ""
     not_contains: str = ""
+    loose: bool = False
 
-    def holds(self, state: StateReader) -> bool:
-        response = _response(state, self.service, self.operation, self.params, None)
-        if response is None:
+    def met_by(self, answer: Any) -> bool:
+        """``answer`` is None where the resource does not exist."""
+        if answer is None:
             return self.absent
         if self.output_contains or self.not_contains:
-            text = str(response)
+            text = answer if isinstance(answer, str) else json.dumps(answer, default=str).replace('\\"', '"')
             return self.output_contains in text and not (self.not_contains and self.not_contains in text)
-        found = jmespath.search(self.json_path, response)
+        found = search(self.json_path, answer)
         if self.absent:
             return found is None or found == []
-        return self.expected is None or equal(found, self.expected)
+        return self.expected is None or equal(found, self.expected, loose=self.loose)
 
 
-Check = ResourceCheck | CallCheck
+@dataclass(frozen=True)
+class CallCheck:
+    """A request and what its response must be."""
 
-_RESOURCE_KEYS = frozenset({"service", "type", "name", "attributes"})
-_CALL_KEYS = frozenset({"call", "json_path", "expected", "absent", "output_contains", "not_contains"})
+    service: str
+    operation: str
+    params: Mapping[str, Any]
+    wanted: Expectation
+
+    def holds(self, state: StateReader) -> bool:
+        return self.wanted.met_by(_response(state, self.service, self.operation, self.params, None))
+
+
+@dataclass(frozen=True)
+class CommandCheck:
+    """A command that only looks, and what it must print."""
+
+    command: str
+    wanted: Expectation
+
+    @property
+    def service(self) -> str:
+        return shlex.split(self.command)[1]
+
+    def holds(self, state: StateReader) -> bool:
+        result = state.run(self.command)
+        if result.timed_out:
+            raise ConnectionError("a check did not answer in time")
+        if not result.success:
+            return self.wanted.met_by(None)
+        if self.wanted.output_contains or self.wanted.not_contains:
+            return self.wanted.met_by(result.stdout)
+        try:
+            return self.wanted.met_by(json.loads(result.stdout or "{}"))
+        except ValueError:
+            return False
+
+
+Check = ResourceCheck | CallCheck | CommandCheck
+
+_RESOURCE_KEYS = frozenset({"service", "type", "name", "attributes", "loose"})
+_EXPECTATION_KEYS = frozenset({"json_path", "expected", "absent", "output_contains", "not_contains", "loose"})
+_LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan", "search-", "lookup-", "filter-", "ls")
 
 
 def parse_check(data: Any) -> Check:
-    """A check from plain data: a resource map, or a map with ``call``. Raises TaskError."""
+    """A check from plain data: a resource map, or a map with ``call`` or ``command``. Raises TaskError."""
     if not isinstance(data, Mapping):
         raise TaskError(f"a check is an object, not {type(data).__name__}")
-    call = data.get("call")
-    unknown = set(data) - (_CALL_KEYS if call is not None else _RESOURCE_KEYS)
+    kind = next((kind for kind in ("call", "command") if data.get(kind) is not None), None)
+    unknown = set(data) - (_RESOURCE_KEYS if kind is None else _EXPECTATION_KEYS | {"call", "command", "description"})
     if unknown:
         raise TaskError(f"check has the unknown key {sorted(unknown)[0]!r}")
     try:
-        paths = [data["json_path"]] if "json_path" in data else list(data.get("attributes", ()))
+        paths = [data["json_path"]] if data.get("json_path") else list(data.get("attributes") or ())
         for path in paths:
             jmespath.compile(path)
-        if call is not None:
-            canonical = f"{call['service']}:{call['operation']}"
-            if not (is_read(canonical) and operation_allowed(call["service"], call["operation"])):
-                raise TaskError(f"a check may not call {canonical}")
-            options = {key: value for key, value in data.items() if key != "call"}
-            return CallCheck(call["service"], call["operation"], call.get("params", {}), **options)
-        service = data["service"]
-        kinds = [kind for owner, kind in RESOURCES if owner == service]
-        kind = data.get("type", kinds[0] if len(kinds) == 1 else None)
-        if (service, kind) not in RESOURCES:
-            raise TaskError(f"no resource {service}:{kind} can be checked")
-        return ResourceCheck(service, kind, data["name"], data.get("attributes", {}))
-    except (KeyError, TypeError, JMESPathError) as error:
+        if kind is None:
+            return _resource_check(data)
+        set_keys = {key: data[key] for key in _EXPECTATION_KEYS & set(data) if data[key] is not None}
+        return _call_check(data["call"], set_keys) if kind == "call" else _command_check(data["command"], set_keys)
+    except (KeyError, TypeError, AttributeError, JMESPathError) as error:
         raise TaskError(f"check is malformed: {type(error).__name__}: {error}") from None
+
+
+def _resource_check(data: Mapping[str, Any]) -> ResourceCheck:
+    service = data["service"]
+    kinds = [kind for owner, kind in RESOURCES if owner == service]
+    kind = data.get("type", kinds[0] if len(kinds) == 1 else None)
+    if (service, kind) not in RESOURCES:
+        raise TaskError(f"no resource {service}:{kind} can be checked")
+    return ResourceCheck(service, kind, data["name"], data.get("attributes") or {}, bool(data.get("loose")))
+
+
+def _call_check(call: Mapping[str, Any], wanted: Mapping[str, Any]) -> CallCheck:
+    canonical = f"{call['service']}:{call['operation']}"
+    if not (is_read(canonical) and operation_allowed(call["service"], call["operation"])):
+        raise TaskError(f"a check may not call {canonical}")
+    return CallCheck(call["service"], call["operation"], call.get("params") or {}, Expectation(**wanted))
+
+
+def _command_check(command: str, wanted: Mapping[str, Any]) -> CommandCheck:
+    verdict = check_command(command)
+    names = [word for word in verdict.argv if not word.startswith("-")]
+    if len(names) < 2 or not names[1].startswith(_LOOKING):
+        raise TaskError("the command of a check may only look at what there is")
+    return CommandCheck(command, Expectation(**wanted))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,8 +245,10 @@ def operation_allowed(service: str, operation: str) -> bool:
     return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())
 
 
-def equal(found: Any, expected: Any) -> bool:
-    """Equality by value and type: 1 is neither "1" nor True."""
+def equal(found: Any, expected: Any, *, loose: bool = False) -> bool:
+    """Equality by value and type: 1 is neither "1" nor True, unless ``loose``: then their texts are compared."""
+    if loose and isinstance(expected, str | int | float | bool):
+        return str(found).lower() == str(expected).lower()
     if isinstance(expected, Mapping):
         return (
             isinstance(found, Mapping)
@@ -172,7 +268,7 @@ def _response(
     try:
         return state.call(service, operation, _with_name(params, name))
     except StateCallError as error:
-        if _ABSENT_CODES.search(error.code):
+        if _ABSENT_CODES.search(error.code) or (service, operation, error.code) in _ABSENT_ANSWERS:
             return None
         raise
 
@@ -185,6 +281,15 @@ def _with_name(params: Any, name: str | None) -> Any:
     if isinstance(params, Mapping):
         return {key: _with_name(value, name) for key, value in params.items()}
     return [_with_name(value, name) for value in params] if isinstance(params, list) else params
+
+
+def _with_fields(params: Any, found: Mapping[str, Any]) -> Any:
+    """``params`` with every ``%(Field)s`` replaced by that field of the object that was found."""
+    if isinstance(params, str):
+        return re.sub(r"%\((\w+)\)s", lambda match: str(found.get(match[1], "")), params)
+    if isinstance(params, Mapping):
+        return {key: _with_fields(value, found) for key, value in params.items()}
+    return [_with_fields(value, found) for value in params] if isinstance(params, list) else params
 
 
 def _named(found: Any, name_field: str, name: str) -> Any:

@@ -22,6 +22,15 @@ from realhf.env.verifier import operation_allowed
 _MESSAGE_CHARS = 200
 
 
+class SlotState:
+    """How checks read a slot: calls by the environment's own clients, commands by the slot's CLI worker. They are
+    no evidence of anything that the agent did."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.call = slot.state.call
+        self.run = slot.executor.run
+
+
 class SetupError(RuntimeError):
     """The world of the task could not be built, so there is no episode. Free of paths and criteria."""
 

@@ -26,6 +26,10 @@ class FakeState:
             raise answer
         return answer
 
+    def run(self, command: str) -> CommandResult:
+        self.calls += 1
+        return self.answers["run"]
+
 
 class Play:
     """A tracker and a grader fed with requests as an executor would report them."""

@@ -40,7 +40,7 @@ def validate(templates: Sequence[Template], seeds: int, pool_size: int, console:
         try:
             return problems(episode, instantiate(*instance), thorough=instance[1:] == (0, "train"))
         except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
+            return [f"{type(error).__name__}: {error} {error.__cause__ or ''}"]
         finally:
             episodes.put(episode)
 
