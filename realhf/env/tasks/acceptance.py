@@ -20,18 +20,19 @@ _SOLUTION_LENGTHS = {"warmup": (1, 1), "beginner": (1, 1), "intermediate": (2, 3
 
 
 def play(
-    episode: Episode, task: Task, commands: Iterable[str], drifts: Sequence[int] | None = None
+    episode: Episode, task: Task, commands: Iterable[str], drifts: Sequence[int] | None = None, then: Iterable[str] = ()
 ) -> tuple[bool, float]:
-    """Set the task up, with these drifts (None: those that its seed draws), and send the commands until it is done;
-    (achieved, return). There is no chaos."""
+    """Set the task up, with these drifts (None: those that its seed draws), and send the commands until it is done,
+    ``then`` those of a second list; (achieved, return). Captures refer to a list's own commands. There is no chaos."""
     achieved, total = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"], 0.0
-    outputs: list[str] = []
-    for command in episode.fill(list(commands)):
-        step = episode.step(resolve(command, outputs))
-        outputs.append(step.observation["command_output"])
-        achieved, total = step.observation["task_achieved"], total + step.reward
-        if step.done:
-            break
+    for script in (commands, then):
+        outputs: list[str] = []
+        for command in episode.fill(list(script)):
+            if episode.done:
+                break
+            step = episode.step(resolve(command, outputs))
+            outputs.append(step.observation["command_output"])
+            achieved, total = step.observation["task_achieved"], total + step.reward
     return achieved, total
 
 
@@ -75,7 +76,7 @@ def _mistake_problems(episode: Episode, task: Task) -> list[str]:
     for mistake in mistakes(task):
         if play(episode, task, mistake.commands)[0]:
             found.append(f"mistake {list(mistake.commands)} achieves the task")
-        if mistake.recovery and play(episode, task, mistake.commands + mistake.recovery) != (True, 1.0):
+        if mistake.recovery and play(episode, task, mistake.commands, then=mistake.recovery) != (True, 1.0):
             found.append(f"mistake {list(mistake.commands)}: its recovery does not achieve the task")
     return found
 
