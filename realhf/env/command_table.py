@@ -12,14 +12,15 @@ _OPERATIONS = {
     "create-resource delete-resource put-method get-method create-deployment get-deployments create-stage "
     "get-stages get-stage create-api-key get-api-keys create-usage-plan get-usage-plans put-method-response",
     "apigatewayv2": "create-api get-apis get-api delete-api update-api create-stage get-stages create-route "
-    "get-routes delete-route",
+    "get-routes delete-route create-authorizer get-authorizers delete-authorizer",
     "athena": "create-work-group list-work-groups get-work-group delete-work-group update-work-group "
     "list-data-catalogs get-data-catalog list-databases create-named-query list-named-queries get-named-query",
     "autoscaling": "describe-auto-scaling-groups create-auto-scaling-group update-auto-scaling-group "
     "delete-auto-scaling-group describe-launch-configurations create-launch-configuration "
     "delete-launch-configuration put-scaling-policy describe-policies",
     "backup": "create-backup-vault list-backup-vaults describe-backup-vault delete-backup-vault "
-    "list-backup-plans create-backup-plan get-backup-plan",
+    "list-backup-plans create-backup-plan get-backup-plan delete-backup-plan create-backup-selection "
+    "list-backup-selections get-backup-selection delete-backup-selection",
     "batch": "describe-compute-environments describe-job-queues describe-job-definitions",
     "cloudformation": "create-stack describe-stacks list-stacks delete-stack update-stack list-stack-resources "
     "describe-stack-resources describe-stack-events get-template validate-template list-exports",
@@ -28,11 +29,11 @@ _OPERATIONS = {
     "cloudwatch": "put-metric-alarm describe-alarms delete-alarms list-metrics put-metric-data "
     "get-metric-statistics put-dashboard list-dashboards get-dashboard delete-dashboards "
     "enable-alarm-actions disable-alarm-actions set-alarm-state tag-resource list-tags-for-resource",
-    "codebuild": "list-projects batch-get-projects",
+    "codebuild": "list-projects batch-get-projects create-project delete-project",
     "cognito-idp": "create-user-pool list-user-pools describe-user-pool delete-user-pool update-user-pool "
     "create-user-pool-client list-user-pool-clients describe-user-pool-client create-group list-groups "
     "get-group admin-create-user admin-get-user admin-delete-user list-users admin-add-user-to-group "
-    "admin-list-groups-for-user admin-disable-user admin-enable-user",
+    "admin-list-groups-for-user admin-disable-user admin-enable-user list-users-in-group",
     "dynamodb": "create-table list-tables describe-table delete-table update-table put-item get-item "
     "delete-item update-item scan query update-time-to-live describe-time-to-live tag-resource "
     "untag-resource list-tags-of-resource update-continuous-backups describe-continuous-backups "
@@ -48,7 +49,8 @@ _OPERATIONS = {
     "delete-tags describe-tags describe-regions describe-availability-zones describe-addresses "
     "allocate-address release-address describe-images describe-network-acls describe-vpc-endpoints "
     "describe-snapshots create-snapshot delete-snapshot describe-nat-gateways describe-instance-types "
-    "describe-launch-templates create-launch-template delete-launch-template describe-network-interfaces",
+    "describe-launch-templates describe-launch-template-versions create-launch-template delete-launch-template "
+    "describe-network-interfaces",
     "ecr": "create-repository describe-repositories delete-repository put-lifecycle-policy "
     "get-lifecycle-policy delete-lifecycle-policy list-images put-image-scanning-configuration "
     "put-image-tag-mutability set-repository-policy get-repository-policy delete-repository-policy "
@@ -113,7 +115,7 @@ _OPERATIONS = {
     "list-hosted-zones-by-name change-resource-record-sets list-resource-record-sets "
     "create-health-check list-health-checks get-health-check delete-health-check "
     "change-tags-for-resource list-tags-for-resource",
-    "s3": "ls mb rb cp mv rm",
+    "s3": "ls mb rb cp mv rm sync presign",
     "s3api": "create-bucket list-buckets head-bucket delete-bucket get-bucket-location list-objects "
     "list-objects-v2 put-object get-object head-object delete-object delete-objects copy-object "
     "put-object-tagging get-object-tagging delete-object-tagging put-bucket-versioning "

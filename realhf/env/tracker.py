@@ -6,6 +6,8 @@ operation's identifying parameter, ARNs and URLs reduced to the name. Source: en
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,7 +24,7 @@ _IDENTIFYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dynamodb": ("TableName",),
         "sqs": ("QueueName", "QueueUrl"),
         "sns": ("Name", "TopicArn", "SubscriptionArn"),
-        "iam": ("GroupName", "RoleName", "UserName", "PolicyName", "PolicyArn"),
+        "iam": ("GroupName", "RoleName", "UserName", "PolicyName", "PolicyArn", "InstanceProfileName"),
         "lambda": ("FunctionName",),
         "logs": ("logGroupName",),
         "ssm": ("Name", "ResourceId"),
@@ -30,23 +32,26 @@ _IDENTIFYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ecr": ("repositoryName",),
         "events": ("Rule", "Name"),
         "secretsmanager": ("SecretId", "Name"),
-        "ecs": ("clusterName", "cluster"),
+        "ecs": ("clusterName", "cluster", "family"),
         "glue": ("DatabaseName", "DatabaseInput.Name", "Name"),
+        "acm": ("DomainName",),
         "apigateway": ("pathPart", "restApiId", "name"),
+        "apigatewayv2": ("Name", "ApiId"),
         "athena": ("Name", "WorkGroup"),
         "autoscaling": ("AutoScalingGroupName", "LaunchConfigurationName"),
         "backup": ("BackupVaultName",),
         "cloudtrail": ("Name",),
         "cloudwatch": ("AlarmName",),
+        "codebuild": ("name",),
         "cognito-idp": ("PoolName", "Username", "GroupName", "UserPoolId"),
-        "ec2": ("GroupName",),
+        "ec2": ("GroupName", "LaunchTemplateName"),
         "efs": ("CreationToken", "FileSystemId"),
-        "elasticache": ("CacheClusterId", "CacheParameterGroupName"),
+        "elasticache": ("CacheClusterId", "CacheParameterGroupName", "CacheSubnetGroupName"),
         "elbv2": ("Name",),
         "firehose": ("DeliveryStreamName",),
         "kms": ("AliasName", "KeyId"),
         "opensearch": ("DomainName",),
-        "rds": ("DBInstanceIdentifier",),
+        "rds": ("DBInstanceIdentifier", "DBSubnetGroupName", "DBParameterGroupName"),
         "route53": ("Name", "HostedZoneId"),
         "scheduler": ("GroupName", "Name"),
         "stepfunctions": ("name", "activityArn", "stateMachineArn"),
@@ -69,13 +74,19 @@ ROLLBACK_PAIRS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Create and the delete that undoes it."""
+_POLICY_PAIR = "iam:DetachRolePolicy"
+"""Here the policy belongs to the identity of what is undone, beside the role."""
+_GENERATED_IDS: Mapping[str, str] = MappingProxyType({"apigateway:CreateRestApi": "id"})
+"""Creates whose deletes name the resource by an id of the answer."""
+_SECRET_SUFFIX = re.compile(r"-[A-Za-z0-9]{6}$")
 
 MAX_IDEMPOTENT_RETRIES = 3
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One sent request. ``index`` counts requests of the episode; ``operation`` is canonical: "s3:CreateBucket"."""
+    """One sent request. ``index`` counts requests of the episode; ``operation`` is canonical: "s3:CreateBucket";
+    ``command`` is the line that sent it."""
 
     index: int
     operation: str
@@ -83,6 +94,7 @@ class Evidence:
     resource: str
     ok: bool
     error_code: str
+    command: str = ""
 
     @property
     def service(self) -> str:
@@ -102,6 +114,8 @@ class Tracker:
         self._wanted = wanted
         self._undone: set[tuple[str, str]] = set()
         self._retried: set[tuple[str, str]] = set()
+        self._disturbed: set[tuple[str, str]] = set()
+        self._ids: dict[str, str] = {}
         self._collision: tuple[str, str] | None = None
 
     def record(self, command: str, result: CommandResult) -> list[Evidence]:
@@ -112,22 +126,45 @@ class Tracker:
         for request in result.requests:
             operation = f"{request.service}:{request.operation}"
             name = resource_name(request.service, request.params)
-            added.append(Evidence(len(self.evidence), operation, request.params, name, request.ok, request.error_code))
+            index = len(self.evidence)
+            added.append(Evidence(index, operation, request.params, name, request.ok, request.error_code, command))
             self.evidence.append(added[-1])
+        self._learn_ids(added, result.stdout)
         self._count_rollbacks(added)
         self._count_retry(added, result.success)
         return added
 
+    def disturbed(self, service: str, name: str) -> None:
+        """Chaos touched this resource: to delete it is no rollback any more."""
+        self._disturbed.add((service, name))
+
+    def _learn_ids(self, added: Sequence[Evidence], output: str) -> None:
+        for deed in added:
+            if deed.ok and deed.operation in _GENERATED_IDS:
+                try:
+                    answer = json.loads(output)
+                except ValueError:
+                    continue
+                if isinstance(answer, dict) and isinstance(answer.get(_GENERATED_IDS[deed.operation]), str):
+                    self._ids[answer[_GENERATED_IDS[deed.operation]]] = deed.resource
+
+    def _identity(self, deed: Evidence) -> str:
+        """The resource of a create or delete, under the name that it was made by."""
+        name = self._ids.get(deed.resource, deed.resource)
+        pair = (deed.operation, ROLLBACK_PAIRS.get(deed.operation))
+        return f"{name} {deed.params.get('PolicyArn')}" if _POLICY_PAIR in pair else name
+
     def _count_rollbacks(self, added: Sequence[Evidence]) -> None:
         for deed in added:
-            if not deed.ok or deed.operation in self._wanted:
+            if not deed.ok or deed.operation in self._wanted or (deed.service, deed.resource) in self._disturbed:
                 continue
             creates = [create for create, delete in ROLLBACK_PAIRS.items() if delete == deed.operation]
+            name = self._identity(deed)
             made = any(
-                other.ok and other.operation in creates and same_resource(other.resource, deed.resource)
+                other.ok and other.operation in creates and same_resource(self._identity(other), name)
                 for other in self.evidence[: deed.index]
             )
-            pair = (deed.operation, deed.resource)
+            pair = (deed.operation, name)
             if made and pair not in self._undone:
                 self._undone.add(pair)
                 self.rollbacks += 1
@@ -158,6 +195,8 @@ def plain_name(text: str) -> str:
     """The name in an ARN or URL: its last part. Any other text is a name itself."""
     if text.startswith("arn:"):
         text = text.split(":", 5)[-1]
+        if text.startswith("secret:"):
+            text = _SECRET_SUFFIX.sub("", text)
         return text.rpartition(":")[2].rpartition("/")[2]
     if text.startswith(("http://", "https://")):
         return text.rpartition("/")[2]
