@@ -4,11 +4,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
 
-.PHONY: install train test lint help clean-venv
+.PHONY: red-team install train test lint help clean-venv
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests"
+	@echo "make red-team play every attack of the table against a real environment and print what was observed"
 	@echo "make install  make .venv and install the project into it"
 
 install: $(STAMP)
@@ -30,6 +31,9 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest -q
+
+red-team: install
+	$(BIN)/python -m tests.env.red_team
 
 clean-venv:
 	rm -rf $(VENV)

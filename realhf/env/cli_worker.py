@@ -17,13 +17,14 @@ from typing import Any
 from realhf.env import sandbox, seccomp
 from realhf.env.cli_frames import frame, read_frame
 from realhf.env.refusal import RefusedRequest
-from realhf.env.vfs import MAX_FILE_BYTES, VirtualFolder
+from realhf.env.vfs import MAX_FILE_BYTES, MAX_FILES, VirtualFolder
 from realhf.env.warm_cli import WarmCli
 
 RUNAWAY_BYTES = 8 << 20
 MAX_RESIDENT_BYTES = 300 << 20
 _ADDRESS_BYTES = 2 << 30
 _CPU_S = 120
+_WRITES_PER_COMMAND = 2 * MAX_FILES
 
 
 class RunawayOutput(BaseException):
@@ -83,7 +84,8 @@ class CliWorker:
         seccomp.install()
         sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES,
                                 cpu_s=_CPU_S)  # fmt: skip
-        guard = sandbox.AuditGuard(read_roots, (folder,), on_denied=self._denied)
+        budget = sandbox.WriteBudget(0)
+        guard = sandbox.AuditGuard(read_roots, (folder,), self._denied, budget)
         guard.install()
         sandbox.prove_containment()
         self.refusals.clear()
@@ -92,8 +94,10 @@ class CliWorker:
             if not message:  # are you there?
                 channel.sendall(frame({}))
                 continue
+            budget.left = _WRITES_PER_COMMAND
             reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
             files.enforce_limits()
+            reply["stderr"] = reply["stderr"].replace(f"{folder}/", "").replace(folder, ".")
             reply["last"] = self._polluted(folder)
             channel.sendall(frame(reply))
             if reply["last"]:

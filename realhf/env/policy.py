@@ -30,11 +30,13 @@ _VALUED_GLOBALS = ("region", "output", "query")
 _OUTPUTS = ("json", "text", "table")
 _FILE_OPTIONS = {("s3api", "put-object"): "--body"}
 _OUTFILE_OPERATIONS = frozenset({("s3api", "get-object"), ("lambda", "invoke")})
-_TRANSFERS = frozenset({("s3", "cp"), ("s3", "mv")})
+_TRANSFERS = frozenset({("s3", "cp"), ("s3", "mv"), ("s3", "sync")})
+_WHOLE_FOLDER = "."
 _FLAGS = (
     "--no-paginate", "--dryrun", "--quiet", "--recursive", "--only-show-errors", "--no-progress",
     "--follow-symlinks", "--no-follow-symlinks", "--no-guess-mime-type", "--ignore-glacier-warnings",
-    "--force-glacier-transfer", "--no-overwrite", "--validate-same-s3-paths",
+    "--force-glacier-transfer", "--no-overwrite", "--validate-same-s3-paths", "--delete", "--size-only",
+    "--exact-timestamps",
 )  # fmt: skip
 _LOCAL_PREFIX = re.compile(r"fileb?://", re.IGNORECASE)
 _PLAIN_FILE = re.compile(r"fileb?://(.+)", re.DOTALL)
@@ -231,7 +233,8 @@ def _file_problem(service: str, operation: str, arguments: Sequence[str]) -> Ver
         elif key in _TRANSFERS:
             if word == "-":
                 return _refuse("stdin", "standard input and output are not available here")
-            if not word.startswith("s3://") and not is_plain_name(word):
+            whole_folder = operation == "sync" and word == _WHOLE_FOLDER
+            if not word.startswith("s3://") and not is_plain_name(word) and not whole_folder:
                 return _refuse("local-file", _PLAIN_NAMES_ONLY)
         elif key in _OUTFILE_OPERATIONS and not is_plain_name(word):
             return _refuse("local-file", _PLAIN_NAMES_ONLY)

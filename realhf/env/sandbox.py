@@ -131,6 +131,17 @@ def package_roots() -> tuple[str, ...]:
     return (*sorted(roots), "/usr/share/zoneinfo")
 
 
+@dataclass
+class WriteBudget:
+    """Files that may still be opened for writing."""
+
+    left: int
+
+    def take(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
 @dataclass(frozen=True)
 class AuditGuard:
     """What the interpreter of a contained process may still do.
@@ -138,11 +149,13 @@ class AuditGuard:
     ``read_roots``: folders whose files may be opened for reading (packages, time zones).
     ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
     ``on_denied``: told the rule and text of everything that was stopped.
+    ``writes``: how many files may be opened for writing; the holder may fill it up again.
     """
 
     read_roots: tuple[str, ...]
     write_roots: tuple[str, ...] = ()
     on_denied: Callable[[str, str], None] | None = None
+    writes: WriteBudget | None = None
 
     def install(self) -> None:
         """Add the hook. It cannot be removed for the life of the process."""
@@ -174,6 +187,8 @@ class AuditGuard:
                 writes = _opens_for_writing(args[1], args[2])
                 if not inside(args[0], write_roots if writes else read_roots) and (writes or args[0] != os.devnull):
                     deny("local-file", "this path cannot be opened here")
+                if writes and self.writes is not None and not self.writes.take():
+                    deny("local-file", "one command may write only so many files")
             elif verdict == "read":
                 if not inside(args[0], read_roots):
                     deny("local-file", "this folder cannot be listed here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILES = 64
@@ -47,13 +48,22 @@ class VirtualFolder:
 
     def enforce_limits(self) -> bool:
         """Remove the newest files until the limits hold. True when something was removed."""
-        entries = [(entry.stat(follow_symlinks=False).st_mtime_ns, entry) for entry in os.scandir(self.path)]
-        entries.sort(key=lambda pair: pair[0])
+        files = [(os.lstat(path).st_mtime_ns, os.lstat(path).st_size, path) for path in _files(self.path)]
+        files.sort(key=lambda file: file[0])
         total, removed = 0, False
-        for position, (_, entry) in enumerate(entries):
-            size = entry.stat(follow_symlinks=False).st_size
+        for position, (_, size, path) in enumerate(files):
             total += size
             if position >= MAX_FILES or size > MAX_FILE_BYTES or total > MAX_TOTAL_BYTES:
-                os.unlink(entry.path)
+                os.unlink(path)
                 removed = True
         return removed
+
+
+def _files(folder: Path | str) -> Iterator[str]:
+    """Paths of all files below, also those in folders that a recursive download made."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path)
+            else:
+                yield entry.path

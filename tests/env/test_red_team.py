@@ -1,22 +1,108 @@
-"""Attacks, really attempted. First through the agent's door, then past the policy at the worker itself, so that
-each is stopped by at least two layers; every test looks for the effect, not for the message alone."""
+"""Attacks, really attempted: the table of ``red_team_attacks`` row by row, then what needs a closer look.
+
+Each attack goes through the agent's door and, where that refuses it, once more past the policy at the worker
+itself; every test looks for the effect, not for the message alone."""
 
 from __future__ import annotations
 
 import io
 import os
+import random
+import shlex
 import socket
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from realhf.env.episode import Episode
 from realhf.env.executor import CommandResult
 from realhf.env.pool import MiniStackPool, Slot
+from realhf.env.tasks.loader import instantiate
+from tests.env.red_team import FiringRange
+from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS
 
 pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(scope="module")
+def firing_range(pool: MiniStackPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FiringRange]:
+    target = FiringRange(pool, tmp_path_factory.mktemp("host"))
+    yield target
+    target.close()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row}-{ROWS[row].replace(' ', '-')}")
+def test_every_spelling_of_a_row(firing_range: FiringRange, row: int) -> None:
+    attacks = [attack for attack in ATTACKS if attack.row == row]
+    assert attacks
+    for attack in attacks:
+        observed = firing_range.attempt(attack)
+        assert (observed.door, observed.effects) == (attack.expected, ()), (attack.command[:300], observed)
+
+
+def test_the_range_sees_effects(firing_range: FiringRange) -> None:
+    """Everything that must not happen is noticed when it does."""
+    firing_range.marker.write_text("x")
+    socket.create_connection(("127.0.0.1", int(firing_range.url.rpartition(":")[2]))).close()
+    firing_range.sibling.state.call("s3", "CreateBucket", {"Bucket": "second"})
+    firing_range.slot.reset()
+    found = firing_range._effects([f"canary-content-7f3a from {os.path.realpath(os.__file__)} site-packages"])
+    assert len(found) == 6, found
+    firing_range.marker.unlink()
+    firing_range._listener.accept()[0].close()
+    firing_range.sibling.state.call("s3", "DeleteBucket", {"Bucket": "second"})
+
+
+def test_a_refused_step_earns_nothing_and_the_episode_goes_on(pool: MiniStackPool) -> None:
+    slot = pool.acquire()
+    try:
+        episode = Episode(slot, max_steps=100)
+        episode.reset(instantiate(1, 1), seed=1)
+        refused = {attack.row: attack for attack in ATTACKS if attack.expected not in (HARMLESS, NO_CREDIT)}
+        for number, attack in enumerate(refused.values(), 1):
+            command = attack.command.replace("{url}", "http://127.0.0.1:1").replace("{secret}", "/etc/passwd")
+            step = episode.step(command.replace("{{", "{").replace("}}", "}"))
+            assert step.observation["refusal"] == attack.expected and not step.observation["command_success"]
+            assert attack.expected in step.observation["error"]
+            assert step.reward <= 0 and not step.done and step.observation["step_count"] == number
+    finally:
+        pool.release(slot)
+
+
+PIECES = (
+    "s3api", "s3", "ssm", "sqs", "iam", "dynamodb", "ec2", "list-buckets", "put-parameter", "create-queue", "ls", "cp",
+    "list-queues", "put-item", "describe-vpcs", "--name", "--value", "--queue-name", "--bucket", "--key", "--query",
+    "--output", "text", "--tags", "--item", "Key=a,Value=b", "file://x", "file:///etc/passwd", "s3://b/k", "s3://",
+    ".", "--filters", "Name=a,Values=b,c", "{", "[", "]", "}", '{"a":', '{"S": "x"}', "[[", "=", ",", ",=", "@=", "--",
+    "-", "", " ", "é", "\u202e", "\ud83d", "💥", "%s", "{0}", "%00", "..", "'", '"', "\\", "a" * 300, "0", "-1",
+    "1e999", "null", "--max-items", "--page-size", "--no-paginate", "--starting-token", "help", "--dry-run", "a.b[?c]", "`1`",
+    "*", "$(id)",
+)  # fmt: skip
+
+
+def test_two_thousand_random_commands(slot: Slot) -> None:
+    """No traceback, no host path, a worker that answers: at the door and past it."""
+    draw = random.Random(2000)
+    host = ("Traceback (most recent", "site-packages", "realhf-env-", str(Path(os.__file__).parent))
+    worker = slot.worker_pid
+    for number in range(2000):
+        words = draw.choices(PIECES, k=draw.randint(1, 9))
+        if number % 2:
+            service = draw.choice(("s3api list-buckets", "ssm put-parameter", "sqs create-queue", "dynamodb put-item"))
+            words = [*service.split(), *words]
+        command = "aws " + (shlex.join(words) if number % 3 else " ".join(words))
+        result = slot.executor.run(command)
+        if result.refusal is not None and number % 4 == 0 and not any("\ud800" <= c <= "\udfff" for c in command):
+            result = past_policy(slot, *words)
+        said = result.stdout + result.stderr
+        assert not any(word in said for word in host), (command, said)
+        assert not result.timed_out, command
+    assert slot.executor.run("aws s3api list-buckets").success
+    assert slot.executor.counters.worker_kills == 0 and worker > 0
 
 
 def past_policy(slot: Slot, *argv: str) -> CommandResult:
@@ -55,63 +141,12 @@ def canary():
     trap.listener.close()
 
 
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret.txt"
-    path.write_text("canary-content")
-    return path
-
-
-def test_reading_host_files_as_values(slot: Slot, secret: Path) -> None:
-    command = f"ssm put-parameter --name leak --type String --value file://{secret}"
-    assert_refused(slot, slot.executor.run(f"aws {command}"), "local-file")
-    assert_refused(slot, past_policy(slot, *command.split()), "local-file")
-    nested = ["ssm", "put-parameter", "--name", "leak", "--value", "v", "--tags", f"Key=a,Value@=file://{secret}"]
-    assert_refused(slot, past_policy(slot, *nested), "local-file")
-    assert slot.state.call("ssm", "DescribeParameters")["Parameters"] == []
-
-
-def test_uploading_host_files(slot: Slot, secret: Path) -> None:
-    slot.executor.run("aws s3 mb s3://target")
-    for command in (f"s3api put-object --bucket target --key k --body {secret}", f"s3 cp {secret} s3://target/k"):
-        assert_refused(slot, slot.executor.run(f"aws {command}"), "local-file")
-        result = past_policy(slot, *command.split())
-        assert not result.success and "canary-content" not in result.stdout + result.stderr
-    assert slot.state.call("s3", "ListObjectsV2", {"Bucket": "target"}).get("Contents", []) == []
-
-
-def test_symbolic_link_in_the_virtual_folder(slot: Slot, secret: Path) -> None:
+def test_symbolic_link_in_the_virtual_folder(slot: Slot, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("canary-content")
     (slot.files.path / "link").symlink_to(secret)
     result = slot.executor.run("aws ssm put-parameter --name leak --type String --value file://link")
     assert_refused(slot, result, "local-file")
-
-
-def test_writing_host_files(slot: Slot, tmp_path: Path) -> None:
-    slot.state.call("s3", "CreateBucket", {"Bucket": "source"})
-    slot.state.call("s3", "PutObject", {"Bucket": "source", "Key": "k", "Body": b"payload"})
-    evil = tmp_path / "evil"
-    for command in (f"s3api get-object --bucket source --key k {evil}", f"s3 cp s3://source/k {evil}"):
-        assert_refused(slot, slot.executor.run(f"aws {command}"), "local-file")
-        assert not past_policy(slot, *command.split()).success
-    assert not evil.exists()
-
-
-def test_configuration_cannot_be_written_or_chosen(slot: Slot) -> None:
-    for command in ("configure set credential_process /bin/sh", "configure set plugins.x evil"):
-        assert_refused(slot, slot.executor.run(f"aws {command}"), "unknown-service")
-        assert not past_policy(slot, *command.split()).success
-    assert_refused(slot, slot.executor.run("aws s3 ls --profile evil"), "global-option")
-    assert_refused(slot, past_policy(slot, "s3", "ls", "--prof", "evil"), "global-option")
-    assert not Path("/nonexistent").exists()
-
-
-@pytest.mark.parametrize("spelling", ["--endpoint-url {}", "--endpoint-url={}", "--endpoint {}", "--e={}"])
-def test_leaving_for_another_endpoint(slot: Slot, canary: Canary, spelling: str) -> None:
-    words = spelling.format(canary.url).split()
-    assert_refused(slot, slot.executor.run(" ".join(["aws", *words, "s3", "ls"])), "global-option")
-    assert_refused(slot, past_policy(slot, *words, "s3api", "list-buckets"), "global-option")
-    assert_refused(slot, past_policy(slot, "s3api", "list-buckets", *words), "global-option")
-    assert not canary.was_called()
 
 
 def test_a_sibling_cannot_be_reached(pool: MiniStackPool, slot: Slot) -> None:
@@ -126,27 +161,6 @@ def test_a_sibling_cannot_be_reached(pool: MiniStackPool, slot: Slot) -> None:
         pool.release(sibling)
 
 
-@pytest.mark.parametrize(
-    ("bucket", "key"), [("_ministack", "reset"), ("_ministack", "health"), ("_realhf", "reset"), ("_aws", "x")]
-)
-def test_admin_paths(slot: Slot, bucket: str, key: str) -> None:
-    slot.state.call("s3", "CreateBucket", {"Bucket": "survivor"})
-    command = f"s3api put-object --bucket {bucket} --key {key}"
-    assert_refused(slot, slot.executor.run(f"aws {command}"), "internal-path")
-    assert_refused(slot, past_policy(slot, *command.split()), "internal-path")
-    names = [b["Name"] for b in slot.state.call("s3", "ListBuckets")["Buckets"]]
-    assert names == ["survivor"]
-
-
-def test_dot_segments_do_not_reach_admin_paths(slot: Slot) -> None:
-    slot.executor.run("aws s3 mb s3://survivor")
-    for key in ("../_ministack/reset", "x/../../_ministack/reset"):
-        result = past_policy(slot, "s3api", "put-object", "--bucket", "survivor", "--key", key)
-        assert_refused(slot, result, "internal-path")
-    past_policy(slot, "lambda", "get-function", "--function-name", "../../../_ministack/reset")
-    assert len(slot.state.call("s3", "ListBuckets")["Buckets"]) == 1
-
-
 def test_urls_are_never_fetched(slot: Slot, canary: Canary) -> None:
     command = f"ssm put-parameter --name p --type String --value {canary.url}/x"
     assert_refused(slot, slot.executor.run(f"aws {command}"), "url-value")
@@ -154,14 +168,6 @@ def test_urls_are_never_fetched(slot: Slot, canary: Canary) -> None:
     assert not canary.was_called()
     stored = slot.state.call("ssm", "GetParameter", {"Name": "p"})
     assert stored["Parameter"]["Value"] == f"{canary.url}/x"
-
-
-def test_the_simulator_calls_nobody(slot: Slot, canary: Canary) -> None:
-    topic = slot.state.call("sns", "CreateTopic", {"Name": "t"})["TopicArn"]
-    subscribe = f"aws sns subscribe --topic-arn {topic} --protocol http --notification-endpoint {canary.url}/hook"
-    assert slot.executor.run(subscribe).refusal is None
-    slot.executor.run(f"aws sns publish --topic-arn {topic} --message hello")
-    assert not canary.was_called()
 
 
 def test_lambda_code_never_runs(slot: Slot, tmp_path: Path) -> None:
@@ -186,22 +192,6 @@ def test_lambda_code_never_runs(slot: Slot, tmp_path: Path) -> None:
     assert psutil.Process(slot.ministack.pid).children(recursive=True) == children == []
 
 
-def test_programs_cannot_be_started(slot: Slot) -> None:
-    for command in ("ssm start-session --target i-1", "ecs execute-command --cluster c --task t --command sh"):
-        assert_refused(slot, slot.executor.run(f"aws {command}"), "operation")
-        assert not past_policy(slot, *command.split()).success
-    assert_refused(slot, past_policy(slot, "sqs", "create-queue", "help"), "operation")
-    assert psutil.Process(slot.worker_pid).children() == []
-
-
-def test_no_op_success_is_no_evidence(slot: Slot) -> None:
-    skeleton = slot.executor.run("aws s3api create-bucket --bucket b --generate-cli-skeleton")
-    assert_refused(slot, skeleton, "global-option")
-    rehearsal = slot.executor.run("aws ec2 create-vpc --cidr-block 10.0.0.0/16 --dry-run")
-    assert rehearsal.requests == ()
-    assert slot.executor.run("aws help").requests == ()
-
-
 def test_environment_of_the_children_is_ours_alone(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REALHF_CANARY", "secret")
     slot.respawn()
@@ -219,8 +209,3 @@ def test_simulator_listens_on_loopback_only(slot: Slot) -> None:
     assert addresses == {f"0100007F:{slot.port:04X}"}
 
 
-def test_shell_text_stays_text(slot: Slot, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    for tail in (f"; touch {marker}", f"| tee {marker}", f"$(touch {marker})", f"`touch {marker}`", f"> {marker}"):
-        assert not slot.executor.run(f"aws sqs list-queues {tail}").success
-    assert not marker.exists()

@@ -1,0 +1,47 @@
+"""What a process and everything below it hold: memory, descriptors, processes. For the environment's benchmarks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """``pss_mb``: proportional set size, shared pages counted once in all; ``files``: open descriptors."""
+
+    pss_mb: float
+    files: int
+    processes: int
+
+
+def footprint(pid: int) -> Footprint:
+    """Of ``pid`` and its descendants; what ends meanwhile counts as nothing."""
+    root = psutil.Process(pid)
+    pss = files = processes = 0
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            opened = len(os.listdir(f"/proc/{process.pid}/fd"))
+        except OSError:
+            continue
+        pss += next((int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+        files += opened
+        processes += 1
+    return Footprint(pss / 1024, files, processes)
+
+
+def named(pid: int, module: str) -> list[int]:
+    """Descendants of ``pid`` whose command line names ``module`` and that are forked from such a process."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            parent = process.parent()
+            if module in process.cmdline() and parent is not None and module in parent.cmdline()[:8]:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,185 @@
+"""Plays the attacks of ``red_team_attacks`` against a real pool and looks for their effects, not their messages.
+
+Every attack is tried at the agent's door and, where that refuses it, once more past the policy at the worker
+itself, so that a second layer is seen to hold. ``python -m tests.env.red_team`` prints the whole table.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import select
+import shlex
+import socket
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from realhf.env.executor import CommandResult, OutputLimits, SimulatorLost
+from realhf.env.pool import MiniStackPool
+from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack
+
+SECRET = "canary-content-7f3a"
+LIMITS = OutputLimits(timeout_s=3.0)
+_HOST_WORDS = ("Traceback (most recent", "realhf-env-", "site-packages", sys.prefix, sys.base_prefix)
+_TRIGGER_S = 0.15
+
+
+@dataclass(frozen=True)
+class Observed:
+    """``door``: refusal rule, HARMLESS or NO_CREDIT; ``behind``: the same past the policy, "" when not tried;
+    ``effects``: what must not have happened."""
+
+    door: str
+    behind: str
+    effects: tuple[str, ...]
+
+
+class FiringRange:
+    """One session under attack and its sibling, with canaries all around. ``folder`` lies on the host."""
+
+    def __init__(self, pool: MiniStackPool, folder: Path) -> None:
+        self._pool = pool
+        self.slot, self.sibling = pool.acquire(), pool.acquire()
+        self._limits = self.slot.executor._limits
+        self.slot.executor._limits = LIMITS
+        self.secret, self.marker = folder / "secret.txt", folder / "marker"
+        self.secret.write_text(SECRET)
+        os.environ["REALHF_RED_TEAM_CANARY"] = SECRET
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.sibling.reset()
+        self.sibling.state.call("s3", "CreateBucket", {"Bucket": "sibling-secret"})
+
+    def close(self) -> None:
+        self._listener.close()
+        self.slot.executor._limits = self._limits
+        del os.environ["REALHF_RED_TEAM_CANARY"]
+        for slot in (self.slot, self.sibling):
+            self._pool.release(slot)
+
+    def attempt(self, attack: Attack) -> Observed:
+        """Try it. The session must be usable afterwards."""
+        self._set_up(attack)
+        command = self._fill(attack.command)
+        result = self.slot.executor.run(command)
+        door, behind, texts = _word(result, attack), "", [_said(result)]
+        if result.refusal is not None:
+            try:
+                words = shlex.split(command)[1:]
+            except ValueError:
+                words = []
+            if words and "\0" not in command:
+                second = self._past_policy(words)
+                behind = second.refusal or ("fails" if not second.success else "nothing came of it")
+                texts.append(_said(second))
+        if attack.before:
+            time.sleep(_TRIGGER_S)
+        return Observed(door, behind, tuple(self._effects(texts)))
+
+    def _set_up(self, attack: Attack) -> None:
+        self.slot.reset()
+        self.slot.files.put("code.zip", self._malicious_code())
+        self.slot.state.call("s3", "CreateBucket", {"Bucket": "survivor"})
+        self.slot.state.call("s3", "PutObject", {"Bucket": "survivor", "Key": "k", "Body": b"x"})
+        for command in attack.before:
+            self.slot.executor.run(self._fill(command))
+
+    def _fill(self, command: str) -> str:
+        places = {"secret": self.secret, "marker": self.marker, "url": self.url, "sibling": self.sibling.endpoint}
+        for name, value in places.items():
+            command = command.replace(f"{{{name}}}", str(value))
+        return command.replace("{{", "{").replace("}}", "}")
+
+    def _malicious_code(self) -> bytes:
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as packed:
+            packed.writestr("index.py", f"open({str(self.marker)!r}, 'w').write('x')\n"
+                                        f"def handler(e, c): open({str(self.marker)!r}, 'w').write('x')\n")  # fmt: skip
+        return archive.getvalue()
+
+    def _past_policy(self, words: Sequence[str]) -> CommandResult:
+        try:
+            return self.slot.executor._execute(tuple(words))
+        except SimulatorLost as error:
+            return CommandResult(exit_code=255, stdout="", stderr=str(error))
+
+    def _effects(self, texts: Sequence[str]) -> list[str]:
+        found = []
+        if any(SECRET in text for text in texts):
+            found.append("host content came out")
+        if any(word in text for text in texts for word in _HOST_WORDS):
+            found.append("a host path or traceback came out")
+        if self.marker.exists() or Path("/dev/shm/marker").exists():
+            found.append("a file was written on the host")
+        if select.select([self._listener], [], [], 0)[0]:
+            found.append("something connected out")
+        for pid in (self.slot.worker_pid, self.slot.ministack.pid):
+            if pid > 0 and psutil.pid_exists(pid) and psutil.Process(pid).children():
+                found.append("a process was started")
+        if [b["Name"] for b in self.sibling.state.call("s3", "ListBuckets")["Buckets"]] != ["sibling-secret"]:
+            found.append("the sibling changed")
+        if not self.slot.ministack.alive():
+            found.append("the simulator died")
+        after = self.slot.executor.run("aws s3api list-buckets --query Buckets[].Name")
+        if not after.success or json.loads(after.stdout) != ["survivor"]:
+            found.append("the session is not usable, or its world was reset")
+        return found
+
+
+def _word(result: CommandResult, attack: Attack) -> str:
+    if result.refusal is not None:
+        return result.refusal
+    return NO_CREDIT if attack.expected == NO_CREDIT and not result.requests else HARMLESS
+
+
+def _said(result: CommandResult) -> str:
+    return f"{result.stdout}\n{result.stderr}\n{result.requests}"
+
+
+def main() -> int:
+    """Play everything; 0 when each attack ended as expected and without effect."""
+    wrong = 0
+    table = Table(title="Red team: what an agent tried")
+    for column in ("row", "attack", "tries", "expected at the door", "observed", "past the policy", "effects"):
+        table.add_column(column, overflow="fold")
+    pool = MiniStackPool(2)
+    try:
+        pool.start()
+        with tempfile.TemporaryDirectory() as folder:
+            target = FiringRange(pool, Path(folder))
+            for row, title in ROWS.items():
+                attacks = [attack for attack in ATTACKS if attack.row == row]
+                observed = [target.attempt(attack) for attack in attacks]
+                effects = [effect for one in observed for effect in one.effects]
+                bad = [(attack, one) for attack, one in zip(attacks, observed, strict=True)
+                       if one.door != attack.expected or one.effects]  # fmt: skip
+                wrong += len(bad)
+                table.add_row(str(row), title, str(len(attacks)), _tally(a.expected for a in attacks),
+                              _tally(o.door for o in observed), _tally(o.behind for o in observed if o.behind),
+                              ", ".join(effects) or "none", style="red" if bad else "")  # fmt: skip
+                for attack, one in bad:
+                    print(f"row {row}: {attack.command[:150]!r}: {one}", file=sys.stderr)
+            target.close()
+        Console(width=150).print(pool.containment(), table, f"{len(ATTACKS)} attacks, {wrong} not as expected")
+    finally:
+        pool.stop()
+    return 1 if wrong else 0
+
+
+def _tally(words: Iterable[str]) -> str:
+    return ", ".join(f"{word} {count}" for word, count in Counter(words).most_common())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
