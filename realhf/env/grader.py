@@ -17,6 +17,7 @@ from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equ
 
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the attributes are not right."""
+MAX_CHECKS = 40
 STEP_SHARE = 0.7
 """Weight of the steps where a task has both steps and state checks."""
 
@@ -37,6 +38,7 @@ class Criteria:
 
     operation: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
+    command_contains: str = ""
     resource: ResourceCheck | None = None
     steps: tuple[Step, ...] = ()
     services: frozenset[str] = frozenset()
@@ -54,6 +56,18 @@ class Criteria:
     def operations(self) -> frozenset[str]:
         """Every operation that the criteria name."""
         return frozenset({step.operation for step in self.steps} | ({self.operation} - {""}))
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Everything that must hold in the end."""
+        found = (self.resource, *(step.verify for step in self.steps), *self.state_checks)
+        return tuple(check for check in found if check is not None)
+
+    @property
+    def named_services(self) -> frozenset[str]:
+        """Every service that the criteria are about."""
+        operations = {operation.partition(":")[0] for operation in self.operations}
+        return self.services | operations | {check.service for check in self.checks}
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
         criteria = Criteria(
             operation=data.get("operation") or "",
             params=data.get("params") or {},
+            command_contains=data.get("command_contains") or "",
             resource=resource,
             steps=tuple(_parse_step(step) for step in data.get("steps") or ()),
             services=frozenset(data.get("services") or ()),
@@ -80,8 +95,10 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise TaskError(f"task.success_criteria is malformed: {type(error).__name__}: {error}") from None
-    if criteria.strategy == "command_match" and not criteria.operation:
+    if criteria.strategy == "command_match" and not (criteria.operation or criteria.command_contains):
         raise TaskError("task.success_criteria names no operation, resource, steps or state checks")
+    if max(len(criteria.steps), len(criteria.state_checks)) > MAX_CHECKS:
+        raise TaskError(f"task.success_criteria has more than {MAX_CHECKS} steps or state checks")
     return criteria
 
 
@@ -116,9 +133,8 @@ class Grader:
     def missing(self) -> list[str]:
         """What keeps the task from being achieved, in words: steps without credit, checks that fail now, services."""
         criteria, now = self.criteria, Snapshot(self._state)
-        checks = [criteria.resource, *(step.verify for step in criteria.steps), *criteria.state_checks]
         found = [f"step {step.operation} {step.resource or ''}" for step in criteria.steps[len(self._credited) :]]
-        found += [str(check) for check in checks if check is not None and not check.holds(now)]
+        found += [str(check) for check in criteria.checks if not check.holds(now)]
         return found + [f"service {s}" for s in sorted(criteria.services) if not services_reached([s], self._evidence)]
 
     def evaluate(self, added: Sequence[Evidence]) -> Grade:
@@ -197,13 +213,18 @@ def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[in
 def earns_credit(deed: Evidence, criteria: Criteria) -> bool:
     """Layer 5, no verification reward: an accepted request counts if it can have changed something, or if the
     task asks for exactly this operation."""
+    if criteria.strategy == "command_match" and not criteria.operation:
+        return deed.ok
     return deed.ok and (not is_read(deed.operation) or deed.operation in criteria.operations)
 
 
 def matches_command(deed: Evidence, criteria: Criteria) -> bool:
-    """Layer 7, exact names, for a single request: each demanded parameter was sent with the demanded value."""
-    return deed.operation == criteria.operation and all(
-        equal(deed.params.get(key), value) for key, value in criteria.params.items()
+    """Layer 7, exact names, for a single request: each demanded parameter was sent with the demanded value. A text
+    that the command has to contain is asked of the line that sent the request."""
+    return (
+        criteria.operation in ("", deed.operation)
+        and criteria.command_contains in deed.command
+        and all(equal(deed.params.get(key), value) for key, value in criteria.params.items())
     )
 
 

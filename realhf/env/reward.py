@@ -5,14 +5,19 @@
                       * 0.85**hints
     reward of a step = V now - V before,  V before the first step = 0
 
-Cycling, repeating and idling earn nothing. Source: environment spec section 7.
+Cycling, repeating and idling earn nothing. In the mode ``level``, for comparisons, the reward of a step is a level of
+its own (0.8 P, 0.1 more where P rose) and a trainer has to use the last one, not the sum. Source: environment spec
+section 7.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+REWARD_MODES = ("potential", "level")
 PROGRESS_WEIGHT = 0.9
+LEVEL_WEIGHT, LEVEL_RISE = 0.8, 0.1
 FAILED_COMMAND_FACTOR = 0.5
 ROLLBACK_PENALTY = 0.1
 RETRY_BONUS = 0.02
@@ -22,22 +27,35 @@ CHAOS_SURVIVED = 1.05
 _GRID = float(1 << 30)
 
 
-def score(
-    progress: float,
-    *,
-    achieved: bool,
-    last_failed: bool = False,
-    rollbacks: int = 0,
-    idempotent_retries: int = 0,
-    hints: int = 0,
-    chaos_survived: bool = False,
-) -> float:
-    """The potential V in [0, 1.05], on a grid of 2**-30 so that sums of differences are exact."""
-    if achieved:
-        return _on_grid((CHAOS_SURVIVED if chaos_survived else 1.0) * HINT_FACTOR**hints)
-    value = PROGRESS_WEIGHT * progress * (FAILED_COMMAND_FACTOR if last_failed else 1.0)
-    value += RETRY_BONUS * idempotent_retries - ROLLBACK_PENALTY * rollbacks
-    return _on_grid(min(max(value, 0.0), UNFINISHED_CAP) * HINT_FACTOR**hints)
+@dataclass(frozen=True)
+class Standing:
+    """What a score depends on beside progress, as of now."""
+
+    achieved: bool = False
+    last_failed: bool = False
+    rollbacks: int = 0
+    idempotent_retries: int = 0
+    hints: int = 0
+    chaos_survived: bool = False
+
+    def score(self, earned: float) -> float:
+        """The final score in [0, 1.05], where progress earned ``earned``."""
+        if self.achieved:
+            return _on_grid((CHAOS_SURVIVED if self.chaos_survived else 1.0) * HINT_FACTOR**self.hints)
+        value = earned * (FAILED_COMMAND_FACTOR if self.last_failed else 1.0)
+        value += RETRY_BONUS * self.idempotent_retries - ROLLBACK_PENALTY * self.rollbacks
+        return _on_grid(min(max(value, 0.0), UNFINISHED_CAP) * HINT_FACTOR**self.hints)
+
+
+def score(progress: float, **standing: Any) -> float:
+    """The potential V of this progress and the fields of ``Standing``; on a grid of 2**-30, so that sums of
+    differences are exact."""
+    return Standing(**standing).score(PROGRESS_WEIGHT * progress)
+
+
+def level(progress: float, *, rose: bool, **standing: Any) -> float:
+    """The reward of a step in the mode ``level``."""
+    return Standing(**standing).score(LEVEL_WEIGHT * progress + (LEVEL_RISE if rose else 0.0))
 
 
 def _on_grid(value: float) -> float:
@@ -50,16 +68,24 @@ def monotone_progress(best: float, now: float) -> float:
 
 
 class RewardMeter:
-    """The reward of each step of one episode. ``progress`` is the best so far, ``total`` the sum of rewards."""
+    """The reward of each step of one episode. ``progress`` is the best so far, ``total`` the score so far: the sum of
+    the rewards, in the mode ``level`` the last one. Raises ValueError for an unknown mode."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "potential") -> None:
+        if mode not in REWARD_MODES:
+            raise ValueError(f"reward mode is {mode!r}; known: {', '.join(REWARD_MODES)}")
+        self._mode = mode
         self.progress = 0.0
         self.total = 0.0
 
-    def step(self, progress: float, *, achieved: bool, **circumstances: Any) -> float:
-        """Take in the state after a step, ``circumstances`` as ``score`` takes them; returns the step's reward, which
-        may be negative."""
+    def step(self, progress: float, **standing: Any) -> float:
+        """Take in the state after a step, ``standing`` as fields of ``Standing``; returns the step's reward, which may
+        be negative (never in the mode ``level``)."""
+        rose = progress > self.progress
         self.progress = monotone_progress(self.progress, progress)
-        value = score(self.progress, achieved=achieved, **circumstances)
+        if self._mode == "level":
+            self.total = level(self.progress, rose=rose, **standing)
+            return self.total
+        value = score(self.progress, **standing)
         reward, self.total = value - self.total, value
         return reward
