@@ -43,7 +43,7 @@ def play(episode: Episode, script: Script) -> dict[str, Any]:
     for line in script.lines:
         if line.number == 1:
             outputs = []
-        command = resolve(line.command, outputs)
+        command = resolve(episode.fill([line.command])[0], outputs)
         step = episode.step(command)
         reward += step.reward
         seen = step.observation
