@@ -72,7 +72,7 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
     try:
         pool.start()
         server.start()
-        print(f"containment: {pool.containment()}", flush=True)
+        print(pool.containment(), flush=True)
         print(f"env_worker: serving {config.pool_size} sessions at {server.url}", flush=True)
         if master:
             _follow_master(server, master, run_id, name)

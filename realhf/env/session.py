@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
-from realhf.env import wire
+from realhf.env import mcp, wire
 from realhf.env.metrics import ServerMetrics
 from realhf.env.wire import Request, WireError
 
@@ -171,13 +171,26 @@ class Session:
         began = time.perf_counter()
         if request.kind == "state":
             return wire.encode_reply("state", self._player.state(), request.request_id)
+        if request.kind == "mcp":
+            return wire.encode_reply("mcp", self._mcp(request.data), request.request_id)
         if request.kind == "reset":
             observation, reward, done = self._player.reset(request.data)
             self._metrics.reset_seconds.observe(time.perf_counter() - began)
         else:
-            observation, reward, done = self._player.step(request.data["command"])
-            self._metrics.step_seconds.observe(time.perf_counter() - began)
-            if done:
-                outcome = "achieved" if observation["task_achieved"] else "truncated"
-                self._metrics.episodes.labels(outcome).inc()
+            observation, reward, done = self._step(request.data["command"])
         return wire.encode_observation(observation, reward, done, request.request_id)
+
+    def _step(self, command: str) -> mcp.Step:
+        began = time.perf_counter()
+        observation, reward, done = self._player.step(command)
+        self._metrics.step_seconds.observe(time.perf_counter() - began)
+        if done:
+            outcome = "achieved" if observation["task_achieved"] else "truncated"
+            self._metrics.episodes.labels(outcome).inc()
+        return observation, reward, done
+
+    def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return mcp.checked(message, self._max_command_bytes) or mcp.call_tool(message, self._step)
+        except WireError as error:
+            return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ MAX_FRAME_BYTES = 1 << 20
 _ALLOWED_KEYS = {
     "reset": frozenset({"type", "data", "id"}),
     "step": frozenset({"type", "data", "id"}),
+    "mcp": frozenset({"type", "data", "id"}),
     "state": frozenset({"type", "id"}),
     "close": frozenset({"type", "id"}),
 }
@@ -42,7 +44,7 @@ class WireError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked request. ``kind``: reset, step, state or close; ``data``: its payload, {} where it has none."""
+    """A checked request. ``kind``: reset, step, state, mcp or close; ``data``: its payload, {} where it has none."""
 
     kind: str
     data: dict[str, Any]
@@ -78,9 +80,11 @@ def parse_request(text: str, *, max_command_bytes: int) -> Request:
         raise WireError(VALIDATION_ERROR, text, request_id=request_id, field=name)
     try:
         if kind == "step":
-            data = _check_action(message, max_command_bytes)
+            data = checked_action(message.get("data"), max_command_bytes)
         elif kind == "reset":
-            data = _check_reset(message)
+            data = checked_reset(message.get("data"))
+        elif kind == "mcp":
+            data = _checked_object(message.get("data"), "mcp needs data: a JSON-RPC request")
         else:
             data = {}
     except WireError as error:
@@ -98,10 +102,15 @@ def _request_id(message: dict[str, Any]) -> str | int | None:
     return value
 
 
-def _check_action(message: dict[str, Any], max_command_bytes: int) -> dict[str, Any]:
-    data = message.get("data")
+def _checked_object(data: Any, needed: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise WireError(VALIDATION_ERROR, "step needs data: an object with a command", field="data")
+        raise WireError(VALIDATION_ERROR, needed, field="data")
+    return data
+
+
+def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
+    """An action, the data of a step. Raises WireError."""
+    data = _checked_object(data, "step needs data: an object with a command")
     command = data.get("command")
     if not isinstance(command, str):
         raise WireError(VALIDATION_ERROR, "command must be a string", field="data.command")
@@ -124,24 +133,25 @@ _RESET_TYPES: dict[str, tuple[type, ...]] = {
     "episode_id": (str,),
     "task": (dict,),
     "task_id": (int, str),
+    "chaos": (bool,),
 }
 
 
-def _check_reset(message: dict[str, Any]) -> dict[str, Any]:
-    data = message.get("data")
+def checked_reset(data: Any) -> dict[str, Any]:
+    """The data of a reset, {} where there is none. Raises WireError."""
     if data is None:
         return {}
-    if not isinstance(data, dict):
-        raise WireError(VALIDATION_ERROR, "reset data must be an object", field="data")
+    data = _checked_object(data, "reset data must be an object")
     for key, types in _RESET_TYPES.items():
         value = data.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
+        mistaken = isinstance(value, bool) and bool not in types
+        if value is not None and (mistaken or not isinstance(value, types)):
             names = " or ".join(kind.__name__ for kind in types)
             raise WireError(VALIDATION_ERROR, f"{key} must be {names} or null", field=f"data.{key}")
     return data
 
 
-def encode_reply(kind: str, data: dict[str, Any], request_id: str | int | None = None) -> str:
+def encode_reply(kind: str, data: Mapping[str, Any], request_id: str | int | None = None) -> str:
     """Text of a reply frame. A value that JSON cannot hold raises ValueError or TypeError."""
     reply: dict[str, Any] = {"type": kind, "data": data}
     if request_id is not None:
@@ -150,12 +160,16 @@ def encode_reply(kind: str, data: dict[str, Any], request_id: str | int | None =
 
 
 def encode_observation(
-    observation: dict[str, Any], reward: float | None, done: bool, request_id: str | int | None = None
+    observation: Mapping[str, Any], reward: float | None, done: bool, request_id: str | int | None = None
 ) -> str:
     """Reply to reset and step. A reward that is not finite is sent as null."""
-    if reward is not None and not math.isfinite(reward):
-        reward = None
-    return encode_reply("observation", {"observation": observation, "reward": reward, "done": done}, request_id)
+    reply = {"observation": observation, "reward": finite(reward), "done": done}
+    return encode_reply("observation", reply, request_id)
+
+
+def finite(reward: float | None) -> float | None:
+    """The reward, or None where JSON has no word for it."""
+    return reward if reward is not None and math.isfinite(reward) else None
 
 
 def encode_error(error: WireError) -> str:

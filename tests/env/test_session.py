@@ -177,7 +177,7 @@ def test_reopening_waits_for_the_scrub(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", [{"scrub_s": 1.0}], indirect=True)
 def test_a_long_scrub_is_refused_and_counts_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.env.server._SCRUB_WAIT_S", 0.2)
+    monkeypatch.setattr("realhf.env.capacity._SCRUB_WAIT_S", 0.2)
     stage.open().close()
     with pytest.raises(InvalidStatus):
         stage.open()

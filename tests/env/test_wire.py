@@ -50,7 +50,7 @@ def test_accepted_requests(message: object, expected: Request) -> None:
         ({}, "UNKNOWN_TYPE"),
         ({"type": None}, "UNKNOWN_TYPE"),
         ({"type": ["step"]}, "UNKNOWN_TYPE"),
-        ({"type": "mcp", "data": {}}, "UNKNOWN_TYPE"),
+        ({"type": "listen", "data": {}}, "UNKNOWN_TYPE"),
         ({"type": "state", "data": {}}, "VALIDATION_ERROR"),
         ({"type": "reset", "dta": {}}, "VALIDATION_ERROR"),
         ({"type": "reset", "data": []}, "VALIDATION_ERROR"),

@@ -1,0 +1,212 @@
+"""The HTTP side of the wire: what the server is, and stateless reset, step and MCP (environment spec 2.2).
+
+A stateless request builds a world, plays, and discards it. It takes a counted lease for its time and is answered
+503 with Retry-After when there is none; the other routes take no lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.routing import WebSocketRoute
+
+from realhf.api.aws_models import AwsAction, AwsObservation, AwsState
+from realhf.env import mcp, wire
+from realhf.env.access import authorized
+from realhf.env.capacity import RETRY_AFTER_S, SlotLeases, SlotPool
+from realhf.env.metrics import ServerMetrics
+from realhf.env.server_config import ServerConfig
+from realhf.env.session import Player
+from realhf.env.session_endpoint import SessionEndpoint
+
+T = TypeVar("T")
+_MAX_BODY_BYTES = wire.MAX_FRAME_BYTES
+
+
+class ResetRequest(BaseModel):
+    """Body of POST /reset; further keys are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    seed: int | None = None
+    episode_id: str | None = Field(default=None, max_length=255)
+    task: dict[str, Any] | None = None
+    task_id: int | str | None = None
+
+
+class StepRequest(BaseModel):
+    """Body of POST /step."""
+
+    model_config = ConfigDict(extra="allow")
+    action: AwsAction
+    timeout_s: float | None = Field(default=None, gt=0)
+    request_id: str | None = None
+
+
+class StatelessPlayer:
+    """Runs one action on a leased slot."""
+
+    def __init__(self, leases: SlotLeases, make_player: Callable[[Any], Player], threads: Executor) -> None:
+        self._leases = leases
+        self._make_player = make_player
+        self._threads = threads
+
+    async def play(self, action: Callable[[Player], T], timeout_s: float | None = None) -> T:
+        """Raises CapacityReached, WireError, or TimeoutError after ``timeout_s`` (the command is killed)."""
+        slot = await self._leases.take()
+        if slot is None:
+            raise CapacityReached(self._leases.refusal())
+        player = self._make_player(slot)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, action, player)
+        try:
+            done, _ = await asyncio.wait((work,), timeout=timeout_s)
+            if not done:
+                player.kill()
+                await asyncio.wait((work,))
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            return work.result()
+        finally:
+            self._leases.give_back(slot)
+
+
+class CapacityReached(Exception):
+    """``body``: what the client is told."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        super().__init__(body["message"])
+        self.body = dict(body)
+
+
+def build_app(
+    pool: SlotPool,
+    leases: SlotLeases,
+    endpoint: SessionEndpoint,
+    stateless: StatelessPlayer,
+    config: ServerConfig,
+    metrics: ServerMetrics,
+) -> FastAPI:
+    """The application without the playground."""
+    app = FastAPI(title="realhf AWS environment", description="AWS tasks on MiniStack over the OpenEnv wire")
+    app.router.routes.append(WebSocketRoute("/ws", endpoint))
+    _add_guard(app, config)
+    _add_description(app, pool, leases, config, metrics)
+    _add_stateless(app, stateless, config)
+    return app
+
+
+def _add_guard(app: FastAPI, config: ServerConfig) -> None:
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Token and size of what changes or plays something. The playground has its own door."""
+        if request.method == "POST" and not request.url.path.startswith("/web"):
+            if not authorized(request.headers.raw, config.token):
+                return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
+            length = request.headers.get("content-length", "")
+            if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
+                return JSONResponse({"detail": f"a body has a Content-Length of at most {_MAX_BODY_BYTES}"}, 413)
+        return await call_next(request)
+
+
+def _add_description(
+    app: FastAPI, pool: SlotPool, leases: SlotLeases, config: ServerConfig, metrics: ServerMetrics
+) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("/web" if config.web_mounted else "/health")
+
+    @app.get("/health")
+    async def health() -> Response:
+        usable = pool.free_count + leases.active
+        status, word = (200, "healthy") if usable > 0 else (503, "unhealthy")
+        return JSONResponse({"status": word}, status)
+
+    @app.get("/schema")
+    async def schema() -> dict[str, Any]:
+        models = {"action": AwsAction, "observation": AwsObservation, "state": AwsState}
+        return {name: model.model_json_schema() for name, model in models.items()}
+
+    @app.get("/metadata")
+    async def metadata() -> dict[str, Any]:
+        return {
+            "name": "realhf-aws",
+            "description": "AWS tasks on MiniStack, one simulator per session",
+            "max_concurrent_envs": config.pool_size,
+            "max_steps": config.max_steps,
+            "reward_mode": config.reward_mode,
+            "backend_type": config.backend_type,
+            "correlation": True,
+        }
+
+    @app.get("/state")
+    async def state() -> dict[str, Any]:
+        """A stateless server has no episode of this client: the state before a reset."""
+        return AwsState().model_dump()
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+
+
+def _add_stateless(app: FastAPI, stateless: StatelessPlayer, config: ServerConfig) -> None:
+    @app.exception_handler(CapacityReached)
+    async def full(request: Request, error: CapacityReached) -> Response:
+        return JSONResponse(error.body, 503, {"Retry-After": str(RETRY_AFTER_S)})
+
+    @app.exception_handler(wire.WireError)
+    async def failed(request: Request, error: wire.WireError) -> Response:
+        status = 422 if error.code == wire.VALIDATION_ERROR else 500
+        return JSONResponse({"detail": error.message, "code": error.code}, status)
+
+    @app.exception_handler(TimeoutError)
+    async def late(request: Request, error: TimeoutError) -> Response:
+        return JSONResponse({"detail": str(error), "code": wire.EXECUTION_ERROR}, 504)
+
+    @app.post("/reset")
+    async def reset(body: ResetRequest | None = None) -> dict[str, Any]:
+        data = wire.checked_reset(body.model_dump() if body else {})
+        return _reply(await stateless.play(lambda player: player.reset(data)))
+
+    @app.post("/step")
+    async def step(body: StepRequest) -> dict[str, Any]:
+        action = wire.checked_action(body.action.model_dump(), config.max_command_bytes)
+
+        def play(player: Player) -> mcp.Step:
+            player.reset({})
+            return player.step(action["command"])
+
+        return _reply(await stateless.play(play, body.timeout_s))
+
+    @app.post("/mcp")
+    async def call(request: Request) -> Response:
+        try:
+            message = json.loads(await request.body())
+        except (ValueError, RecursionError):
+            return JSONResponse(mcp.rpc_error(None, mcp.PARSE_ERROR, "the body is not JSON"))
+        answer = mcp.checked(message, config.max_command_bytes)
+        if answer is None:
+            answer = await _call_tool(stateless, message)
+        return JSONResponse(answer)
+
+
+async def _call_tool(stateless: StatelessPlayer, message: Mapping[str, Any]) -> dict[str, Any]:
+    def play(player: Player) -> dict[str, Any]:
+        player.reset({})
+        return mcp.call_tool(message, player.step)
+
+    try:
+        return await stateless.play(play)
+    except CapacityReached as full:
+        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, str(full), full.body)
+    except wire.WireError as error:
+        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
+
+
+def _reply(result: mcp.Step) -> dict[str, Any]:
+    observation, reward, done = result
+    return {"observation": dict(observation), "reward": wire.finite(reward), "done": done}

@@ -1,0 +1,100 @@
+"""``/ws``: a lease is taken first and only then is the handshake accepted (environment spec 2.3)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from typing import Any
+
+from realhf.env import wire
+from realhf.env.access import authorized
+from realhf.env.capacity import RETRY_AFTER_S, SlotLeases
+from realhf.env.metrics import ServerMetrics
+from realhf.env.server_config import ServerConfig
+from realhf.env.session import Player, Receive, Send, Session
+
+_STOP_SESSIONS_S = 5.0
+_STOP_RELEASES_S = 2.0
+
+
+class SessionEndpoint:
+    """ASGI application of ``/ws``."""
+
+    def __init__(
+        self,
+        leases: SlotLeases,
+        make_player: Callable[[Any], Player],
+        threads: Executor,
+        config: ServerConfig,
+        metrics: ServerMetrics,
+    ) -> None:
+        self._leases = leases
+        self._make_player = make_player
+        self._threads = threads
+        self._config = config
+        self._metrics = metrics
+        self._sessions: set[Session] = set()
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        await receive()
+        if not authorized(scope.get("headers") or (), self._config.token):
+            await _refuse_handshake(scope, send, 401, {"code": "UNAUTHORIZED", "message": "a bearer token is needed"})
+            return
+        slot = await self._leases.take()
+        if slot is None:
+            await self._refuse(scope, send)
+            return
+        session = Session(
+            self._make_player(slot),
+            self._threads,
+            self._metrics,
+            max_command_bytes=self._config.max_command_bytes,
+            idle_timeout_s=self._config.idle_timeout_s,
+        )
+        self._sessions.add(session)
+        close = None
+        try:
+            await send({"type": "websocket.accept"})
+            self._metrics.sessions_opened.inc()
+            close = await session.serve(receive, send)
+        except OSError:
+            pass
+        finally:
+            self._sessions.discard(session)
+            self._leases.give_back(slot)
+        if close is not None:
+            await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
+
+    async def stop(self) -> None:
+        """Refuse new sessions, end the open ones with 1001, wait until their slots are back."""
+        self._leases.close()
+        for session in list(self._sessions):
+            session.stop()
+        deadline = time.monotonic() + _STOP_SESSIONS_S
+        while self._sessions and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        await self._leases.returned(_STOP_RELEASES_S)
+
+    async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
+        body = self._leases.refusal()
+        if self._config.capacity_mode == "openenv":
+            await send({"type": "websocket.accept"})
+            await send({"type": "websocket.send", "text": wire.encode_reply("error", body)})
+            await send({"type": "websocket.close", "code": 1000, "reason": ""})
+            return
+        await _refuse_handshake(scope, send, 503, body, (b"retry-after", str(RETRY_AFTER_S).encode()))
+
+
+async def _refuse_handshake(
+    scope: Mapping[str, Any], send: Send, status: int, body: Mapping[str, Any], *headers: tuple[bytes, bytes]
+) -> None:
+    """An HTTP answer instead of the handshake; a plain close where the server has no such extension."""
+    if "websocket.http.response" not in (scope.get("extensions") or {}):
+        await send({"type": "websocket.close", "code": 1013, "reason": str(body["message"])[:100]})
+        return
+    said = [(b"content-type", b"application/json"), *headers]
+    await send({"type": "websocket.http.response.start", "status": status, "headers": said})
+    await send({"type": "websocket.http.response.body", "body": json.dumps(body).encode()})

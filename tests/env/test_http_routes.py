@@ -1,0 +1,141 @@
+"""Stateless HTTP, MCP, tokens and the openenv capacity mode, on real server processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from realhf.env import mcp
+from realhf.env.access import authorized
+from realhf.env.server_process import EnvServerProcess
+
+TOKEN = "only-for-tests"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EnvServerProcess]:
+    with EnvServerProcess(1, "--capacity-mode", "openenv", "--token", TOKEN, "--web", "off") as process:
+        yield process
+
+
+@pytest.fixture
+def http(server: EnvServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=20) as client:
+        yield client
+
+
+def open_session(server: EnvServerProcess, token: str = TOKEN) -> ClientConnection:
+    headers = {"Authorization": f"Bearer {token}"}
+    return connect(server.url.replace("http", "ws") + "/ws", additional_headers=headers, proxy=None)
+
+
+def ask(session: ClientConnection, message: dict[str, Any]) -> dict[str, Any]:
+    session.send(json.dumps(message))
+    return json.loads(session.recv(timeout=20))
+
+
+def rpc(method: str, params: Any = None, request_id: int = 7) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": request_id, "method": method, "params": params}
+
+
+CALL = rpc("tools/call", {"name": "aws", "arguments": {"command": "aws s3api list-buckets"}})
+
+
+def test_stateless_reset_and_step_build_run_and_discard(http: httpx.Client) -> None:
+    first = http.post("/reset", json={"seed": 3, "task_id": 101, "unknown": 1}).json()
+    assert first["observation"]["task"]["task_id"] == 101 and first["done"] is False
+    step = http.post("/step", json={"action": {"command": "aws s3api list-buckets"}, "timeout_s": 20}).json()
+    assert step["observation"]["command_success"] and step["observation"]["step_count"] == 1
+    assert http.get("/state").json()["step_count"] == 0
+
+
+@pytest.mark.parametrize("body", [{}, {"action": {}}, {"action": {"command": 3}}, {"action": {"command": "x" * 9000}},
+                                  {"action": {"command": "aws", "more": 1}}, []])
+def test_a_bad_action_is_422(http: httpx.Client, body: Any) -> None:
+    assert http.post("/step", json=body).status_code == 422
+
+
+def test_a_bad_task_is_422_and_names_the_field(http: httpx.Client) -> None:
+    reply = http.post("/reset", json={"task": {"task_id": -1, "difficulty": "warmup"}})
+    assert reply.status_code == 422 and "task_id" in reply.text
+
+
+def test_without_the_token_nothing_is_played(server: EnvServerProcess) -> None:
+    for path in ("/reset", "/step", "/mcp"):
+        assert httpx.post(server.url + path, json={}).status_code == 401
+    assert httpx.get(server.url + "/health").status_code == 200
+    with pytest.raises(InvalidStatus) as refused:
+        open_session(server, "wrong")
+    assert refused.value.response.status_code == 401
+
+
+def test_a_body_without_a_sane_length_is_refused(http: httpx.Client) -> None:
+    assert http.post("/mcp", content=iter([b"{}"])).status_code == 413
+    assert http.post("/mcp", content=b"x" * ((1 << 20) + 1)).status_code == 413
+
+
+def test_capacity_in_both_forms(server: EnvServerProcess, http: httpx.Client) -> None:
+    with open_session(server):
+        full = http.post("/reset", json={})
+        assert full.status_code == 503 and full.headers["retry-after"] == "1"
+        assert full.json()["active_sessions"] == full.json()["max_sessions"] == 1
+        assert http.post("/mcp", json=CALL).json()["error"]["data"]["max_sessions"] == 1
+        with open_session(server) as second:
+            frame = json.loads(second.recv(timeout=5))
+            assert frame["type"] == "error" and frame["data"]["code"] == "CAPACITY_REACHED"
+            assert "1/1 sessions active" in frame["data"]["message"]
+            with pytest.raises(ConnectionClosed):
+                second.recv(timeout=5)
+            assert second.close_code == 1000 and second.close_reason == ""
+    assert http.post("/reset", json={"task_id": 1}).status_code == 200
+
+
+def test_mcp_over_http(http: httpx.Client) -> None:
+    tools = http.post("/mcp", json=rpc("tools/list")).json()["result"]["tools"]
+    assert [tool["name"] for tool in tools] == ["aws"]
+    result = http.post("/mcp", json=CALL).json()["result"]
+    assert result["isError"] is False and "Buckets" in result["content"][0]["text"]
+    assert http.post("/mcp", content=b"{").json()["error"]["code"] == mcp.PARSE_ERROR
+
+
+def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> None:
+    with open_session(server) as session:
+        early = ask(session, {"type": "mcp", "data": CALL})
+        assert early["type"] == "mcp" and early["data"]["error"]["code"] == mcp.SERVER_ERROR
+        ask(session, {"type": "reset", "data": {"task_id": 101, "seed": 1}})
+        call = rpc("tools/call", {"name": "aws", "arguments": {"command": "ls"}})
+        refused = ask(session, {"type": "mcp", "data": call, "id": "x"})
+        assert refused["id"] == "x" and refused["data"]["id"] == 7 and refused["data"]["result"]["isError"]
+        assert refused["data"]["result"]["structuredContent"]["observation"]["refusal"] == "not-aws"
+        assert ask(session, {"type": "state"})["data"]["step_count"] == 1
+
+
+@pytest.mark.parametrize(("message", "code"), [
+    ([], mcp.INVALID_REQUEST),
+    ({"method": "tools/list"}, mcp.INVALID_REQUEST),
+    ({"jsonrpc": "2.0", "id": True, "method": "tools/list"}, mcp.INVALID_REQUEST),
+    (rpc("resources/list"), mcp.UNKNOWN_METHOD),
+    (rpc("tools/call"), mcp.INVALID_PARAMS),
+    (rpc("tools/call", {"name": "rm", "arguments": {}}), mcp.INVALID_PARAMS),
+    (rpc("tools/call", {"name": "aws", "arguments": {"command": 1}}), mcp.INVALID_PARAMS),
+    (rpc("tools/call", {"name": "aws", "arguments": {"command": "x" * 65}}), mcp.INVALID_PARAMS),
+    (rpc("tools/call", {"name": "aws", "arguments": {"command": "\ud800"}}), mcp.INVALID_PARAMS),
+])
+def test_a_wrong_rpc_request_is_answered_with_its_code(message: Any, code: int) -> None:
+    answer = mcp.checked(message, max_command_bytes=64)
+    assert answer is not None and answer["error"]["code"] == code
+
+
+@pytest.mark.parametrize(("header", "good"), [
+    (b"Bearer secret", True), (b"bearer  secret ", True), (b"Bearer secre", False), (b"Basic secret", False),
+    (b"", False),
+])
+def test_bearer_tokens(header: bytes, good: bool) -> None:
+    assert authorized([(b"Authorization", header)], "secret") is good
+    assert authorized([], "") is True
