@@ -37,7 +37,7 @@ def play(episode: Episode, script: Script) -> dict[str, Any]:
     rollout does."""
     step = episode.reset(script.task)
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": script.task.description, "observation": _lasting(step.observation)}
+        {"role": "user", "content": step.observation["task"]["description"], "observation": _lasting(step.observation)}
     ]
     reward, outputs = 0.0, []
     for line in script.lines:
