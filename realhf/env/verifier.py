@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jmespath
 from botocore import xform_name
-from jmespath.exceptions import JMESPathError
+from jmespath.exceptions import JMESPathError, JMESPathTypeError
 from jmespath.functions import Functions, signature
 
 from realhf.env.command_table import ALLOWED
@@ -54,8 +54,11 @@ _OPTIONS = jmespath.Options(custom_functions=_Functions())
 
 def search(path: str, value: Any) -> Any:
     """What the JMESPath expression finds in ``value``; besides the standard functions there is ``json(text)``, the
-    document that a text holds (null: none), for policies."""
-    return jmespath.search(path, value, _OPTIONS)
+    document that a text holds (null: none), for policies. A function of something that is not there finds nothing."""
+    try:
+        return jmespath.search(path, value, _OPTIONS)
+    except JMESPathTypeError:
+        return None
 
 
 class StateReader(Protocol):
