@@ -232,7 +232,8 @@ import sys, time
 from realhf.env.pool import MiniStackPool
 pool = MiniStackPool(2)
 pool.start()
-print(*[z.pid for z in pool._zygotes], *[p for s in pool.slots for p in (s.ministack.pid, s.worker_pid)], flush=True)
+print(*[z.pid for z in pool._zygotes], *[p for s in pool.slots for p in (s.ministack.pid, s.worker_pid)], pool._root,
+      flush=True)
 if sys.argv[1] == "stop":
     pool.stop()
     print("stopped", flush=True)
@@ -244,17 +245,90 @@ time.sleep(60)
 def test_nothing_survives(how: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, how], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    pids = [int(word) for word in owner.stdout.readline().split()]
-    assert len(pids) == 6 and all(_runs(pid) for pid in pids)
+    *words, folder = owner.stdout.readline().split()
+    pids = [int(word) for word in words]
+    assert Path(folder).is_dir() and len(pids) == 6 and all(_runs(pid) for pid in pids)
     try:
         if how == "stop":
             assert owner.stdout.readline() == "stopped\n"
         else:
             owner.send_signal(signal.SIGTERM if how == "exit" else signal.SIGKILL)
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and any(_runs(pid) for pid in pids):
+        while time.monotonic() < deadline and (any(_runs(pid) for pid in pids) or Path(folder).exists()):
             time.sleep(0.05)
-        assert not [pid for pid in pids if _runs(pid)]
+        assert not [pid for pid in pids if _runs(pid)] and not Path(folder).exists()
     finally:
         owner.kill()
         owner.wait()
+
+
+def _wait_for_free(pool: MiniStackPool, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while pool.free_count < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pool.free_count == count
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_health_loop_replaces_free_simulators(small_pool: MiniStackPool, how: signal.Signals) -> None:
+    victim = small_pool.slots[0].ministack.pid
+    os.kill(victim, how)
+    assert small_pool._health is not None
+    deadline = time.monotonic() + 20
+    while small_pool.slots[0].ministack.pid in (victim, -1) and time.monotonic() < deadline:
+        small_pool._health.sweep()
+        time.sleep(0.02)
+    _wait_for_free(small_pool, 2)
+    assert small_pool.slots[0].ministack.pid != victim and small_pool.metrics()["respawns"] > 0
+
+
+@pytest.mark.parametrize("victim", ["simulator", "worker"])
+def test_a_stopped_child_is_never_handed_out(small_pool: MiniStackPool, victim: str) -> None:
+    for slot in small_pool.slots:
+        os.kill(slot.ministack.pid if victim == "simulator" else slot.worker_pid, signal.SIGSTOP)
+    slot = small_pool.acquire()
+    assert slot.executor.run("aws s3 ls").success
+    small_pool.release(slot)
+    _wait_for_free(small_pool, 2)
+
+
+def test_a_dirty_slot_is_never_handed_out(small_pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = small_pool.acquire()
+    dirty = slot.ministack.pid
+    monkeypatch.setattr(slot.ministack, "leftovers", lambda: "a-bucket")
+    small_pool.release(slot)
+    monkeypatch.undo()
+    _wait_for_free(small_pool, 2)
+    assert dirty not in [slot.ministack.pid for slot in small_pool.slots] and not psutil.pid_exists(dirty)
+
+
+def test_an_old_lease_gives_nothing_back(small_pool: MiniStackPool) -> None:
+    old = small_pool.acquire()
+    small_pool.release(old)
+    leases = [small_pool.acquire(), small_pool.acquire()]
+    with pytest.raises(ValueError, match="not leased"):
+        small_pool.release(old)
+    assert small_pool.free_count == 0 and small_pool.metrics()["leased"] == 2
+    for lease in leases:
+        small_pool.release(lease)
+
+
+def test_leftovers_are_seen(small_pool: MiniStackPool) -> None:
+    slot = small_pool.acquire()
+    assert slot.ministack.leftovers() == ""
+    slot.executor.run("aws s3 mb s3://left-behind")
+    slot.executor.run("aws dynamodb create-table --table-name left-table --billing-mode PAY_PER_REQUEST "
+                      "--attribute-definitions AttributeName=k,AttributeType=S "
+                      "--key-schema AttributeName=k,KeyType=HASH")  # fmt: skip
+    assert slot.ministack.leftovers() == "left-behind, left-table"
+    small_pool.release(slot)
+
+
+def test_metrics_know_every_state(small_pool: MiniStackPool) -> None:
+    slot = small_pool.acquire()
+    figures = small_pool.metrics()
+    states = ("starting", "free", "leased", "scrubbing", "unhealthy", "respawning")
+    assert [figures[state] for state in states] == [0, 1, 1, 0, 0, 0]
+    before = figures["scrubs"]
+    small_pool.release(slot)
+    assert small_pool.metrics()["scrubs"] == before + 1 and small_pool.metrics()["scrub_seconds"] > 0

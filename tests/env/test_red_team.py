@@ -79,7 +79,8 @@ PIECES = (
     "--output", "text", "--tags", "--item", "Key=a,Value=b", "file://x", "file:///etc/passwd", "s3://b/k", "s3://",
     ".", "--filters", "Name=a,Values=b,c", "{", "[", "]", "}", '{"a":', '{"S": "x"}', "[[", "=", ",", ",=", "@=", "--",
     "-", "", " ", "é", "\u202e", "\ud83d", "💥", "%s", "{0}", "%00", "..", "'", '"', "\\", "a" * 300, "0", "-1",
-    "1e999", "null", "--max-items", "--page-size", "--no-paginate", "--starting-token", "help", "--dry-run", "a.b[?c]", "`1`",
+    "1e999", "null", "--max-items", "--page-size", "--no-paginate", "--starting-token", "help", "--dry-run",
+    "a.b[?c]", "`1`",
     "*", "$(id)",
 )  # fmt: skip
 

@@ -1,0 +1,141 @@
+"""What holds the processes of a pool: bubblewrap, the system call filter, the self-test, the Lambda sandbox."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from realhf.env import bubblewrap, self_test
+from realhf.env.containment import Containment
+from realhf.env.pool import MiniStackPool, Slot
+
+pytestmark = pytest.mark.sim
+BWRAP = bubblewrap.find()
+needs_bubblewrap = pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not installed or not permitted here")
+
+
+@pytest.mark.parametrize(("sandbox", "lambda_mode", "name"), [("bwrap", "stub", "SANDBOX=bwrap"),
+                                                              ("auto", "sandbox", "LAMBDA=sandbox"),
+                                                              ("plain", "sandbox", "LAMBDA=sandbox")])  # fmt: skip
+def test_what_needs_bubblewrap_does_not_start_without(
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, lambda_mode: str, name: str
+) -> None:
+    monkeypatch.setattr(bubblewrap, "find", lambda: None)
+    with pytest.raises(RuntimeError, match=f"{name}.*bubblewrap"):
+        MiniStackPool(1, sandbox=sandbox, lambda_mode=lambda_mode).start()
+
+
+def test_auto_says_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "find", lambda: None)
+    statement = Containment.decide("auto", "stub").statement()
+    assert "bubblewrap: off" in statement and "LAMBDA=sandbox and hosts beyond loopback are off" in statement
+
+
+@pytest.mark.parametrize("words", [{"sandbox": "docker"}, {"lambda_mode": "yes"}])
+def test_other_modes_are_refused(words: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="is one of"):
+        MiniStackPool(1, **words)  # pyright: ignore[reportArgumentType]
+
+
+@needs_bubblewrap
+def test_processes_live_in_namespaces_of_their_own(pool: MiniStackPool, slot: Slot) -> None:
+    for pid, visible in ((slot.ministack.pid, False), (slot.worker_pid, True)):
+        for kind in ("pid", "net", "ipc", "mnt", "user"):
+            assert os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+        root = Path(f"/proc/{pid}/root")
+        assert not (root / "home").exists() and not (root / "var").exists() and not (root / "etc/passwd").exists()
+        assert (root / str(slot.files.path)[1:]).exists() is visible
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert "CapEff:\t0000000000000000" in status and "NoNewPrivs:\t1" in status and "Seccomp:\t2" in status
+    assert "bubblewrap: on" in pool.containment() and "no marker" in pool.containment()
+
+
+def test_the_filter_stops_what_no_hook_sees() -> None:
+    script = """
+import ctypes, errno, os, threading
+from realhf.env import sandbox, seccomp
+sandbox.forbid_new_privileges()
+assert seccomp.install() == seccomp.available()
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(call, *arguments):
+    return call(*arguments) == -1 and ctypes.get_errno() == errno.EPERM
+if seccomp.available():
+    assert refused(libc.fork)
+    assert refused(libc.socket, 2, 1, 0)
+    assert refused(libc.execv, b"/bin/true", None)
+    assert refused(libc.ptrace, 0, 0, 0, 0)
+    assert refused(libc.unshare, 0x10000000)
+done = []
+thread = threading.Thread(target=done.append, args=(1,))
+thread.start()
+thread.join()
+assert done == [1]
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("effect", "message"), [("marker", "wrote"), ("connect", "connected out"),
+                                                 ("answer", "should answer")])  # fmt: skip
+def test_an_effect_stops_the_start(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str, message: str
+) -> None:
+    def broken(simulator: object, markers: list[str], port: int) -> str:
+        if effect == "marker":
+            Path(markers[0]).touch()
+        if effect == "connect":
+            self_test.socket.create_connection(("127.0.0.1", port)).close()
+        return "something else" if effect == "answer" else '{"statusCode": 200, "body": "stub"}'
+
+    monkeypatch.setattr(self_test, "_invoke_and_trigger", broken)
+    with pytest.raises(self_test.NotContained, match=message):
+        self_test.self_test(slot.ministack, tmp_path, "stub")
+
+
+@pytest.fixture(scope="module")
+def lambda_slot() -> Iterator[Slot]:
+    pool = MiniStackPool(1, sandbox="plain", lambda_mode="sandbox")
+    pool.start()
+    yield pool.acquire()
+    pool.stop()
+
+
+def _invoke(slot: Slot, source: str) -> object:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("index.py", source)
+    slot.reset()
+    slot.files.put("code.zip", archive.getvalue())
+    created = slot.executor.run(
+        "aws lambda create-function --function-name f --runtime python3.12 --handler index.handler --timeout 5 "
+        "--role arn:aws:iam::000000000000:role/r --zip-file fileb://code.zip"
+    )
+    assert created.success, created.stderr
+    invoked = slot.executor.run("aws lambda invoke --function-name f --payload '{\"n\": 20}' out.json")
+    assert invoked.success, invoked.stderr
+    return json.loads((slot.files.path / "out.json").read_text())
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("body", "expected"), [
+    ("return event['n'] + 1", 21),
+    ("import os; return sorted(set(os.environ) - {'LC_CTYPE'})", ["LANG", "LD_LIBRARY_PATH", "PWD"]),
+    ("import os; os.fork()", "PermissionError"),
+    ("import socket; socket.create_connection(('127.0.0.1', 22))", "PermissionError"),
+    ("open('/usr/lib/x', 'w')", "OSError"),
+    ("open('/etc/passwd')", "FileNotFoundError"),
+    ("return len(bytearray(300 << 20))", "MemoryError"),
+    ("print('x' * 100000)", "Runtime.OutputTooLarge"),
+    ("while True: pass", "Sandbox.CpuExceeded"),
+])  # fmt: skip
+def test_lambda_code_runs_in_a_sandbox(lambda_slot: Slot, body: str, expected: object) -> None:
+    answer = _invoke(lambda_slot, f"def handler(event, context):\n    {body}\n")
+    assert (answer.get("errorType") if isinstance(answer, dict) else answer) == expected, answer

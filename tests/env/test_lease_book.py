@@ -1,0 +1,135 @@
+"""Who holds which slot, and the patience of the health loop: no process is started here."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from realhf.env.executor import SimulatorLost
+from realhf.env.health_loop import HealthLoop, back_off_s
+from realhf.env.lease_book import LeaseBook, SlotState
+
+
+def a_free_book(size: int) -> LeaseBook[int]:
+    book = LeaseBook(range(4566, 4566 + size))
+    for index in range(size):
+        book.free(index)
+    return book
+
+
+def test_nothing_is_handed_out_before_it_was_started() -> None:
+    book = LeaseBook([4566])
+    with pytest.raises(RuntimeError, match=r"^MiniStack pool exhausted$"):
+        book.take()
+
+
+def test_least_recently_used_first() -> None:
+    book = a_free_book(3)
+    taken = [book.take() for _ in range(3)]
+    for index in (1, 0, 2):
+        book.grant(index, index)
+        book.give_back(index, index)
+        book.free(index)
+    assert taken == [0, 1, 2] and [book.take() for _ in range(3)] == [1, 0, 2]
+
+
+def test_sixty_four_threads_never_hold_the_same() -> None:
+    book, held, problems = a_free_book(5), set(), []
+    guard = threading.Lock()
+
+    def compete() -> None:
+        for _ in range(50):
+            try:
+                index = book.take(patience_s=5.0)
+            except RuntimeError:
+                continue
+            lease = object()
+            book.grant(index, lease)
+            with guard:
+                problems.extend([index] if index in held else [])
+                held.add(index)
+            with guard:
+                held.discard(index)
+            book.give_back(index, lease)
+            book.free(index)
+
+    threads = [threading.Thread(target=compete) for _ in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert problems == [] and book.counts()["free"] == 5
+
+
+def test_a_lease_ends_once_and_only_by_its_holder() -> None:
+    book = a_free_book(1)
+    first, second = object(), object()
+    book.grant(book.take(), first)
+    book.give_back(0, first)
+    with pytest.raises(ValueError, match="not leased"):
+        book.give_back(0, first)
+    assert book.in_state(SlotState.SCRUBBING) == [0]
+    book.free(0)
+    book.grant(book.take(), second)
+    with pytest.raises(ValueError, match="not leased"):
+        book.give_back(0, first)
+    assert book.in_state(SlotState.LEASED) == [0]
+    with pytest.raises(ValueError, match="cannot become free"):
+        book.free(0)
+
+
+def test_a_taken_slot_is_not_the_onlookers_to_fail() -> None:
+    book = a_free_book(2)
+    index = book.take()
+    assert not book.fail_if_free(index) and book.fail_if_free(1 - index)
+    assert book.begin_respawn(1 - index) and not book.begin_respawn(1 - index)
+    book.free(1 - index)
+    assert book.take() == 1 - index
+
+
+def test_taking_waits_for_what_is_on_its_way_back() -> None:
+    book = a_free_book(1)
+    book.grant(book.take(), "lease")
+    book.give_back(0, "lease")
+    timer = threading.Timer(0.05, book.free, (0,))
+    timer.start()
+    assert book.take(patience_s=30.0) == 0
+
+
+def test_back_off() -> None:
+    assert [back_off_s(n) for n in range(9)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+class FakeSlot:
+    """Cannot be respawned ``failures`` times; is its own simulator."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.attempts = 0
+        self.ministack = self
+
+    def answers(self, timeout_s: float) -> bool:
+        return False
+
+    def respawn(self) -> None:
+        self.attempts += 1
+        if self.attempts <= self.failures:
+            raise SimulatorLost("no")
+
+
+def test_a_slot_that_cannot_be_respawned_is_tried_again_later() -> None:
+    slots = [FakeSlot(failures=2)]
+    book = LeaseBook(slots)
+    book.free(0)
+    loop = HealthLoop(book, slots, interval_s=1000.0)  # pyright: ignore[reportArgumentType]
+    loop.sweep()
+    loop.sweep()
+    assert slots[0].attempts == 1 and book.in_state(SlotState.UNHEALTHY) == [0], "the second has to wait"
+    loop.start()
+    deadline = time.monotonic() + 30
+    while not book.in_state(SlotState.FREE) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    loop.stop()
+    assert slots[0].attempts == 3 and (loop.respawns, loop.failures) == (1, 2)
