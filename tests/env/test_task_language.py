@@ -1,0 +1,148 @@
+"""The words of the task templates: an agent can know all it needs, is told nothing of how it is graded, and held-out
+tasks do not read like those it trained on."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from realhf.env.command_table import ALLOWED
+from realhf.env.tasks import Template, load_templates
+
+TEMPLATES = load_templates()
+EASY = load_templates(["warmup", "beginner", "intermediate"])
+PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
+SETUP_CAPTURE = re.compile(r"\$\{setup\d+:[^}]+\}")
+CLI_OPERATIONS = frozenset(name for names in ALLOWED.values() for name in names if "-" in name)
+COPIED_SHARE = 0.5
+"""Two texts are copies when they have this share of their three-word runs in common."""
+
+
+def by_name(template: Template) -> str:
+    return template.name
+
+
+def shown(template: Template) -> list[str]:
+    """Per phrasing, all that the agent reads before it acts."""
+    return [f"{text}\n{template.desired_state_spec}" for text in template.descriptions]
+
+
+def criteria_keys(value: Any) -> Iterator[str]:
+    """Every name in the criteria: operations, and the paths of attributes and answers."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("operation", "json_path"):
+                yield item
+            elif key == "attributes":
+                yield from item
+            yield from criteria_keys(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from criteria_keys(item)
+
+
+def expected_numbers(value: Any) -> set[int]:
+    """The whole numbers that attributes and answers must have, 0 and 1 left out: they are written as words."""
+    if isinstance(value, dict):
+        wanted = [value[key] for key in ("attributes", "expected") if key in value]
+        inner = [item for key, item in value.items() if key not in ("attributes", "expected")]
+        return set().union(*map(numbers_in, wanted), *map(expected_numbers, inner))
+    return set().union(*map(expected_numbers, value)) if isinstance(value, list) else set()
+
+
+def numbers_in(value: Any) -> set[int]:
+    if isinstance(value, dict | list):
+        return set().union(*map(numbers_in, value.values() if isinstance(value, dict) else value))
+    return {value} if isinstance(value, int) and not isinstance(value, bool) and value > 1 else set()
+
+
+def plain_words(text: str) -> list[str]:
+    """Lower-case words, every place and number alike."""
+    text = PLACE.sub(" PLACE ", SETUP_CAPTURE.sub(" PLACE ", text))
+    return ["0" if word.isdigit() else word.lower() for word in re.findall(r"[\w'-]+", text)]
+
+
+def runs(text: str) -> frozenset[tuple[str, ...]]:
+    """The three-word runs of a text; one that is mostly a name says nothing about its wording."""
+    words = plain_words(text)
+    triples = (tuple(words[start : start + 3]) for start in range(len(words) - 2))
+    return frozenset(triple for triple in triples if triple.count("place") < 2)
+
+
+def likeness(one: str, other: str) -> float:
+    """Share of three-word runs in common, from 0 to 1: of the shorter text."""
+    ours, theirs = runs(one), runs(other)
+    return len(ours & theirs) / max(1, min(len(ours), len(theirs)))
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
+def test_every_value_of_the_solution_can_be_known(template: Template) -> None:
+    """In every phrasing; in a broken world that the agent has to look at, what set-up put there counts too."""
+    needed = {place for command in template.solution for place in PLACE.findall(command)} - {"account"}
+    assert needed <= set(template.params), "a place without a parameter"
+    found = (
+        repr([*template.setup, *template.possible_drifts, dict(template.assets)]) if template.tier == "expert" else ""
+    )
+    for text in shown(template):
+        assert needed <= set(PLACE.findall(text + found)), text
+
+
+@pytest.mark.parametrize("template", EASY, ids=by_name)
+def test_every_id_that_set_up_made_is_told(template: Template) -> None:
+    """So that an easy task needs no search."""
+    needed = {match for command in template.solution for match in SETUP_CAPTURE.findall(command)}
+    for text in shown(template):
+        assert needed <= set(SETUP_CAPTURE.findall(text)), text
+
+
+@pytest.mark.parametrize("template", EASY, ids=by_name)
+def test_numbers_that_are_checked_are_told(template: Template) -> None:
+    for text in shown(template):
+        assert expected_numbers(dict(template.success)) <= set(map(int, re.findall(r"\d+", text))), text
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
+def test_descriptions_do_not_tell_commands_or_criteria(template: Template) -> None:
+    technical = {key for key in criteria_keys(dict(template.success)) if re.search(r"[.:\[]", key)}
+    for text in template.descriptions:
+        words = set(re.findall(r"[\w-]+", text))
+        assert not words & CLI_OPERATIONS, "an operation of the CLI"
+        assert not re.search(r"(^|\s)--\w|\baws [a-z0-9-]+ [a-z]+-[a-z]", text), "a piece of a command line"
+        assert not {key for key in technical if key in text}, "how it is graded"
+        assert "${step" not in text
+
+
+@pytest.mark.parametrize("template", EASY, ids=by_name)
+def test_a_request_is_short_and_can_be_put_in_two_ways(template: Template) -> None:
+    assert len(template.descriptions) >= 2
+    for text in template.descriptions:
+        assert 15 <= len(plain_words(text)) <= 60
+        assert text[0].isupper() and text.rstrip().endswith((".", "?"))
+    assert template.mistakes, "at least one wrong habit"
+
+
+def test_no_two_templates_share_a_phrasing() -> None:
+    texts = Counter(" ".join(plain_words(text)) for template in TEMPLATES for text in template.descriptions)
+    assert [text for text, count in texts.items() if count > 1] == []
+
+
+def test_held_out_templates_do_not_read_like_train_templates() -> None:
+    kept, seen = load_templates(split="heldout"), load_templates(split="train")
+    assert kept and seen
+    copies = [
+        f"{template.name} and {other.name}: {likeness(one, two):.2f}"
+        for template, other in itertools.product(kept, seen)
+        for one, two in itertools.product(template.descriptions, other.descriptions)
+        if likeness(one, two) >= COPIED_SHARE
+    ]
+    assert copies == []
+
+
+def test_likeness_knows_a_copy() -> None:
+    text = "Create the queue {name} and tell the warehouse about it."
+    assert likeness(text, text.replace("queue {name}", "queue {other}")) == 1.0
+    assert likeness(text, text.replace("warehouse", "office")) >= COPIED_SHARE
+    assert likeness(text, "Our warehouse wants a message queue; please call it {name}.") == 0.0
