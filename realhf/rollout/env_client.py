@@ -2,15 +2,17 @@
 
 Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout, cancellation,
 lost connection) poisons the connection: it is closed at once and never used again, so a late reply can
-never be read as the answer to another request. Source: environment spec 2.3, 2.4.
+never be read as the answer to another request. Where the server echoes ids, every reply must carry its
+request's. Source: environment spec 2.1, 2.3, 2.4.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -20,6 +22,10 @@ from realhf.api.env import StepResult
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_REPLY_BYTES = 4 << 20
+_ARITHMETIC = (
+    "a trainer opens one session per episode of its generation batch (per-device batch x accumulation steps x "
+    "devices), and the server's AWS_RL_ENV_POOL_SIZE must be at least that"
+)
 T = TypeVar("T")
 
 
@@ -62,6 +68,10 @@ class OpenEnvClient:
         base_url: ``http(s)://`` or ``ws(s)://`` address of the server.
         connect_timeout_s: handshake and probe together. message_timeout_s: each request.
         ping_interval_s, ping_timeout_s: the timeout tolerates a peer that is busy for minutes.
+        token: sent as ``Authorization: Bearer``. correlate: number the requests and check the ids of the replies
+            (for servers whose ``/metadata`` says ``"correlation": true``).
+
+    After a loss ``connect`` opens a new session. ``probe`` is the state that the server showed at connecting.
     """
 
     def __init__(
@@ -72,11 +82,17 @@ class OpenEnvClient:
         message_timeout_s: float = 60.0,
         ping_interval_s: float = 20.0,
         ping_timeout_s: float = 600.0,
+        token: str | None = None,
+        correlate: bool = False,
     ) -> None:
+        self.probe: dict[str, Any] = {}
         self.url = websocket_url(base_url)
         self._connect_timeout = connect_timeout_s
         self._message_timeout = message_timeout_s
         self._ping = (ping_interval_s, ping_timeout_s)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else None
+        self._numbers = itertools.count() if correlate else None
+        self._request_id: int | None = None
         self._connection: ClientConnection | None = None
         self._deadline: float | None = None
 
@@ -93,6 +109,7 @@ class OpenEnvClient:
             async with asyncio.timeout(self._connect_timeout):
                 self._connection = await connect(
                     self.url,
+                    additional_headers=self._headers,
                     compression=None,
                     proxy=None,
                     max_size=_MAX_REPLY_BYTES,
@@ -101,13 +118,14 @@ class OpenEnvClient:
                     ping_interval=self._ping[0],
                     ping_timeout=self._ping[1],
                 )
-                await self.state()
+                self.probe = await self.state()
         except InvalidStatus as error:
             raise _refusal(self.url, error) from None
         except EnvError as error:
             self._poison()
-            kind = CapacityError if error.code == "CAPACITY_REACHED" else ConnectError
-            raise kind(f"{self.url} refused the session: {error}") from error
+            if error.code == "CAPACITY_REACHED":
+                raise CapacityError(f"{self.url} refused the session: {error}; {_ARITHMETIC}") from error
+            raise ConnectError(f"{self.url} refused the session: {error}") from error
         except (OSError, InvalidHandshake, TimeoutError) as error:
             self._poison()
             detail = str(error) or f"no answer within {self._connect_timeout:g} s"
@@ -121,8 +139,8 @@ class OpenEnvClient:
         await self.send_reset(kwargs)
         return await self.receive()
 
-    async def step(self, command: str) -> StepResult:
-        """Run a command. Raises as ``reset``."""
+    async def step(self, command: str | Mapping[str, Any]) -> StepResult:
+        """Run a command (or send another environment's action). Raises as ``reset``."""
         await self.send_step(command)
         return await self.receive()
 
@@ -135,9 +153,10 @@ class OpenEnvClient:
         """First half of ``reset``: the message timeout runs from here, ``receive`` takes the reply."""
         await self._send({"type": "reset", "data": kwargs})
 
-    async def send_step(self, command: str) -> None:
+    async def send_step(self, command: str | Mapping[str, Any]) -> None:
         """First half of ``step``."""
-        await self._send({"type": "step", "data": {"command": command}})
+        action = {"command": command} if isinstance(command, str) else dict(command)
+        await self._send({"type": "step", "data": action})
 
     async def receive(self) -> StepResult:
         """Second half of ``reset`` and ``step``."""
@@ -166,6 +185,8 @@ class OpenEnvClient:
             raise ConnectionPoisoned(f"no usable connection to {self.url}")
         if self._deadline is not None:
             raise RuntimeError("the reply to the previous request was not taken")
+        if self._numbers is not None:
+            self._request_id = message["id"] = next(self._numbers)
         text = _ENCODE(message)
         self._deadline = asyncio.get_running_loop().time() + self._message_timeout
         await self._or_poison(self._connection.send(text), self._deadline)
@@ -178,9 +199,11 @@ class OpenEnvClient:
             reply = json.loads(text)
             if reply["type"] not in (kind, "error"):
                 raise ValueError(f"a {kind} reply was due, not {reply['type']!r}")
+            if reply.get("id") != self._request_id:
+                raise ValueError(f"the reply to request {self._request_id} was due, not to {reply.get('id')!r}")
             data = reply["data"]
             failure = EnvError(data["code"], data["message"]) if reply["type"] == "error" else None
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._not_the_wire(error) from error
         self._deadline = None
         if failure is not None:
@@ -232,4 +255,4 @@ def _refusal(url: str, error: InvalidStatus) -> ConnectError:
         retry_after = float(response.headers.get("Retry-After", "1"))
     except ValueError:
         retry_after = 1.0
-    return CapacityError(f"{url}: {detail}", retry_after)
+    return CapacityError(f"{url}: {detail} {_ARITHMETIC}", retry_after)

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.env_client import CapacityError, EnvError, OpenEnvClient
+from realhf.rollout.env_client import EnvError, OpenEnvClient
+from realhf.rollout.failures import FAILURES, failure_status
 from realhf.rollout.rollout_state import Job, Limits, RolloutState
-
-FAILURES = (ConnectionError, TimeoutError, EnvError)
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Seat:
 
 
 class LockstepPlay:
-    """Plays jobs over the seats. ``reopen`` closes a client and opens a new session (raises ConnectionError).
+    """Plays jobs over the seats. ``reopen`` gives a client a new session (raises ConnectionError).
 
     The coroutines run on the loop that owns the sockets; ``requests`` and ``take_outputs`` are plain
     calls for the thread that generates. ``outcomes[i]`` belongs to job i.
@@ -45,7 +44,7 @@ class LockstepPlay:
         limits: Limits,
         *,
         retry: bool,
-        reopen: Callable[[OpenEnvClient | None], Awaitable[OpenEnvClient]],
+        reopen: Callable[[OpenEnvClient], Awaitable[None]],
     ) -> None:
         self.outcomes: list[RolloutOutcome | None] = [None] * len(jobs)
         self.env_steps = 0
@@ -151,16 +150,16 @@ class LockstepPlay:
 
     async def _failed(self, seat: Seat, error: Exception) -> None:
         """The environment failed: note it or play the same instance once more, on a new connection."""
-        assert seat.rollout is not None
+        assert seat.client is not None and seat.rollout is not None
         job, rollout = seat.rollout.job, seat.rollout
         self._vacate(seat)
         if self._retry and job.attempt == 0:
             self._waiting.appendleft(replace(job, attempt=1))
         else:
-            rollout.fail(_status(error), str(error))
+            rollout.fail(failure_status(error), str(error))
             self.outcomes[job.index] = rollout.outcome()
         try:
-            seat.client = await self._reopen(seat.client)
+            await self._reopen(seat.client)
         except ConnectionError:
             seat.client = None
         await self._next_job(seat)
@@ -169,13 +168,3 @@ class LockstepPlay:
         seat.rollout = None
         seat.resetting = False
         self._freed.append(seat.index)
-
-
-def _status(error: Exception) -> str:
-    if isinstance(error, CapacityError):
-        return "capacity"
-    if isinstance(error, TimeoutError):
-        return "env_timeout"
-    if isinstance(error, EnvError):
-        return "env_error"
-    return "connection_lost"

@@ -7,23 +7,29 @@ the caller generates or trains. Source: environment spec 9.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from realhf.api.env import ChatFormat, RolloutOutcome
+from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.observation_text import OBSERVATION_CHARS
-from realhf.rollout.env_client import CapacityError, OpenEnvClient
+from realhf.rollout.failures import GroupError, PoolClosed, RolloutFailure, check_on_failure, failed_ones
+from realhf.rollout.group_result import GroupSummary, ResultSink, record_group
+from realhf.rollout.independent import IndependentPlay, next_batch
 from realhf.rollout.lockstep import LockstepPlay, Seat
+from realhf.rollout.loop_thread import LoopThread
 from realhf.rollout.rollout_state import Job, Limits
+from realhf.rollout.session_group import SessionGroup, reset_arguments
 
-T = TypeVar("T")
-_REOPEN_S = 5.0
+_FINALIZE_S = 2.0
+_STOP_S = 10.0
+MODES = ("lockstep", "independent")
 
 
 class Policy(Protocol):
@@ -37,22 +43,19 @@ class Policy(Protocol):
     def free(self, slots: Sequence[int]) -> None: ...
 
 
-class PoolClosed(RuntimeError):
-    """The pool was closed, or never connected."""
-
-
 class MultiTurnEnvPool:
     """Plays groups of episodes over ``size`` sessions.
 
     Args:
-        base_url: address of the environment server.
+        base_url, token: of the environment server.
+        curriculum: told the result of a group by ``record_group_result``, and by nothing else.
         max_turns: policy turns of an episode. max_total_tokens: prompt and completion of an episode.
         turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends (token_budget).
         observation_chars: cap of the text of one observation.
         message_timeout_s: reset or step, each. connect_timeout_s: opening all sessions.
         retry_capacity_s: keep trying to connect that long while the server is full.
         on_failure: ``retry`` plays an episode whose environment failed once more, on a new connection;
-            ``drop`` returns it as a failed outcome.
+            ``drop`` returns it as a failed outcome; ``raise`` raises GroupError once all episodes have ended.
 
     ``timings`` sums ``env_s`` (of it ``reset_s``: the first resets of a run), ``generation_s``, ``rounds``,
     ``env_steps`` and ``episodes`` of all runs.
@@ -62,6 +65,7 @@ class MultiTurnEnvPool:
         self,
         base_url: str,
         size: int = 8,
+        curriculum: ResultSink | None = None,
         *,
         max_turns: int = 6,
         max_total_tokens: int = 4096,
@@ -71,121 +75,118 @@ class MultiTurnEnvPool:
         connect_timeout_s: float = 20.0,
         retry_capacity_s: float = 0.0,
         on_failure: str = "retry",
+        token: str | None = None,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"a pool needs at least one session, not {size}")
-        if on_failure not in ("retry", "drop"):
-            raise ValueError(f"on_failure is {on_failure!r}; allowed: retry, drop")
+        check_on_failure(on_failure)
         self.size = size
         self.timings: dict[str, float] = {
             "env_s": 0.0, "reset_s": 0.0, "generation_s": 0.0, "rounds": 0.0, "env_steps": 0.0, "episodes": 0.0,
         }  # fmt: skip
-        self._base_url = base_url
+        self._curriculum = curriculum
         self._limits = Limits(max_turns, max_total_tokens, turn_tokens, observation_chars)
-        self._timeouts = {"connect_timeout_s": connect_timeout_s, "message_timeout_s": message_timeout_s}
-        self._retry_capacity_s = retry_capacity_s
-        self._retry = on_failure == "retry"
-        self._clients: list[OpenEnvClient | None] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._pid = os.getpid()
+        self._group = SessionGroup(
+            base_url,
+            size,
+            connect_timeout_s=connect_timeout_s,
+            message_timeout_s=message_timeout_s,
+            retry_capacity_s=retry_capacity_s,
+            token=token,
+        )
+        self._on_failure = on_failure
+        self._thread: LoopThread | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._playing = threading.Lock()
+
+    @property
+    def reward_mode(self) -> str:
+        """How the server's rewards are read: ``potential`` or ``level``."""
+        return self._group.reward_mode
 
     def connect(self) -> None:
         """Open all sessions or none. A second call does nothing; after a failure a retry is possible.
 
         Raises CapacityError or ConnectError: the first error, after every opened session is closed again."""
-        self._check_usable()
-        if self._clients:
+        if self._group.closed:
+            raise PoolClosed("the pool is closed")
+        if self._thread is not None:
+            self._thread.check_caller()
             return
-        self._start_loop()
+        thread = LoopThread("env-pool", instead="GrpoPool")
         try:
-            self._clients = list(self._call(_until_capacity(self._open_all, self._retry_capacity_s)))
+            thread.check_caller()
+            thread.call(self._group.connect())
         except BaseException:
-            self._stop_loop(1.0)
+            thread.stop(1.0)
             raise
+        self._thread = thread
+        self._finalizer = weakref.finalize(self, _shut_down, thread, self._group, _FINALIZE_S)
 
     def run_group(
-        self, task: Mapping[str, Any], policy: Policy, *, group_size: int | None = None, seed: int = 0
-    ) -> list[RolloutOutcome]:
-        """``group_size`` (default: ``size``) episodes of one task instance. See ``run_groups``."""
-        return self.run_groups([task], policy, group_size=group_size or self.size, seeds=[seed])[0]
+        self, task: Any, policy: Policy, *, group_size: int | None = None, seed: int | None = None,
+        mode: str = "lockstep", chaos: bool = False,
+    ) -> list[RolloutOutcome]:  # fmt: skip
+        """``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or reset arguments. ``seed``
+        None: the task's own (0 for reset arguments). See ``run_groups``."""
+        arguments = reset_arguments(task, seed, chaos)
+        wanted = int(arguments.pop("seed", 0))
+        return self.run_groups([arguments], policy, group_size=group_size or self.size, seeds=[wanted], mode=mode)[0]
 
     def run_groups(
-        self, tasks: Sequence[Mapping[str, Any]], policy: Policy, *, group_size: int, seeds: Sequence[int]
-    ) -> list[list[RolloutOutcome]]:
+        self, tasks: Sequence[Mapping[str, Any]], policy: Policy, *, group_size: int, seeds: Sequence[int],
+        mode: str = "lockstep",
+    ) -> list[list[RolloutOutcome]]:  # fmt: skip
         """Play ``group_size`` episodes of every task and return them per task, in order.
 
         ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]`` their
-        seed. A failed environment is an outcome without reward; an error of the policy is raised. The same
-        policy outputs give the same sequence of batches."""
+        seed. A failed environment is an outcome without reward; an error of the policy is raised. In ``lockstep``
+        the same policy outputs give the same sequence of batches; ``independent`` lets no episode wait for another."""
         if len(tasks) != len(seeds):
             raise ValueError(f"{len(tasks)} tasks, but {len(seeds)} seeds")
-        self._check_usable()
-        if not self._clients:
-            raise PoolClosed("the pool is not connected; call connect() first")
-        if not self._playing.acquire(blocking=False):
-            raise RuntimeError("this pool is playing already; one run at a time")
-        try:
-            return self._play(tasks, policy, group_size, seeds)
-        finally:
-            self._playing.release()
-
-    def _play(
-        self, tasks: Sequence[Mapping[str, Any]], policy: Policy, group_size: int, seeds: Sequence[int]
-    ) -> list[list[RolloutOutcome]]:
-        self._clients = self._call(self._reopen_lost())
-        seats = [Seat(index, client) for index, client in enumerate(self._clients)]
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
+        thread = self._ready()
         jobs = [
             Job(number * group_size + member, task, seed)
             for number, (task, seed) in enumerate(zip(tasks, seeds, strict=True))
             for member in range(group_size)
         ]
-        play = LockstepPlay(seats, jobs, policy.chat, self._limits, retry=self._retry, reopen=self._reopen)
-        try:
-            self._rounds(play, policy)
-        finally:
-            self._clients = [seat.client for seat in seats]
-            policy.free(range(self.size))
-            self.timings["env_steps"] += play.env_steps
-        outcomes = [outcome for outcome in play.outcomes if outcome is not None]
+        with self._alone():
+            thread.call(self._group.reopen_lost())
+            play = self._lockstep if mode == "lockstep" else self._independent
+            outcomes = [outcome for outcome in play(thread, jobs, policy) if outcome is not None]
         if len(outcomes) != len(jobs):
             raise AssertionError(f"{len(jobs)} episodes, but {len(outcomes)} outcomes")
         self.timings["episodes"] += len(jobs)
+        if self._on_failure == "raise" and any(not outcome.valid for outcome in outcomes):
+            raise GroupError(f"rollouts failed: {failed_ones(outcomes)}", outcomes)
         return [outcomes[start : start + group_size] for start in range(0, len(jobs), group_size)]
 
-    def _rounds(self, play: LockstepPlay, policy: Policy) -> None:
-        with self._clock("env_s"), self._clock("reset_s"):
-            self._call(play.fill())
-        round_index = 0
-        while requests := play.requests():
-            with self._clock("generation_s"):
-                outputs = policy.generate(requests, round_index)
-            with self._clock("env_s"):
-                play.take_outputs(outputs)
-                self._call(play.advance())
-            if freed := play.take_freed():
-                policy.free(freed)
-            round_index += 1
-            self.timings["rounds"] += 1
+    def reset_group(self, task: Any, seed: int | None = None, *, chaos: bool = False) -> list[StepResult]:
+        """Reset all sessions onto one task instance. Raises GroupResetError when one of them fails."""
+        thread = self._ready()
+        with self._alone():
+            return thread.call(self._group.reset(reset_arguments(task, seed, chaos)))
 
-    @contextmanager
-    def _clock(self, key: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[key] += time.perf_counter() - began
+    def run_group_step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
+        """One command per session, all at once; None skips a session, a failed one answers RolloutFailure."""
+        thread = self._ready()
+        with self._alone():
+            return thread.call(self._group.step(actions))
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def record_group_result(
+        self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99
+    ) -> GroupSummary:
+        """Tell the curriculum about a group, once; the pool's only write to it. See ``record_group``."""
+        return record_group(self._curriculum, task, outcomes, success_threshold)
+
+    def close(self, timeout_s: float = _STOP_S) -> None:
         """Close all sessions and stop the thread; harmless when repeated or when the server is gone."""
-        self._closed = True
-        if self._loop is None or os.getpid() != self._pid:
-            return
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close_all(), self._loop).result(timeout_s)
-        self._stop_loop(timeout_s)
+        self._group.closed = True
+        thread, self._thread = self._thread, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if thread is not None:
+            _shut_down(thread, self._group, timeout_s)
 
     def __enter__(self) -> MultiTurnEnvPool:
         self.connect()
@@ -196,108 +197,90 @@ class MultiTurnEnvPool:
     ) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise PoolClosed("the pool is closed")
-        if os.getpid() != self._pid:
-            raise RuntimeError("a pool cannot be used in a forked child; make a new one there")
+    def _ready(self) -> LoopThread:
+        if self._thread is None:
+            self._group.check_connected()
+            raise PoolClosed("the pool is not connected; call connect() first")
+        self._thread.check_caller()
+        return self._thread
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._playing.acquire(blocking=False):
+            raise RuntimeError("this pool is playing already; one run at a time")
         try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        raise RuntimeError("MultiTurnEnvPool blocks; do not call it from a coroutine, use a thread")
+            yield
+        finally:
+            self._playing.release()
 
-    def _start_loop(self) -> None:
-        if self._loop is not None:
-            return
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_run_loop, args=(loop,), name="env-pool", daemon=True)
-        thread.start()
-        self._loop, self._thread = loop, thread
-
-    def _stop_loop(self, timeout_s: float) -> None:
-        loop, thread = self._loop, self._thread
-        self._loop = self._thread = None
-        if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(timeout_s)
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the pool's loop. Its waits carry the message and connect timeouts."""
-        if self._loop is None:
-            coroutine.close()
-            raise PoolClosed("the pool is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _lockstep(self, thread: LoopThread, jobs: Sequence[Job], policy: Policy) -> list[RolloutOutcome | None]:
+        seats = [Seat(index, client if client.usable else None) for index, client in enumerate(self._group.clients)]
+        retry = self._on_failure == "retry"
+        limits = replace(self._limits, reward_mode=self.reward_mode)
+        play = LockstepPlay(seats, jobs, policy.chat, limits, retry=retry, reopen=self._group.reopen)
         try:
-            return future.result()
+            with self._clock("env_s"), self._clock("reset_s"):
+                thread.call(play.fill())
+            round_index = 0
+            while requests := play.requests():
+                with self._clock("generation_s"):
+                    outputs = policy.generate(requests, round_index)
+                with self._clock("env_s"):
+                    play.take_outputs(outputs)
+                    thread.call(play.advance())
+                if freed := play.take_freed():
+                    policy.free(freed)
+                round_index += 1
+                self.timings["rounds"] += 1
+        finally:
+            policy.free(range(self.size))
+            self.timings["env_steps"] += play.env_steps
+        return play.outcomes
+
+    def _independent(self, thread: LoopThread, jobs: Sequence[Job], policy: Policy) -> list[RolloutOutcome | None]:
+        retry = self._on_failure == "retry"
+        limits = replace(self._limits, reward_mode=self.reward_mode)
+        play = IndependentPlay(
+            self._group.clients, jobs, policy.chat, limits, retry=retry, reopen=self._group.reopen
+        )
+        running = asyncio.run_coroutine_threadsafe(play.run(), thread.loop)
+        over, round_index = False, 0
+        try:
+            while not over:
+                with self._clock("env_s"):
+                    waiting, freed, over = next_batch(play.inbox)
+                if freed:
+                    policy.free(freed)
+                if waiting and not over:
+                    with self._clock("generation_s"):
+                        outputs = policy.generate([entry.request for entry in waiting], round_index)
+                    for entry, output in zip(waiting, outputs, strict=True):
+                        thread.loop.call_soon_threadsafe(entry.answer, output)
+                    round_index += 1
+                    self.timings["rounds"] += 1
+            running.result(_STOP_S)
         except BaseException:
-            future.cancel()
+            running.cancel()
+            play.wait_until_over(_STOP_S)
             raise
+        finally:
+            policy.free(range(self.size))
+            self.timings["env_steps"] += play.env_steps
+        return play.outcomes
 
-    async def _open_all(self) -> list[OpenEnvClient]:
-        clients = [OpenEnvClient(self._base_url, **self._timeouts) for _ in range(self.size)]
-        tasks = [asyncio.ensure_future(client.connect()) for client in clients]
+    @contextmanager
+    def _clock(self, key: str) -> Iterator[None]:
+        began = time.perf_counter()
         try:
-            await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
-            raise
-        return clients
-
-    async def _reopen(self, client: OpenEnvClient | None) -> OpenEnvClient:
-        """A new session for a lost one; waits a moment for the server to notice the loss."""
-        if client is not None:
-            await client.close()
-
-        async def open_one() -> OpenEnvClient:
-            fresh = OpenEnvClient(self._base_url, **self._timeouts)
-            await fresh.connect()
-            return fresh
-
-        return await _until_capacity(open_one, _REOPEN_S)
-
-    async def _reopen_lost(self) -> list[OpenEnvClient | None]:
-        """Sessions lost in the run before, opened again; raises ConnectionError when none is left."""
-        clients = list(self._clients)
-        last_error: ConnectionError | None = None
-        for index, client in enumerate(clients):
-            if client is None or not client.usable:
-                try:
-                    clients[index] = await self._reopen(client)
-                except ConnectionError as error:
-                    clients[index], last_error = None, error
-        if last_error is not None and not any(clients):
-            raise last_error
-        return clients
-
-    async def _close_all(self) -> None:
-        open_clients = [client for client in self._clients if client is not None]
-        await asyncio.gather(*(client.close() for client in open_clients), return_exceptions=True)
+            yield
+        finally:
+            self.timings[key] += time.perf_counter() - began
 
 
-async def _until_capacity(open_session: Callable[[], Awaitable[T]], patience_s: float) -> T:
-    """Try again while the server is full, as long as the patience lasts."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return await open_session()
-        except CapacityError as error:
-            if time.monotonic() + error.retry_after_s > deadline:
-                raise
-            await asyncio.sleep(error.retry_after_s)
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        pending = asyncio.all_tasks(loop)
-        for task in pending:
-            task.cancel()
-        if pending:
-            loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
-    finally:
-        loop.close()
+def _shut_down(thread: LoopThread, group: SessionGroup, timeout_s: float) -> None:
+    """Close sessions and thread within the time, from wherever: close(), the garbage collector, the interpreter's end;
+    nothing in a forked child."""
+    if thread.alive and not thread.is_current():
+        with suppress(TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(group.close(), thread.loop).result(timeout_s)
+    thread.stop(timeout_s)

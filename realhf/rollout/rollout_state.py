@@ -20,12 +20,13 @@ _SHRINK_ATTEMPTS = 6
 @dataclass(frozen=True)
 class Limits:
     """turn_tokens: room a policy turn must have (the engine's max_new_tokens); observation_chars: cap of the
-    text of one observation."""
+    text of one observation; reward_mode: ``potential`` (rewards are summed) or ``level`` (the last one counts)."""
 
     max_turns: int
     max_total_tokens: int
     turn_tokens: int
     observation_chars: int
+    reward_mode: str = "potential"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class RolloutState:
         self._turn_ids = []
         self.command = extract_command(self._text)
         if self.command is None:
-            self._finish_turn(NO_COMMAND, 0.0, done=False)
+            self._finish_turn(NO_COMMAND, None, done=False)
 
     def take_reply(self, result: StepResult) -> None:
         """Take the environment's answer to ``command``."""
@@ -105,15 +106,17 @@ class RolloutState:
 
     def take_rejection(self, message: str) -> None:
         """The wire refused ``command`` itself (too long, not text): a failed turn, not a failed environment."""
-        self._finish_turn(f"error: {shorten(message, self.limits.observation_chars)}", 0.0, done=False)
+        self._finish_turn(f"error: {shorten(message, self.limits.observation_chars)}", None, done=False)
 
     def fail(self, status: str, message: str) -> None:
         """End as a failure, which has no reward."""
         self.status, self.message = status, message
 
-    def _finish_turn(self, text: str, reward: float, *, done: bool) -> None:
-        self.turns.append(Turn(self._text, self.command, text, reward))
-        self.reward += reward
+    def _finish_turn(self, text: str, reward: float | None, *, done: bool) -> None:
+        """``reward`` None: the environment took no step."""
+        self.turns.append(Turn(self._text, self.command, text, reward or 0.0))
+        if reward is not None:
+            self.reward = reward if self.limits.reward_mode == "level" else self.reward + reward
         self.command = None
         if self.achieved:
             self.status = "achieved"

@@ -9,15 +9,25 @@ from collections.abc import Callable
 from typing import Any
 
 from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.http11 import Request, Response
 
 
 class FakeEnvServer:
     """``misbehave(connection_number, message)`` returns None, or what to do instead of answering: "hang",
-    "drop", "error" (an EXECUTION_ERROR frame), "late" (answer after 0.5 s) or a raw text to send."""
+    "drop", "error" (an EXECUTION_ERROR frame), "late" (answer after 0.5 s) or a raw text to send.
+    ``metadata`` is served at /metadata (None: 404); ids are echoed. ``messages``: what came, by connection;
+    ``headers``: of the last request."""
 
-    def __init__(self, misbehave: Callable[[int, dict[str, Any]], str | None] = lambda number, message: None) -> None:
+    def __init__(
+        self,
+        misbehave: Callable[[int, dict[str, Any]], str | None] = lambda number, message: None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
         self.connections = 0
         self.open = 0
+        self.messages: list[tuple[int, dict[str, Any]]] = []
+        self.headers: dict[str, str] = {}
+        self._metadata = metadata
         self._misbehave = misbehave
         self._loop = asyncio.new_event_loop()
         self._server: Server | None = None
@@ -46,11 +56,21 @@ class FakeEnvServer:
         asyncio.set_event_loop(self._loop)
 
         async def start() -> None:
-            self._server = await serve(self._session, "127.0.0.1", 0, close_timeout=0.2)
+            self._server = await serve(
+                self._session, "127.0.0.1", 0, close_timeout=0.2, process_request=self._http
+            )
             self._started.set()
 
         self._loop.run_until_complete(start())
         self._loop.run_forever()
+
+    def _http(self, connection: ServerConnection, request: Request) -> Response | None:
+        self.headers = dict(request.headers.raw_items())
+        if request.path == "/ws":
+            return None
+        if request.path != "/metadata" or self._metadata is None:
+            return connection.respond(404, "no such page")
+        return connection.respond(200, json.dumps(self._metadata))
 
     async def _session(self, connection: ServerConnection) -> None:
         number = self.connections
@@ -60,6 +80,7 @@ class FakeEnvServer:
         try:
             async for text in connection:
                 message = json.loads(text)
+                self.messages.append((number, message))
                 if message["type"] == "close":
                     return
                 steps = 0 if message["type"] == "reset" else steps + (message["type"] == "step")
@@ -78,7 +99,8 @@ class FakeEnvServer:
                 elif trick is not None:
                     await connection.send(trick)
                     continue
-                await connection.send(json.dumps(self._reply(message, steps)))
+                echo = {"id": message["id"]} if "id" in message else {}
+                await connection.send(json.dumps(self._reply(message, steps) | echo))
         finally:
             self.open -= 1
 

@@ -123,10 +123,9 @@ def test_a_command_the_wire_refuses_is_a_failed_turn(pool: MultiTurnEnvPool) -> 
 
 def borrowed(pool: MultiTurnEnvPool, **options: Any) -> MultiTurnEnvPool:
     """Another pool on the same server, of one session that the shared pool gives up until its next run."""
-    client = pool._clients[-1]
-    assert client is not None and pool._loop is not None
-    asyncio.run_coroutine_threadsafe(client.close(), pool._loop).result(5)
-    return MultiTurnEnvPool(pool._base_url, 1, retry_capacity_s=3, **options)
+    assert pool._thread is not None
+    pool._thread.call(pool._group.clients[-1].close(), 5)
+    return MultiTurnEnvPool(pool._group._base_url, 1, retry_capacity_s=3, **options)
 
 
 @pytest.mark.parametrize(("budget", "status"), [(270, "token_budget"), (320, "token_budget"), (500, "max_turns")])

@@ -1,0 +1,139 @@
+"""Independent play: every session plays its episodes at its own pace and waits for nobody but the policy.
+
+A slow environment then holds up only its own episode. The caller's thread generates, one batch at a time, for
+whoever waits when it gets to it: which episodes share a batch depends on timing, unlike in lockstep play.
+Source: environment spec 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from realhf.api.env import ChatFormat, RolloutOutcome
+from realhf.api.model import GenOutput, GenRequest
+from realhf.rollout.env_client import EnvError, OpenEnvClient
+from realhf.rollout.failures import FAILURES, failure_status
+from realhf.rollout.rollout_state import Job, Limits, RolloutState
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An episode that wants a turn; the answer goes into ``turn`` on its loop."""
+
+    request: GenRequest
+    turn: asyncio.Future[GenOutput]
+
+    def answer(self, output: GenOutput) -> None:
+        """Take the sampled turn; call on the loop. Nobody waits any more for an episode that was cancelled."""
+        if not self.turn.done():
+            self.turn.set_result(output)
+
+
+class IndependentPlay:
+    """Plays jobs over sessions. ``run`` is the coroutine for the loop that owns the sockets, ``inbox`` what the
+    generating thread serves: ``Waiting``, an ``int`` (a cache slot whose episode is over), None (all is over)."""
+
+    def __init__(
+        self,
+        clients: Sequence[OpenEnvClient],
+        jobs: Sequence[Job],
+        chat: ChatFormat,
+        limits: Limits,
+        *,
+        retry: bool,
+        reopen: Callable[[OpenEnvClient], Awaitable[None]],
+    ) -> None:
+        self.inbox: queue.SimpleQueue[Waiting | int | None] = queue.SimpleQueue()
+        self.outcomes: list[RolloutOutcome | None] = [None] * len(jobs)
+        self.env_steps = 0
+        self._clients = clients
+        self._waiting = deque(jobs)
+        self._chat = chat
+        self._limits = limits
+        self._retry = retry
+        self._reopen = reopen
+
+    async def run(self) -> None:
+        """Play everything. An error that is no failure of an environment ends all episodes and is raised."""
+        players = [asyncio.ensure_future(self._play_all(slot, client)) for slot, client in enumerate(self._clients)]
+        try:
+            await asyncio.gather(*players)
+        finally:
+            for player in players:
+                player.cancel()
+            await asyncio.gather(*players, return_exceptions=True)
+            self._settle_rest()
+            self.inbox.put(None)
+
+    def wait_until_over(self, timeout_s: float) -> None:
+        """After a cancellation: until the sessions are left alone, or the time is up."""
+        deadline = time.monotonic() + timeout_s
+        with suppress(queue.Empty):
+            while self.inbox.get(timeout=max(0.01, deadline - time.monotonic())) is not None:
+                pass
+
+    async def _play_all(self, slot: int, client: OpenEnvClient) -> None:
+        while self._waiting and client.usable:
+            job = self._waiting.popleft()
+            rollout = RolloutState(job, self._chat, self._limits)
+            try:
+                await self._play(rollout, slot, client)
+                self.outcomes[job.index] = rollout.outcome()
+            except FAILURES as error:
+                await self._failed(rollout, client, error)
+            finally:
+                self.inbox.put(slot)
+
+    async def _play(self, rollout: RolloutState, slot: int, client: OpenEnvClient) -> None:
+        rollout.start(await client.reset(**{**rollout.job.reset, "seed": rollout.job.seed}))
+        while not rollout.status:
+            turn: asyncio.Future[GenOutput] = asyncio.get_running_loop().create_future()
+            self.inbox.put(Waiting(rollout.request(slot), turn))
+            rollout.take_turn(await turn)
+            if rollout.command is None:
+                continue
+            try:
+                result = await client.step(rollout.command)
+            except EnvError as error:
+                if error.code != "VALIDATION_ERROR":
+                    raise
+                rollout.take_rejection(str(error))
+            else:
+                self.env_steps += 1
+                rollout.take_reply(result)
+
+    async def _failed(self, rollout: RolloutState, client: OpenEnvClient, error: Exception) -> None:
+        if self._retry and rollout.job.attempt == 0:
+            self._waiting.appendleft(replace(rollout.job, attempt=1))
+        else:
+            rollout.fail(failure_status(error), str(error))
+            self.outcomes[rollout.job.index] = rollout.outcome()
+        try:
+            await self._reopen(client)
+        except ConnectionError:
+            return
+
+    def _settle_rest(self) -> None:
+        while self._waiting:
+            rollout = RolloutState(self._waiting.popleft(), self._chat, self._limits)
+            rollout.fail("connection_lost", "no session could be reopened")
+            self.outcomes[rollout.job.index] = rollout.outcome()
+
+
+def next_batch(inbox: queue.SimpleQueue[Waiting | int | None]) -> tuple[list[Waiting], list[int], bool]:
+    """What has arrived, at least one entry: (episodes that wait for a turn, freed cache slots, whether all is over).
+    Blocks; every episode carries the deadlines of its environment, so something arrives."""
+    entries = [inbox.get()]
+    while True:
+        try:
+            entries.append(inbox.get_nowait())
+        except queue.Empty:
+            break
+    waiting = [entry for entry in entries if isinstance(entry, Waiting)]
+    return waiting, [entry for entry in entries if isinstance(entry, int)], None in entries
