@@ -33,6 +33,7 @@ setup(
         "tensorboard",
         "prometheus-client",
     ],
+    entry_points={"console_scripts": ["aws-env=workers.env_worker:main"]},
     extras_require={
         "dev": [
             "pytest",

@@ -1,6 +1,6 @@
 """The environment server process.
 
-Stands alone (``python -m workers.env_worker --port 8000 --pool-size 8``) or belongs to a run
+Stands alone (``aws-env --port 8000 --pool-size 8``, or ``python -m workers.env_worker``) or belongs to a run
 (``--master tcp://... --run-id ... --name env/0``), where it registers its address and ends with the run.
 """
 
@@ -28,12 +28,7 @@ class Interrupted(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal, the end of the run or an error. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="env_worker", description="Serve AWS episodes on MiniStack (OpenEnv wire).")
-    add_arguments(parser)
-    parser.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
-    parser.add_argument("--run-id", default="", help="run that the master belongs to")
-    parser.add_argument("--name", default="env/0", help="name of this worker in the roster")
-    arguments = parser.parse_args(argv)
+    arguments = command_line().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.master:
         return run_guarded(lambda: serve(resolve(arguments), arguments.master, arguments.run_id, arguments.name))
@@ -45,9 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Interrupted:
         return 0
     except (ConfigError, OSError, RuntimeError) as error:
-        print(f"env_worker: {error}", file=sys.stderr)
+        print(f"aws-env: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Flags of the server, and those that a launcher gives."""
+    parser = argparse.ArgumentParser(
+        prog="aws-env",
+        description="Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator per session. Every setting "
+        "is also a variable, named in brackets; a flag wins over it.",
+    )
+    add_arguments(parser.add_argument_group("settings"))
+    run = parser.add_argument_group("as part of a training run")
+    run.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
+    run.add_argument("--run-id", default="", help="run that the master belongs to")
+    run.add_argument("--name", default="env/0", help="name of this worker in the roster")
+    return parser
 
 
 def _interrupt(stop: threading.Event) -> None:
@@ -68,12 +78,14 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
         limits=OutputLimits(config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes),
         lambda_mode=config.lambda_mode,
     )
-    server = EnvServer(pool, lambda slot: EpisodePlayer(slot, config.max_steps), config, listener)
+    server = EnvServer(pool, lambda slot: EpisodePlayer(
+        slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos
+    ), config, listener)
     try:
         pool.start()
         server.start()
         print(pool.containment(), flush=True)
-        print(f"env_worker: serving {config.pool_size} sessions at {server.url}", flush=True)
+        print(f"aws-env: serving {config.pool_size} sessions at {server.url}", flush=True)
         if master:
             _follow_master(server, master, run_id, name)
         else:

@@ -162,7 +162,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str | int | float 
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ActionsContainer) -> None:
     """One flag per setting; a flag that is not given leaves the variable or the default in force."""
     for setting in fields(ServerConfig):
         about = f"{setting.metadata['about']} ({_variable(setting.name)}; default: {setting.default!r})"
