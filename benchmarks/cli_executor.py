@@ -1,6 +1,6 @@
 """What one AWS command costs: the ``aws`` program as a subprocess against the warm in-process executor.
 
-    python benchmarks/cli_executor.py [--slots 8] [--repeats 20]
+    python benchmarks/cli_executor.py [--slots 8] [--repeats 20] [--sandbox auto|bwrap|plain]
 
 Both run the same commands against the same real simulators in the same session. Also printed: start of the
 pool, reset, state calls, CPU time by process and memory (PSS) per slot.
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from realhf.env.containment import SANDBOX_MODES
 from realhf.env.pool import MiniStackPool, Slot, worker_environment
 
 COMMANDS = (
@@ -70,9 +71,18 @@ def _play(slot: Slot, repeats: int) -> dict[str, object]:
     return {"first_use": _spread(first), "warm": _spread(warm), "cpu_ms_per_command": cpu}
 
 
-def measure(slots: int, repeats: int) -> dict[str, object]:
+def _cycle(pool: MiniStackPool) -> tuple[float, float]:
+    """Milliseconds of taking a slot, of using it once and giving it back."""
+    began = time.perf_counter()
+    slot = pool.acquire()
+    taken = (time.perf_counter() - began) * 1e3
+    slot.executor.run("aws s3 mb s3://bench-bucket")
+    return taken, _timed(lambda: pool.release(slot))
+
+
+def measure(slots: int, repeats: int, sandbox: str) -> dict[str, object]:
     """All figures of the module's docstring."""
-    pool = MiniStackPool(slots)
+    pool = MiniStackPool(slots, sandbox=sandbox)
     start_ms = _timed(pool.start)
     try:
         slot = pool.acquire()
@@ -81,7 +91,7 @@ def measure(slots: int, repeats: int) -> dict[str, object]:
         state = [_timed(lambda: slot.state.call("sqs", "ListQueues")) for _ in range(10 * repeats)]
         reset = [_timed(lambda: slot.reset(1)) for _ in range(5 * repeats)]
         memory = _pss_mb(slot.ministack.pid) + _pss_mb(slot.worker_pid)
-        release_ms = _timed(lambda: pool.release(slot))
+        cycles = [_cycle(pool) for _ in range(2 * repeats)]
     finally:
         pool.stop()
     warm = ours["warm"]
@@ -89,13 +99,15 @@ def measure(slots: int, repeats: int) -> dict[str, object]:
     return {
         "host": {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
         "slots": slots,
+        "sandbox": sandbox,
         "start_ms": round(start_ms),
         "executor": ours,
         "aws_program": _spread(program),
         "times_faster": round(statistics.median(program) / warm["median_ms"], 1),
         "state_call": _spread(state),
         "reset": _spread(reset),
-        "release_ms": round(release_ms, 1),
+        "acquire": _spread([cycle[0] for cycle in cycles]),
+        "release": _spread([cycle[1] for cycle in cycles]),
         "pss_mb_per_slot": round(memory, 1),
     }
 
@@ -104,8 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--sandbox", choices=SANDBOX_MODES, default="auto")
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.slots, arguments.repeats), indent=2))
+    print(json.dumps(measure(arguments.slots, arguments.repeats, arguments.sandbox), indent=2))
 
 
 if __name__ == "__main__":
