@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.env.captures import fill_setup
+from realhf.env.chaos import PROBABILITY, Chaos, chaos_rng
 from realhf.env.executor import CommandResult
 from realhf.env.grader import Grader, criteria_of
 from realhf.env.hints import LEVELS, hint_text, is_hint_request
+from realhf.env.inventory import Inventory
 from realhf.env.pool import Slot
 from realhf.env.reward import RewardMeter
 from realhf.env.state_client import StateCallError
 from realhf.env.task import Task
-from realhf.env.tracker import Tracker
+from realhf.env.tracker import Tracker, is_read
 from realhf.env.world import SetupError, SlotState, World, build_world
 
 DEFAULT_MAX_STEPS = 15
@@ -39,19 +41,32 @@ class StepData:
 
 
 class Episode:
-    """Plays tasks in one slot, one episode after the other. Use from one thread at a time."""
+    """Plays tasks in one slot, one episode after the other. ``reward_mode``: see ``reward``; ``chaos``: whether it may
+    disturb an episode that does not say itself. Use from one thread at a time."""
 
-    def __init__(self, slot: Slot, max_steps: int = DEFAULT_MAX_STEPS) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        max_steps: int = DEFAULT_MAX_STEPS,
+        *,
+        reward_mode: str = "potential",
+        chaos: bool = False,
+    ) -> None:
         self._slot = slot
         self._max_steps = max_steps
+        self._reward_mode = reward_mode
+        self._may_disturb = chaos
         self._task: Task | None = None
-        self._world: World | None = None
         self._forget()
 
     def _forget(self) -> None:
+        self._task = None
+        self._world: World | None = None
         self._tracker = Tracker()
-        self._meter = RewardMeter()
+        self._meter = RewardMeter(self._reward_mode)
         self._grader: Grader | None = None
+        self._chaos: Chaos | None = None
+        self._inventory = Inventory(self._slot.state)
         self._steps = 0
         self._hints = 0
         self._achieved = False
@@ -74,17 +89,20 @@ class Episode:
         ids, drifts and chaos; ``chaos`` whether there may be any (None: as the episode was made); ``drifts`` names
         the drifts by their places instead of drawing them. Raises TaskError for a task that makes no sense,
         EpisodeError when its world cannot be built."""
-        self._task = self._world = None
         self._forget()
         criteria_of(task)
+        seed = task.seed if seed is None else seed
         try:
-            world = build_world(self._slot, task, task.seed if seed is None else seed, drifts)
+            world = build_world(self._slot, task, seed, drifts)
         except SetupError as error:
             raise EpisodeError(str(error)) from error
-        criteria = criteria_of(world.task)
+        criteria, state = criteria_of(world.task), SlotState(self._slot)
         self._tracker = Tracker(world.present, criteria.operations)
-        self._grader = Grader(criteria, SlotState(self._slot))
+        self._grader = Grader(criteria, state)
         self._grader.start()
+        if self._may_disturb if chaos is None else chaos:
+            self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), criteria, state)
+        self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
         self._task, self._world = world.task, world
         self._episode_id = episode_id or uuid.uuid4().hex
         return StepData(self._observation(None, ""), 0.0, False)
@@ -100,12 +118,20 @@ class Episode:
         if is_hint_request(command):
             return self._hint()
         result = self._slot.executor.run(command)
+        added = self._tracker.record(command, result)
+        for deed in added:
+            self._inventory.touch(deed.service, changed=not is_read(deed.operation))
+        before = self._meter.progress
         try:
-            grade = self._grader.evaluate(self._tracker.record(command, result))
+            grade = self._grader.evaluate(added)
+            self._achieved = grade.achieved
+            reward = self._reward(grade.progress)
+            if self._chaos is not None and self._meter.progress > before and not self.done:
+                disturbed = self._chaos.after_progress(self._tracker)
+                if disturbed:
+                    self._inventory.touch(disturbed, changed=True)
         except (StateCallError, ConnectionError) as error:
             raise EpisodeError(f"the simulator cannot be read: {type(error).__name__}") from error
-        self._achieved = grade.achieved
-        reward = self._reward(grade.progress, last_failed=self._tracker.last_failed)
         return StepData(self._observation(result, ""), reward, self.done)
 
     def fill(self, commands: Sequence[str]) -> list[str]:
@@ -123,21 +149,23 @@ class Episode:
         assert self._task is not None and self._grader is not None
         self._hints = min(self._hints + 1, LEVELS)
         text = hint_text(self._hints, self._grader.criteria, self._task.solution)
-        reward = self._reward(self._meter.progress, last_failed=self._tracker.last_failed)
+        reward = self._reward(self._meter.progress)
         return StepData(self._observation(None, "", text), reward, self.done)
 
-    def _reward(self, progress: float, *, last_failed: bool) -> float:
+    def _reward(self, progress: float) -> float:
         return self._meter.step(
             progress,
             achieved=self._achieved,
-            last_failed=last_failed,
+            last_failed=self._tracker.last_failed,
             rollbacks=self._tracker.rollbacks,
             idempotent_retries=self._tracker.idempotent_retries,
             hints=self._hints,
+            chaos_survived=self._achieved and self._chaos is not None and self._chaos.survived(),
         )
 
     def state(self) -> dict[str, Any]:
-        """The session's state as spec 2.1 shows it, without the inventory."""
+        """The session's state as spec 2.1 shows it, the inventory of the services touched or named included. Chaos
+        is admitted when the episode is over."""
         return {
             "episode_id": self._episode_id or None,
             "step_count": self._steps,
@@ -149,9 +177,17 @@ class Episode:
                 "commands_executed": list(self._tracker.commands),
                 "credited_operations": self._grader.credited_operations if self._grader else [],
             },
-            "chaos_occurred": False,
+            "infra_state": self.inventory(),
+            "chaos_occurred": self.done and self._chaos is not None and self._chaos.occurred,
             "current_tier": self._task.tier if self._task else None,
         }
+
+    def inventory(self) -> dict[str, dict[str, list[str]]]:
+        """Service to type to names of what is in the account; {} where the simulator does not answer."""
+        try:
+            return self._inventory.read()
+        except ConnectionError:
+            return {}
 
     def _observation(self, result: CommandResult | None, error: str, hint: str = "") -> dict[str, Any]:
         failed = result is not None and not result.success

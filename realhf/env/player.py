@@ -29,29 +29,32 @@ Reply = tuple[dict[str, Any], float | None, bool]
 class EpisodePlayer:
     """``realhf.env.session.Player`` over ``Episode``. One thread at a time, except ``kill``."""
 
-    def __init__(self, slot: Slot, max_steps: int) -> None:
+    def __init__(self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True) -> None:
         self._slot = slot
-        self._episode = Episode(slot, max_steps)
+        self._episode = Episode(slot, max_steps, reward_mode=reward_mode, chaos=chaos)
         self._random = random.Random()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode. Raises WireError: VALIDATION_ERROR for the task, EXECUTION_ERROR for the rest."""
-        seed = data.get("seed")
-        if seed is None:
-            seed = self._random.randrange(1 << 31)
+        """Start an episode: ``task`` (a whole one), else the template ``task_id``, else one drawn; ``seed`` (default:
+        the task's own, for a template a drawn one), ``episode_id``, ``split`` of the names, ``chaos``. Raises
+        WireError: VALIDATION_ERROR for what was asked, EXECUTION_ERROR for the rest."""
+        chaos = data.get("chaos")
+        if chaos is not None and not isinstance(chaos, bool):
+            raise WireError(wire.VALIDATION_ERROR, "chaos is neither true nor false", field="data.chaos")
         try:
-            task = self._task(data, seed)
+            task = self._task(data)
         except TaskError as error:
             raise WireError(wire.VALIDATION_ERROR, str(error)[:300], field="data.task") from None
-        return self._play(lambda: self._episode.reset(task, seed, data.get("episode_id")))
+        return self._play(lambda: self._episode.reset(task, data.get("seed"), data.get("episode_id"), chaos=chaos))
 
     def step(self, command: str) -> Reply:
         """Run a command. Raises WireError (EXECUTION_ERROR)."""
         return self._play(lambda: self._episode.step(command))
 
     def state(self) -> dict[str, Any]:
-        """What ``AwsState`` describes; never criteria, setup, seed or solution. No inventory is taken."""
-        return {**self._episode.state(), "infra_state": {}}
+        """What ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something
+        changed since it was last asked."""
+        return self._episode.state()
 
     def kill(self) -> None:
         """End the command in flight by killing the CLI worker; the executor starts another when asked to."""
@@ -59,12 +62,15 @@ class EpisodePlayer:
             with suppress(ProcessLookupError):
                 os.kill(self._slot.worker_pid, signal.SIGKILL)
 
-    def _task(self, data: dict[str, Any], seed: int) -> Task:
+    def _task(self, data: dict[str, Any]) -> Task:
         if data.get("task") is not None:
             return Task.from_json(data["task"])
+        seed = data.get("seed")
+        if seed is None:
+            seed = self._random.randrange(1 << 31)
         task_id = data.get("task_id")
         if task_id is None:
-            task_id = self._random.choice(load_templates()).task_id
+            task_id = self._random.choice(load_templates(split="train")).task_id
         try:
             return instantiate(int(task_id), seed, data.get("split") or "train")
         except ValueError as error:
