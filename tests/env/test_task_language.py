@@ -18,7 +18,7 @@ PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 SETUP_CAPTURE = re.compile(r"\$\{setup\d+:[^}]+\}")
 CLI_OPERATIONS = frozenset(name for names in ALLOWED.values() for name in names if "-" in name)
 COPIED_SHARE = 0.5
-"""Two texts are copies when they have this share of their three-word runs in common."""
+"""A text is a copy of another when the other has this share of its three-word runs."""
 
 
 def by_name(template: Template) -> str:
@@ -73,9 +73,9 @@ def runs(text: str) -> frozenset[tuple[str, ...]]:
 
 
 def likeness(one: str, other: str) -> float:
-    """Share of three-word runs in common, from 0 to 1: of the shorter text."""
-    ours, theirs = runs(one), runs(other)
-    return len(ours & theirs) / max(1, min(len(ours), len(theirs)))
+    """The share of the first text's three-word runs that the other text has too, from 0 to 1."""
+    ours = runs(one)
+    return len(ours & runs(other)) / max(1, len(ours))
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
