@@ -14,6 +14,7 @@ from rich.table import Table
 from realhf.env.grader import criteria_of
 from realhf.env.task import TaskError
 from realhf.env.tasks.loader import Template, get_template, instantiate, load_templates
+from realhf.env.tasks.static_checks import collection_problems, template_problems
 from realhf.env.tasks.validation import validate
 
 
@@ -47,10 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     console, began = Console(), time.monotonic()
     found = validate(templates, options.seeds, options.pool_size, console)
+    for template in templates:
+        found[template.task_id] = template_problems(template) + found[template.task_id]
     console.print(verdicts(templates, found))
+    together = [] if options.ids or options.tiers else collection_problems(templates)
+    for text in together:
+        console.print(f"[red]{escape(text)}")
     bad = sum(bool(wrong) for wrong in found.values())
     console.print(f"{len(templates)} tasks, {bad} with problems, {time.monotonic() - began:.0f} s")
-    return 1 if bad else 0
+    return 1 if bad or together else 0
 
 
 if __name__ == "__main__":

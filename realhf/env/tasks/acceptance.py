@@ -16,7 +16,6 @@ from realhf.env.task import Task, TaskError
 from realhf.env.tasks.loader import mistakes, partial_solutions, solve
 
 _HARMLESS = "aws sts get-caller-identity"
-_SOLUTION_LENGTHS = {"warmup": (1, 1), "beginner": (1, 1), "intermediate": (2, 3), "advanced": (4, 7), "expert": (1, 8)}
 
 
 def play(
@@ -40,9 +39,6 @@ def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[st
     """What is wrong with an instance, in words; empty for a sound one. ``thorough``: its wrong habits and their ways
     back are played too, and every set of drifts that could happen."""
     found = []
-    low, high = _SOLUTION_LENGTHS[task.tier]
-    if not low <= len(task.solution) <= high:
-        found.append(f"solution has {len(task.solution)} commands, a {task.tier} task has {low} to {high}")
     achieved, total = play(episode, task, solve(task))
     if not achieved or total != 1.0:
         found.append(f"solution: achieved={achieved}, return {total}{_where_it_stands(episode)}")
