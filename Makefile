@@ -10,6 +10,7 @@ help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests"
 	@echo "make red-team play every attack of the table against a real environment and print what was observed"
+	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
 	@echo "make install  make .venv and install the project into it"
 
 install: $(STAMP)
@@ -31,6 +32,11 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest -q
+
+test-openenv: install
+	@test -x .venv-openenv/bin/openenv || { $(PYTHON) -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
+	@test -x .venv-openenv-core/bin/openenv || { $(PYTHON) -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
+	$(BIN)/python -m pytest -q -rs tests/interop
 
 red-team: install
 	$(BIN)/python -m tests.env.red_team

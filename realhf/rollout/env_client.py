@@ -118,20 +118,20 @@ class OpenEnvClient:
                     ping_interval=self._ping[0],
                     ping_timeout=self._ping[1],
                 )
-                self.probe = await self.state()
+                self.probe = await self._first_state(self._connection)
         except InvalidStatus as error:
             raise _refusal(self.url, error) from None
         except EnvError as error:
-            self._poison()
+            self.abort()
             if error.code == "CAPACITY_REACHED":
                 raise CapacityError(f"{self.url} refused the session: {error}; {_ARITHMETIC}") from error
             raise ConnectError(f"{self.url} refused the session: {error}") from error
         except (OSError, InvalidHandshake, TimeoutError) as error:
-            self._poison()
+            self.abort()
             detail = str(error) or f"no answer within {self._connect_timeout:g} s"
             raise ConnectError(f"cannot open a session at {self.url}: {detail}") from error
         except BaseException:
-            self._poison()
+            self.abort()
             raise
 
     async def reset(self, **kwargs: Any) -> StepResult:
@@ -148,6 +148,16 @@ class OpenEnvClient:
         """State of the session. Raises as ``reset``."""
         await self._send({"type": "state"})
         return (await self._reply("state"))["data"]
+
+    async def _first_state(self, connection: ClientConnection) -> dict[str, Any]:
+        """The probe. A full server says so and closes, perhaps before it is asked: its words count all the same."""
+        try:
+            return await self.state()
+        except ConnectionLost:
+            with contextlib.suppress(ConnectionClosed, KeyError, TypeError, ValueError):
+                words = json.loads(await connection.recv())["data"]
+                raise EnvError(words["code"], words["message"]) from None
+            raise
 
     async def send_reset(self, kwargs: dict[str, Any]) -> None:
         """First half of ``reset``: the message timeout runs from here, ``receive`` takes the reply."""
@@ -215,20 +225,21 @@ class OpenEnvClient:
             async with asyncio.timeout_at(deadline):
                 return await operation
         except TimeoutError as error:
-            self._poison()
+            self.abort()
             raise MessageTimeout(f"no reply from {self.url} within {self._message_timeout:g} s") from error
         except ConnectionClosed as error:
-            self._poison()
+            self.abort()
             raise ConnectionLost(f"{self.url} closed the connection: {error}") from error
         except BaseException:
-            self._poison()
+            self.abort()
             raise
 
     def _not_the_wire(self, error: Exception) -> ConnectionLost:
-        self._poison()
+        self.abort()
         return ConnectionLost(f"{self.url} does not speak the OpenEnv wire: {error!r}")
 
-    def _poison(self) -> None:
+    def abort(self) -> None:
+        """Drop the connection without a word; call it on the loop."""
         connection, self._connection, self._deadline = self._connection, None, None
         if connection is not None:
             connection.transport.abort()
