@@ -2,7 +2,11 @@
 
 The populated field of a task's criteria decides the strategy: ``state_checks``, ``steps`` (multi_step),
 ``resource_exists`` (resource_creation), else ``operation`` (command_match). Source: environment spec section 7.
-Layers 2, 5, 6, 7 and 8 against reward hacking are the named functions here, in ``tracker`` and in ``reward``.
+
+The eight layers against reward hacking, each a function: 1 ground truth ``verifier.verified``, 2 dedup
+``unspent_request``, 3 grader invisibility ``episode.masked_task``, 4 allow-list ``policy.check_command``, 5 no
+verification reward ``earns_credit``, 6 monotone progress ``reward.monotone_progress``, 7 exact names
+``tracker.same_resource``, 8 final state ``final_state_holds``.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Any
 
 from realhf.env.task import Task, TaskError
 from realhf.env.tracker import Evidence, is_read, plain_name, same_resource
-from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equal, parse_check
+from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equal, parse_check, verified
 
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the attributes are not right."""
@@ -134,7 +138,7 @@ class Grader:
         """What keeps the task from being achieved, in words: steps without credit, checks that fail now, services."""
         criteria, now = self.criteria, Snapshot(self._state)
         found = [f"step {step.operation} {step.resource or ''}" for step in criteria.steps[len(self._credited) :]]
-        found += [str(check) for check in criteria.checks if not check.holds(now)]
+        found += [str(check) for check in criteria.checks if not verified(check, now)]
         return found + [f"service {s}" for s in sorted(criteria.services) if not services_reached([s], self._evidence)]
 
     def evaluate(self, added: Sequence[Evidence]) -> Grade:
@@ -168,7 +172,7 @@ class Grader:
     def _judge_creation(self, now: StateReader) -> Grade:
         resource = self.criteria.resource
         assert resource is not None
-        if resource.holds(now):
+        if verified(resource, now):
             return Grade(1.0, True)
         accepted = any(
             deed.ok and deed.operation == self.criteria.operation and same_resource(deed.resource, resource.name)
@@ -187,7 +191,7 @@ class Grader:
         return Grade(share, achieved)
 
     def _checks_passing(self, now: StateReader) -> int:
-        return sum(check.holds(now) for check in self.criteria.state_checks)
+        return sum(verified(check, now) for check in self.criteria.state_checks)
 
     def _credit_steps(self, now: StateReader) -> None:
         """Credit steps in list order, each to a request of its own, as far as they go."""
@@ -196,7 +200,7 @@ class Grader:
             step = steps[len(self._credited)]
             after = self._credited[-1] if step.ordered and self._credited else -1
             deed = unspent_request(step, self._evidence, self._credited, after)
-            if deed is None or (step.verify is not None and not step.verify.holds(now)):
+            if deed is None or not verified(step.verify, now):
                 return
             self._credited.append(deed.index)
 
@@ -235,7 +239,7 @@ def services_reached(services: Iterable[str], evidence: Iterable[Evidence]) -> b
 
 def final_state_holds(steps: Iterable[Step], state: StateReader) -> bool:
     """Layer 8: what every step demanded is true at the moment of grading, whatever was undone in between."""
-    return all(step.verify.holds(state) for step in steps if step.verify is not None)
+    return all(verified(step.verify, state) for step in steps)
 
 
 def criteria_of(task: Task) -> Criteria:

@@ -242,6 +242,12 @@ def _command_check(command: str, wanted: Mapping[str, Any]) -> CommandCheck:
     return CommandCheck(command, Expectation(**wanted))
 
 
+def verified(check: Check | None, state: StateReader) -> bool:
+    """Layer 1, ground truth: whether the simulator's state, asked by the grader itself, is what the check demands.
+    Nothing that an agent printed or wrote takes part. No check: nothing to verify."""
+    return check is None or check.holds(state)
+
+
 @functools.lru_cache(maxsize=1024)
 def operation_allowed(service: str, operation: str) -> bool:
     """Whether a task may have this request sent on its behalf: the table that binds agents binds tasks too."""

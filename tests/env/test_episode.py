@@ -1,6 +1,5 @@
-"""Episodes on a real simulator: the shape of what is returned, endings, failures, and exploits of the grader."""
+"""Episodes on a real simulator: the shape of what is returned, endings, failures, hints."""
 
-import json
 
 import pytest
 
@@ -8,6 +7,7 @@ from realhf.env.episode import FINISHED, Episode, EpisodeError, masked_task
 from realhf.env.pool import Slot
 from realhf.env.task import Task, TaskError
 from realhf.env.tasks import instantiate, solve
+from realhf.env.tasks.acceptance import play
 
 pytestmark = pytest.mark.sim
 
@@ -97,72 +97,9 @@ def test_same_seed_same_observations(episode: Episode) -> None:
     assert outputs() == outputs()
 
 
-def play(episode: Episode, task: Task, *commands: str) -> tuple[bool, float]:
-    episode.reset(task)
-    steps = [episode.step(command) for command in commands]
-    return steps[-1].observation["task_achieved"], sum(step.reward for step in steps)
-
-
-def test_layer_1_printed_or_unsent_success_is_no_success(episode: Episode) -> None:
-    task = instantiate(CREATE_BUCKET, 2)
-    name = task.params["name"]
-    fakes = [
-        f"aws sts get-caller-identity --query \"'Location: /{name}'\"",
-        f"aws s3api create-bucket --bucket {name} --generate-cli-skeleton",
-        "aws s3api create-bucket help",
-        f"aws s3api create-bucket --bucket {name} --endpoint-url http://127.0.0.1:1",
-    ]
-    assert play(episode, task, *fakes) == (False, 0.0)
-
-
-def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode) -> None:
-    task = instantiate(RETENTION, 3)
-    shown = [episode.reset(task).observation]
-    shown += [episode.step(command).observation for command in ("aws logs put-retention-policy", *solve(task))]
-    text = json.dumps([shown, episode.state()])
-    for secret in ("success_criteria", "verify", "retentionInDays", "setup_commands", "solution", '"seed"'):
-        assert secret not in text
-    assert set(masked_task(task) or {}) == {"task_id", "difficulty", "description"}
-
-
-def test_layer_4_no_shell(episode: Episode) -> None:
-    task = instantiate(CREATE_BUCKET, 4)
-    line = solve(task)[0]
-    hidden = [f"echo; {line}", f"true && {line}", f"sh -c '{line}'", f"AWS_PROFILE=x {line}", f"aws sts x\n{line}"]
-    assert play(episode, task, *hidden) == (False, 0.0)
-
-
-def test_layer_5_looking_is_not_doing(episode: Episode) -> None:
-    task = instantiate(ECR, 5)
-    name = task.params["name"]
-    looks = [f"aws ecr describe-repositories --repository-names {name}", "aws ecr describe-repositories"]
-    assert play(episode, task, *looks) == (False, 0.0)
-
-
-def test_layer_6_create_and_delete_loops_do_not_pay(episode: Episode) -> None:
-    task = instantiate(VERSIONED, 6)
-    name = task.params["name"]
-    loop = [f"aws s3api create-bucket --bucket {name}", f"aws s3api delete-bucket --bucket {name}"]
-    achieved, total = play(episode, task, *loop * 5)
-    assert not achieved and total == pytest.approx(0.35), "one create less one rollback"
-
-
-def test_layer_8_what_was_undone_does_not_count(episode: Episode) -> None:
-    task = instantiate(VERSIONED, 7)
-    name = task.params["name"]
-    create, enable = solve(task)
-    episode.reset(task)
-    episode.step(create)
-    episode._slot.state.call("s3", "DeleteBucket", {"Bucket": name})
-    last = episode.step(enable)
-    assert not last.observation["task_achieved"], "the bucket is gone"
-    suspended = enable.replace("Enabled", "Suspended")
-    assert play(episode, task, create, suspended) == (False, pytest.approx(0.45))
-
-
 def test_another_operation_that_reaches_the_state_is_as_good(episode: Episode) -> None:
     task = instantiate(ECR, 8)
     name = task.params["name"]
     repair = f"aws ecr put-image-tag-mutability --repository-name {name} --image-tag-mutability IMMUTABLE"
-    assert play(episode, task, f"aws ecr create-repository --repository-name {name}", repair) == (True, 1.0)
-    assert play(episode, instantiate(CREATE_BUCKET, 8), "aws s3 mb s3://" + instantiate(101, 8).params["name"])[0]
+    assert play(episode, task, [f"aws ecr create-repository --repository-name {name}", repair]) == (True, 1.0)
+    assert play(episode, instantiate(CREATE_BUCKET, 8), ["aws s3 mb s3://" + instantiate(101, 8).params["name"]])[0]
