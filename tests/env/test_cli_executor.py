@@ -138,3 +138,34 @@ def test_every_allowed_operation_exists_in_the_cli(slot: Slot) -> None:
         command = f"aws {words}"
         result = slot.executor.run(command)
         assert result.exit_code in (0, 255) and result.requests, (command, result.stderr)
+
+
+def test_whole_folders_are_synchronised(slot: Slot) -> None:
+    slot.executor.run("aws s3 mb s3://site-1")
+    for name in ("a.txt", "b.txt"):
+        slot.files.put(name, name.encode())
+    up = slot.executor.run("aws s3 sync . s3://site-1")
+    assert up.success and sorted(r.operation for r in up.requests) == ["ListObjectsV2", "PutObject", "PutObject"]
+    slot.files.clear()
+    assert slot.executor.run("aws s3 sync s3://site-1 . --exclude b.txt").success
+    assert slot.files.names() == ["a.txt"]
+    assert slot.executor.run("aws s3 sync . s3://site-1 --delete").success
+    assert [o["Key"] for o in slot.state.call("s3", "ListObjectsV2", {"Bucket": "site-1"})["Contents"]] == ["a.txt"]
+
+
+def test_presigning_sends_nothing(slot: Slot) -> None:
+    signed = slot.executor.run("aws s3 presign s3://bucket-1/key --expires-in 60")
+    assert signed.success and signed.requests == ()
+    assert signed.stdout.startswith("http://localhost:4566/bucket-1/key?") and "Expires" in signed.stdout
+
+
+def test_one_command_writes_only_so_many_files(slot: Slot) -> None:
+    slot.state.call("s3", "CreateBucket", {"Bucket": "crowd"})
+    for number in range(300):
+        slot.state.call("s3", "PutObject", {"Bucket": "crowd", "Key": f"deep/folder/{number}", "Body": b"x"})
+    result = slot.executor.run("aws s3 cp s3://crowd/ below --recursive")
+    assert not result.success and result.refusal == "local-file"
+    assert sum(path.is_file() for path in slot.files.path.rglob("*")) <= 64
+    assert slot.executor.run("aws s3 ls").success
+    slot.files.clear()
+    assert slot.files.names() == []
