@@ -17,7 +17,8 @@ from realhf.env.task import ACCOUNT_ID
 class Lookup:
     """How a kind of resource is read: the describing call, where its object lies in the response, and the field
     of it that must equal the name. ``extras`` are further calls (operation, params, path): made when an
-    attribute's path names their key, put into the object under it. ``%(Field)s`` in their params is a field of it."""
+    attribute's path names their key, put into the object under it. ``%(path)s`` in their params is what the path
+    finds in it, extras of rows above included when they are named too; without that the extra is null."""
 
     operation: str
     params: Mapping[str, Any]
@@ -133,7 +134,11 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
             {},
             "WorkGroups",
             "Name",
-            extras={"Configuration": ("GetWorkGroup", {"WorkGroup": "%s"}, "WorkGroup.Configuration")},
+            extras={
+                "Configuration": ("GetWorkGroup", {"WorkGroup": "%s"}, "WorkGroup.Configuration"),
+                "NamedQueryIds": ("ListNamedQueries", {"WorkGroup": "%s"}, "NamedQueryIds"),
+                "FirstQuery": ("GetNamedQuery", {"NamedQueryId": "%(NamedQueryIds[0])s"}, "NamedQuery"),
+            },
         ),
         ("autoscaling", "group"): Lookup(
             "DescribeAutoScalingGroups",
@@ -156,6 +161,11 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
             extras={
                 "Rules": ("GetBackupPlan", {"BackupPlanId": "%(BackupPlanId)s"}, "BackupPlan.Rules"),
                 "Selections": ("ListBackupSelections", {"BackupPlanId": "%(BackupPlanId)s"}, "BackupSelectionsList"),
+                "FirstSelection": (
+                    "GetBackupSelection",
+                    {"BackupPlanId": "%(BackupPlanId)s", "SelectionId": "%(Selections[0].SelectionId)s"},
+                    "BackupSelection",
+                ),
             },
         ),
         ("backup", "vault"): Lookup("DescribeBackupVault", {"BackupVaultName": "%s"}, name_field="BackupVaultName"),

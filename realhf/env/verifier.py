@@ -30,6 +30,7 @@ from realhf.env.task import TaskError
 from realhf.env.tracker import is_read
 
 _ABSENT_CODES = re.compile(r"NotFound|NoSuch|NonExistent|NotExist|^404$|^NotFound$")
+_FIELD = re.compile(r"%\((.+?)\)s")
 _ABSENT_ANSWERS = frozenset(
     {
         ("athena", "GetWorkGroup", "InvalidRequestException"),
@@ -122,7 +123,8 @@ class ResourceCheck:
             return None
         for key, (operation, params, path) in lookup.extras.items():
             if any(re.search(rf"\b{key}\b", attribute) for attribute in self.attributes):
-                extra = _response(state, self.service, operation, _with_fields(params, found), self.name)
+                params = _with_fields(params, found)
+                extra = None if params is None else _response(state, self.service, operation, params, self.name)
                 found = {**found, key: jmespath.search(path, extra or {})}
         return found
 
@@ -292,13 +294,18 @@ def _with_name(params: Any, name: str | None) -> Any:
     return [_with_name(value, name) for value in params] if isinstance(params, list) else params
 
 
-def _with_fields(params: Any, found: Mapping[str, Any]) -> Any:
-    """``params`` with every ``%(Field)s`` replaced by that field of the object that was found."""
+def _with_fields(params: Any, found: Any) -> Any:
+    """``params`` with every ``%(path)s`` replaced by what the path finds in the object; None if one finds nothing."""
     if isinstance(params, str):
-        return re.sub(r"%\((\w+)\)s", lambda match: str(found.get(match[1], "")), params)
+        values = {path: search(path, found) for path in _FIELD.findall(params)}
+        return None if None in values.values() else _FIELD.sub(lambda match: str(values[match[1]]), params)
     if isinstance(params, Mapping):
-        return {key: _with_fields(value, found) for key, value in params.items()}
-    return [_with_fields(value, found) for value in params] if isinstance(params, list) else params
+        filled = {key: _with_fields(value, found) for key, value in params.items()}
+        return None if None in filled.values() else filled
+    if isinstance(params, list):
+        items = [_with_fields(value, found) for value in params]
+        return None if None in items else items
+    return params
 
 
 def _named(found: Any, name_field: str, name: str) -> Any:
