@@ -25,11 +25,11 @@ _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_FIRST_ARGUMENT = 0, 4, 16
 _MACHINES = {
     # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot, pivot_root, unshare,
     # setns, bpf, kexec_load, init_module, finit_module, process_vm_readv, process_vm_writev, keyctl, userfaultfd,
-    # open_by_handle_at, io_uring_setup, pidfd_getfd
+    # open_by_handle_at, io_uring_setup, pidfd_getfd, kill, pidfd_send_signal
     "x86_64": (0xC000003E, 317, 56, 435, (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246,
-                                          175, 313, 310, 311, 250, 323, 304, 425, 438)),
+                                          175, 313, 310, 311, 250, 323, 304, 425, 438, 62, 424)),
     "aarch64": (0xC00000B7, 277, 220, 435, (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105,
-                                            273, 270, 271, 219, 282, 265, 425, 438)),
+                                            273, 270, 271, 219, 282, 265, 425, 438, 129, 424)),
 }  # fmt: skip
 
 

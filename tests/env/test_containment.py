@@ -73,6 +73,7 @@ if seccomp.available():
     assert refused(libc.execv, b"/bin/true", None)
     assert refused(libc.ptrace, 0, 0, 0, 0)
     assert refused(libc.unshare, 0x10000000)
+    assert refused(libc.kill, os.getppid(), 0)
 done = []
 thread = threading.Thread(target=done.append, args=(1,))
 thread.start()
