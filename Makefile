@@ -4,13 +4,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
 
-.PHONY: red-team install train test lint help clean-venv
+.PHONY: red-team install train test lint help clean-venv test-trl
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests"
 	@echo "make red-team play every attack of the table against a real environment and print what was observed"
 	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
+	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our tool class"
 	@echo "make install  make .venv and install the project into it"
 
 install: $(STAMP)
@@ -37,6 +38,12 @@ test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(PYTHON) -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
 	@test -x .venv-openenv-core/bin/openenv || { $(PYTHON) -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
 	$(BIN)/python -m pytest -q -rs tests/interop
+
+test-trl: install
+	@test -x .venv-trl/bin/trl || { $(PYTHON) -m venv .venv-trl \
+	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
+	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets; }
+	$(BIN)/python -m pytest -q -rs tests/trl
 
 red-team: install
 	$(BIN)/python -m tests.env.red_team

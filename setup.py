@@ -40,6 +40,8 @@ setup(
             "pytest-asyncio",
             "pytest-timeout",
             "hypothesis",
+            "ipykernel",
+            "nbclient",
             "ruff",
             "pyright[nodejs]",
         ],

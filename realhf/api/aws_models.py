@@ -7,6 +7,7 @@ server, an older one) has its neutral value.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -59,3 +60,12 @@ class AwsState(BaseModel):
     infra_state: dict[str, Any] = Field(default_factory=dict)
     chaos_occurred: bool = False
     current_tier: str | None = None
+
+
+@dataclass(frozen=True)
+class AwsStepResult:
+    """Reply to reset or step. ``reward`` is None after a reset, where the server sends none."""
+
+    observation: AwsObservation
+    reward: float | None
+    done: bool

@@ -98,6 +98,11 @@ class MultiTurnEnvPool:
         self._playing = threading.Lock()
 
     @property
+    def turn_tokens(self) -> int:
+        """Tokens that a policy turn may have."""
+        return self._limits.turn_tokens
+
+    @property
     def reward_mode(self) -> str:
         """How the server's rewards are read: ``potential`` or ``level``."""
         return self._group.reward_mode

@@ -1,0 +1,58 @@
+"""TRL's GRPOTrainer with our tool class, and with our pool as its rollout function: two real steps on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.env.server_process import EnvServerProcess
+from realhf.env.tasks.loader import instantiate
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+SESSIONS = 8
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this"),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EnvServerProcess]:
+    with EnvServerProcess(SESSIONS) as process:
+        yield process
+
+
+def train(mode: str, server: EnvServerProcess, folder: Path) -> dict[str, Any]:
+    rows = []
+    for task in (instantiate(1, 7), instantiate(3, 7)):
+        rows.append({"task_id": task.task_id, "seed": task.seed, "text": task.description,
+                     "solution": task.solution[0], "wrong": "aws sqs list-queues"})  # fmt: skip
+    given, found = folder / "given.json", folder / "found.json"
+    given.write_text(json.dumps({"rows": rows, "url": server.url}))
+    environment = {**os.environ, "AWS_RL_ENV_URL": server.url, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [str(PYTHON), str(Path(__file__).with_name("train_two_steps.py")), mode, str(given), str(found)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(found.read_text())
+
+
+@pytest.mark.parametrize(
+    ("mode", "reward"), [("tool", "rewards/AwsToolEnv/mean"), ("rollout", "rewards/episode_reward/mean")]
+)
+def test_two_steps(mode: str, reward: str, server: EnvServerProcess, tmp_path: Path) -> None:
+    found = train(mode, server, tmp_path)
+    steps = [entry for entry in found["log"] if "loss" in entry]
+    assert found["steps"] == len(steps) == 2
+    assert found["moved"] > 0, "no parameter changed"
+    assert any(0 < entry[reward] < 1 for entry in steps), "some episodes are solved, some not"
+    if mode == "tool":
+        assert sum(entry["tools/call_frequency"] for entry in steps) > 0
+        assert all(entry["tools/failure_frequency"] == 0 for entry in steps)

@@ -1,0 +1,141 @@
+"""Two GRPO steps of TRL's trainer on CPU with the built-in tiny model, against a running environment server.
+
+    python train_two_steps.py tool|rollout INPUT.json OUTPUT.json
+
+Runs in .venv-trl. INPUT holds ``rows`` [{task_id, seed, text, solution, wrong}]. The model is taught a few
+conversations first (right and wrong commands alike), because random weights never call a tool.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers.utils import get_json_schema
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import get_training_chat_template, qwen3_chat_template
+
+from realhf.api.chat import TemplateChat
+from realhf.api.config import BuiltinModelConfig
+from realhf.api.observation_text import observation_text
+from realhf.backends.builtin_policy import build_model, train_tokenizer
+from realhf.rollout.aws_tool import AwsToolEnv
+from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.trl_rollout import PoolRollouts, episode_reward
+
+INSTRUCTION = "Use the tool. "
+CONFIG = BuiltinModelConfig(vocab_size=768, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=192,
+                            max_positions=1024)  # fmt: skip
+GROUP, PROMPTS, STEPS, LESSONS = 4, 2, 2, 80
+OK = observation_text({"command_success": True, "command_output": ""})
+
+
+def conversations(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Every task once with its solution and once with a wrong command, as tool calls."""
+    found = []
+    for row in rows:
+        for command in (row["solution"], row["wrong"]):
+            call = {"type": "function", "function": {"name": "aws", "arguments": {"command": command}}}
+            found.append([
+                {"role": "user", "content": INSTRUCTION + row["text"]},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "name": "aws", "content": OK},
+                {"role": "assistant", "content": "done"},
+            ])  # fmt: skip
+    return found
+
+
+def tool_lessons(rows: list[dict[str, Any]]) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
+    """(tokenizer, [(ids, what to learn)]): the policy's side of the conversations, in TRL's Qwen3 format."""
+    tools = [AwsToolEnv.aws]
+    texts = [qwen3_chat_template, json.dumps(get_json_schema(AwsToolEnv.aws)), *map(json.dumps, conversations(rows))]
+    tokenizer = train_tokenizer(texts, CONFIG.vocab_size, CONFIG.max_positions)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = qwen3_chat_template
+    lessons = []
+    for messages in conversations(rows):
+        for end in (2, 4):
+            ids, asked = (
+                tokenizer.apply_chat_template(
+                    part, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=cue,
+                    chat_template=get_training_chat_template(tokenizer),
+                )
+                for part, cue in ((messages[:end], False), (messages[: end - 1], True))
+            )  # fmt: skip
+            lessons.append((ids, [position >= len(asked) for position in range(len(ids))]))
+    return tokenizer, lessons
+
+
+def text_lessons(rows: list[dict[str, Any]]) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
+    """The same for a policy that answers with the bare command."""
+    texts = [row[key] for row in rows for key in ("text", "solution", "wrong")]
+    tokenizer = train_tokenizer(texts, CONFIG.vocab_size, CONFIG.max_positions)
+    chat = TemplateChat(tokenizer)
+    lessons = []
+    for row in rows:
+        for command in (row["solution"], row["wrong"]):
+            asked, said = chat.first(row["text"]), chat.encode(command) + chat.closing()
+            lessons.append((asked + said, [False] * len(asked) + [True] * len(said)))
+    return tokenizer, lessons
+
+
+def taught(tokenizer: Any, lessons: list[tuple[list[int], list[bool]]]) -> Any:
+    """The built-in model after a few passes over the lessons."""
+    model = build_model(CONFIG, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=1)
+    longest = max(len(ids) for ids, _ in lessons)
+    ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in lessons])
+    learn = torch.tensor([mask + [False] * (longest - len(mask)) for _, mask in lessons])
+    labels = ids.masked_fill(~learn, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for _ in range(LESSONS):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model
+
+
+def trainer(mode: str, rows: list[dict[str, Any]], url: str, out: str) -> GRPOTrainer:
+    tokenizer, lessons = (tool_lessons if mode == "tool" else text_lessons)(rows)
+    model = taught(tokenizer, lessons)
+    config = GRPOConfig(
+        output_dir=out, max_steps=STEPS, num_generations=GROUP, per_device_train_batch_size=GROUP * PROMPTS,
+        max_completion_length=400, max_tool_calling_iterations=3, learning_rate=1e-5, use_cpu=True, bf16=False,
+        report_to=[], logging_steps=1, save_strategy="no", seed=3, temperature=1.0, beta=0.0, shuffle_dataset=False,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    if mode == "tool":
+        dataset = Dataset.from_list([
+            {"prompt": [{"role": "user", "content": INSTRUCTION}], "task_id": row["task_id"], "seed": row["seed"]}
+            for row in rows
+        ])  # fmt: skip
+        return GRPOTrainer(model, train_dataset=dataset, args=config, processing_class=tokenizer,
+                           environment_factory=AwsToolEnv)  # fmt: skip
+    prompts = [json.dumps({"task_id": row["task_id"], "seed": row["seed"]}) for row in rows]
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
+    pool = MultiTurnEnvPool(url, GROUP, max_turns=2, max_total_tokens=512, turn_tokens=40)
+    return GRPOTrainer(model, [episode_reward], train_dataset=dataset, args=config, processing_class=tokenizer,
+                       rollout_func=PoolRollouts(pool))  # fmt: skip
+
+
+def main() -> None:
+    mode, source, target = sys.argv[1:]
+    given = json.loads(Path(source).read_text())
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as out:
+        job = trainer(mode, given["rows"], given["url"], out)
+        before = [parameter.detach().clone() for parameter in job.model.parameters()]
+        job.train()
+        moved = max(float((a - b.detach()).abs().max()) for a, b in zip(before, job.model.parameters(), strict=True))
+        Path(target).write_text(json.dumps({"steps": job.state.global_step, "moved": moved,
+                                            "log": job.state.log_history}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
