@@ -12,10 +12,12 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from realhf.env.executor import OutputLimits
 from realhf.env.player import EpisodePlayer
 from realhf.env.pool import MiniStackPool
+from realhf.env.real_aws import RealAwsPool
 from realhf.env.server import EnvServer, listen
 from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, resolve
 from realhf.scheduler.failure import run_guarded
@@ -71,16 +73,13 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
     """Start the pool and the server, then wait for the end: for ever, or until the master says bye. Raises
     OSError (port taken), RuntimeError (MiniStack does not come up) or MasterLost."""
     listener = listen(config.host, config.port)
-    pool = MiniStackPool(
-        config.pool_size,
-        config.ministack_base_port,
-        sandbox=config.containment,
-        limits=OutputLimits(config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes),
-        lambda_mode=config.lambda_mode,
-    )
-    server = EnvServer(pool, lambda slot: EpisodePlayer(
-        slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos
-    ), config, listener)
+    pool = make_pool(config)
+    chaos = config.enable_chaos and config.backend_type == "simulator"
+
+    def make_player(slot: Any) -> EpisodePlayer:
+        return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos)
+
+    server = EnvServer(pool, make_player, config, listener)
     try:
         pool.start()
         server.start()
@@ -96,6 +95,15 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
         server.stop()
         pool.stop()
         listener.close()
+
+
+def make_pool(config: ServerConfig) -> MiniStackPool | RealAwsPool:
+    """Simulators, or the real account where that is confirmed."""
+    limits = OutputLimits(config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes)
+    if config.backend_type == "aws":
+        return RealAwsPool(config.allow_real_aws, config.allow_file, limits)
+    return MiniStackPool(config.pool_size, config.ministack_base_port, sandbox=config.containment, limits=limits,
+                         lambda_mode=config.lambda_mode)  # fmt: skip
 
 
 def _follow_master(server: EnvServer, master: str, run_id: str, name: str) -> None:

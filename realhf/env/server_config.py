@@ -99,9 +99,9 @@ class ServerConfig:
                               f"({self.ministack_base_port} to {last})")  # fmt: skip
         if not _is_loopback(self.host):
             self._check_open_host()
-        if self.backend_type == "aws" and not (self.token and self.allow_real_aws):
-            raise ConfigError(f"{_named('backend_type')} is aws; it needs {_named('token')} and the account id in "
-                              f"{_named('allow_real_aws')}")  # fmt: skip
+        if self.backend_type == "aws" and not (self.token and self.allow_real_aws and self.pool_size == 1):
+            raise ConfigError(f"{_named('backend_type')} is aws; it needs {_named('token')}, the account id in "
+                              f"{_named('allow_real_aws')} and {_named('pool_size')} 1")  # fmt: skip
 
     def _check_open_host(self) -> None:
         where = f"{_named('host')} is {self.host!r}, not a loopback address"
