@@ -44,8 +44,8 @@ LISTINGS: Mapping[str, tuple[Listing, ...]] = MappingProxyType(
              "LaunchConfigurations[].LaunchConfigurationName"),
         ),
         "backup": (
-            ("vault", "ListBackupVaults", _NONE, "BackupVaultList[].BackupVaultName"),
             ("plan", "ListBackupPlans", _NONE, "BackupPlansList[].BackupPlanName"),
+            ("vault", "ListBackupVaults", _NONE, "BackupVaultList[].BackupVaultName"),
         ),
         "batch": (
             ("compute-environment", "DescribeComputeEnvironments", _NONE,

@@ -245,6 +245,78 @@ def test_malformed_criteria_are_task_errors(criteria: dict) -> None:
         parse_criteria(criteria)
 
 
+def test_a_text_that_the_command_must_contain_needs_an_accepted_request() -> None:
+    play = Play({"command_contains": "sns:ListTopics"}, FakeState())
+    assert play.send("sns:ListTopics", {}, 403, "AccessDenied") == 0
+    assert play.send("sns:ListSubscriptions", {}) == 0
+    assert play.send("sns:ListTopics", {}) == 1
+
+
+LIST = "aws sqs list-queues"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "output", "holds"),
+    [
+        ({"output_contains": "jobs"}, '{"QueueUrls": ["http://x/jobs"]}', True),
+        ({"output_contains": "jobs", "not_contains": "old"}, '{"QueueUrls": ["http://x/jobs-old"]}', False),
+        ({"json_path": "length(QueueUrls)", "expected": 1}, '{"QueueUrls": ["a"]}', True),
+        ({"json_path": "length(QueueUrls)", "expected": "1"}, '{"QueueUrls": ["a"]}', False),
+        ({"json_path": "length(QueueUrls)", "expected": "1", "loose": True}, '{"QueueUrls": ["a"]}', True),
+        ({"json_path": "QueueUrls", "absent": True}, "", True),
+        ({"json_path": "QueueUrls"}, "no JSON", False),
+        ({"absent": True}, None, True),
+        ({}, None, False),
+    ],
+)
+def test_checks_by_command(wanted: dict, output: str | None, holds: bool) -> None:
+    result = CommandResult(255, "", "absent") if output is None else CommandResult(0, output, "")
+    assert parse_check({"command": LIST, "description": "x"} | wanted).holds(FakeState(run=result)) is holds
+
+
+@pytest.mark.parametrize(
+    "command", ["aws sqs create-queue --queue-name x", "aws configure list", "rm x", "aws s3 rm s3://b", ""]
+)
+def test_a_check_by_command_may_only_look(command: str) -> None:
+    with pytest.raises(TaskError):
+        parse_check({"command": command})
+
+
+def test_texts_of_an_answer_are_compared_without_escapes() -> None:
+    state = FakeState(GetBucketPolicy={"Policy": '{"Principal": "*"}'})
+    call = {"service": "s3", "operation": "GetBucketPolicy", "params": {}}
+    assert parse_check({"call": call, "output_contains": '"Principal": "*"'}).holds(state)
+    assert not parse_check({"call": call, "output_contains": "P", "not_contains": '"Principal": "*"'}).holds(state)
+
+
+def test_too_many_checks_are_refused() -> None:
+    with pytest.raises(TaskError, match="more than 40"):
+        parse_criteria({"state_checks": [BUCKET] * 41})
+
+
+def test_a_generated_id_or_a_secret_arn_names_what_was_made() -> None:
+    tracker = Tracker()
+
+    def send(operation: str, params: dict, output: str = "") -> None:
+        service, _, name = operation.partition(":")
+        request = SentRequest(service, name, params, 200, "")
+        tracker.record("aws", CommandResult(0, output, "", requests=(request,)))
+
+    send("apigateway:CreateRestApi", {"name": "api"}, '{"id": "abc"}')
+    send("apigateway:DeleteRestApi", {"restApiId": "xyz"})
+    assert tracker.rollbacks == 0
+    send("apigateway:DeleteRestApi", {"restApiId": "abc"})
+    assert tracker.rollbacks == 1
+    send("secretsmanager:CreateSecret", {"Name": "db"})
+    send("secretsmanager:DeleteSecret", {"SecretId": "arn:aws:secretsmanager:us-east-1:0:secret:db-a1B2c3"})
+    assert tracker.rollbacks == 2
+    send("iam:AttachRolePolicy", {"RoleName": "r", "PolicyArn": "p1"})
+    send("iam:DetachRolePolicy", {"RoleName": "r", "PolicyArn": "p2"})
+    assert tracker.rollbacks == 2
+    send("iam:DetachRolePolicy", {"RoleName": "r", "PolicyArn": "p1"})
+    assert tracker.rollbacks == 3
+
+
 def test_one_grading_sends_each_request_once() -> None:
     state = FakeState(HeadBucket={}, GetBucketVersioning={"Status": "Enabled"})
     verify = {**BUCKET, "attributes": {"Versioning.Status": "Enabled"}}

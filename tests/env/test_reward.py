@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from realhf.env.reward import RewardMeter, monotone_progress, score
+from realhf.env.reward import RewardMeter, level, monotone_progress, score
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,10 @@ from realhf.env.reward import RewardMeter, monotone_progress, score
         (0.99, {"progress": 1.0, "achieved": False, "idempotent_retries": 9}),
         (1.0, {"progress": 1.0, "achieved": True}),
         (1.0, {"progress": 0.1, "achieved": True, "last_failed": True, "rollbacks": 5}),
+        (0.85, {"progress": 1.0, "achieved": True, "hints": 1}),
+        (0.45 * 0.85**3, {"progress": 0.5, "achieved": False, "hints": 3}),
+        (1.05, {"progress": 1.0, "achieved": True, "chaos_survived": True}),
+        (1.05 * 0.85**2, {"progress": 1.0, "achieved": True, "chaos_survived": True, "hints": 2}),
     ],
 )
 def test_score(value: float, arguments: dict) -> None:
@@ -52,3 +56,31 @@ def test_progress_is_monotone() -> None:
     facts = {"achieved": False, "last_failed": False, "rollbacks": 0, "idempotent_retries": 0}
     rewards = [meter.step(progress, **facts) for progress in (0.5, 0.0, 0.5, 0.0, 0.5)]
     assert rewards[0] > 0 and rewards[1:] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments"),
+    [
+        (0.5, {"progress": 0.5, "rose": True}),
+        (0.4, {"progress": 0.5, "rose": False}),
+        (0.25, {"progress": 0.5, "rose": True, "last_failed": True}),
+        (0.32, {"progress": 0.5, "rose": False, "rollbacks": 1, "idempotent_retries": 1}),
+        (0.0, {"progress": 0.0, "rose": False, "rollbacks": 1}),
+        (0.4 * 0.85, {"progress": 0.5, "rose": False, "hints": 1}),
+        (0.85, {"progress": 1.0, "rose": True, "achieved": True, "hints": 1}),
+    ],
+)
+def test_level(value: float, arguments: dict) -> None:
+    assert level(**arguments) == pytest.approx(value, abs=1e-8)
+
+
+def test_in_the_mode_level_the_last_reward_is_the_score() -> None:
+    meter = RewardMeter("level")
+    rewards = [meter.step(progress, achieved=False) for progress in (0.5, 0.5, 0.75)]
+    assert rewards == pytest.approx([0.5, 0.4, 0.7], abs=1e-8) and meter.total == rewards[-1]
+    assert meter.step(1.0, achieved=True) == meter.total == 1.0
+
+
+def test_an_unknown_mode_is_named() -> None:
+    with pytest.raises(ValueError, match="best"):
+        RewardMeter("best")

@@ -152,16 +152,16 @@ def test_unknown_arguments_are_named() -> None:
 @pytest.mark.sim
 def test_every_task_keeps_its_promise(pool: MiniStackPool) -> None:
     """Solution scores exactly 1; nothing, prefixes, partial and wrong-name solutions do not; habits fail and their
-    ways back lead home: 3 seeds of both splits."""
+    ways back lead home; every set of drifts is repaired. One instance of either split; ``validate`` plays more."""
     slots = [pool.acquire() for _ in range(pool.free_count)]
 
     def check(lane: int) -> list[str]:
         episode, found = Episode(slots[lane]), []
         for template in TEMPLATES[lane :: len(slots)]:
-            for seed, split in itertools.product(range(3), SPLITS):
-                task = instantiate(template.task_id, seed, split)
-                wrong = problems(episode, task, thorough=seed == 0 and split == "train")
-                found += [f"{task.template} {split} {seed}: {text}" for text in wrong]
+            for split in SPLITS:
+                task = instantiate(template.task_id, 0, split)
+                wrong = problems(episode, task, thorough=split == "train")
+                found += [f"{task.template} {split}: {text}" for text in wrong]
         return found
 
     try:
