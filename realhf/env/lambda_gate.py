@@ -60,6 +60,7 @@ class LambdaGate:
                     raise TimeoutError(f"the Lambda broker did not answer within {_ANSWER_S:g} s")
                 answer = read_frame(self._stream)
             except OSError as error:
+                self._channel.close()  # a late answer must not become the next one's
                 return _failed("Service.Unavailable", str(error))
         return answer or _failed("Service.Unavailable", "the Lambda broker ended")
 

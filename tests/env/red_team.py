@@ -1,11 +1,13 @@
 """Plays the attacks of ``red_team_attacks`` against a real pool and looks for their effects, not their messages.
 
 Every attack is tried at the agent's door and, where that refuses it, once more past the policy at the worker
-itself, so that a second layer is seen to hold. ``python -m tests.env.red_team`` prints the whole table.
+itself, so that a second layer is seen to hold. ``python -m tests.env.red_team [--sandbox plain] [--lambda sandbox]``
+prints the whole table.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -25,6 +27,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES
 from realhf.env.executor import CommandResult, OutputLimits, SimulatorLost
 from realhf.env.pool import MiniStackPool
 from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack
@@ -149,11 +152,15 @@ def _said(result: CommandResult) -> str:
 
 def main() -> int:
     """Play everything; 0 when each attack ended as expected and without effect."""
+    parser = argparse.ArgumentParser(description="Play the attacks and print attack, expected, observed.")
+    parser.add_argument("--sandbox", choices=SANDBOX_MODES, default="auto")
+    parser.add_argument("--lambda", dest="lambda_mode", choices=LAMBDA_MODES, default="stub")
+    arguments = parser.parse_args()
     wrong = 0
     table = Table(title="Red team: what an agent tried")
     for column in ("row", "attack", "tries", "expected at the door", "observed", "past the policy", "effects"):
         table.add_column(column, overflow="fold")
-    pool = MiniStackPool(2)
+    pool = MiniStackPool(2, sandbox=arguments.sandbox, lambda_mode=arguments.lambda_mode)
     try:
         pool.start()
         with tempfile.TemporaryDirectory() as folder:
