@@ -14,7 +14,7 @@ from rich.table import Table
 from realhf.env.grader import criteria_of
 from realhf.env.task import TaskError
 from realhf.env.tasks.loader import Template, get_template, instantiate, load_templates
-from realhf.env.tasks.static_checks import collection_problems, template_problems
+from realhf.env.tasks.static_checks import collection_problems, kind_of, template_problems
 from realhf.env.tasks.validation import validate
 
 
@@ -25,13 +25,20 @@ def choose(ids: Sequence[int] | None, tiers: Sequence[str] | None) -> list[Templ
 
 def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Table:
     """One row per template."""
-    table = Table("id", "tier", "strategy", "task", "commands", "verdict")
+    table = Table("id", "tier", "split", "strategy", "task", "commands", "verdict")
     for template in templates:
-        task, wrong = instantiate(template.task_id, 0), found[template.task_id]
+        wrong = found[template.task_id]
         verdict = "[red]" + escape("\n".join(wrong)) if wrong else "[green]ok"
-        commands = ", ".join(" ".join(command.split()[1:3]) for command in task.solution)
-        table.add_row(str(task.task_id), task.tier, criteria_of(task).strategy, task.template, commands, verdict)
+        table.add_row(str(template.task_id), kind_of(template), template.split, _strategy(template), template.name,
+                      str(len(template.solution)), verdict)  # fmt: skip
     return table
+
+
+def _strategy(template: Template) -> str:
+    try:
+        return criteria_of(instantiate(template.task_id, 0)).strategy
+    except TaskError:
+        return "?"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
