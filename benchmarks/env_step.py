@@ -96,7 +96,7 @@ def workload() -> tuple[list[Task], list[list[str]]]:
 def play_ours(pool: MultiTurnEnvPool, tasks: Sequence[Task], scripts: Sequence[Sequence[str]]) -> tuple[float, float]:
     """One step: milliseconds of environment time, resets included, and of the turns alone."""
     before = dict(pool.timings)
-    resets = [{"task": task.to_json()} for task in tasks]
+    resets = [{"task": task.to_json(), "chaos": False} for task in tasks]
     groups = pool.run_groups(resets, ScriptedPolicy(scripts), group_size=1, seeds=[t.seed for t in tasks])
     assert all(group[0].achieved and len(group[0].turns) == TURNS for group in groups)
     env = pool.timings["env_s"] - before["env_s"]
