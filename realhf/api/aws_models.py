@@ -24,9 +24,9 @@ class TaskInfo(BaseModel):
     """The part of a task that an agent may see."""
 
     model_config = ConfigDict(extra="allow")
-    task_id: int = Field(ge=0)
-    difficulty: str
-    description: str
+    task_id: int = Field(default=0, ge=0)
+    difficulty: str = ""
+    description: str = ""
     desired_state_spec: str | None = None
 
 

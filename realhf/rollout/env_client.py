@@ -190,6 +190,12 @@ class OpenEnvClient:
         finally:
             connection.transport.abort()
 
+    def abort(self) -> None:
+        """Drop the connection without a word; call it on the loop."""
+        connection, self._connection, self._deadline = self._connection, None, None
+        if connection is not None:
+            connection.transport.abort()
+
     async def _send(self, message: dict[str, Any]) -> None:
         if self._connection is None:
             raise ConnectionPoisoned(f"no usable connection to {self.url}")
@@ -237,12 +243,6 @@ class OpenEnvClient:
     def _not_the_wire(self, error: Exception) -> ConnectionLost:
         self.abort()
         return ConnectionLost(f"{self.url} does not speak the OpenEnv wire: {error!r}")
-
-    def abort(self) -> None:
-        """Drop the connection without a word; call it on the loop."""
-        connection, self._connection, self._deadline = self._connection, None, None
-        if connection is not None:
-            connection.transport.abort()
 
 
 def websocket_url(base_url: str) -> str:
