@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from realhf.env.task import Task, TaskError
@@ -22,6 +23,9 @@ from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equ
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the attributes are not right."""
 MAX_CHECKS = 40
+_TYPES: Mapping[str, type] = MappingProxyType(
+    {"operation": str, "params": dict, "command_contains": str, "steps": list, "services": list, "state_checks": list}
+)
 STEP_SHARE = 0.7
 """Weight of the steps where a task has both steps and state checks."""
 
@@ -84,6 +88,9 @@ class Grade:
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:
     """Criteria from the plain data of a task. Raises TaskError."""
+    for key, kind in _TYPES.items():
+        if not isinstance(data.get(key), kind | None):
+            raise TaskError(f"task.success_criteria.{key} is not of type {kind.__name__}")
     try:
         resource = parse_check(data["resource_exists"]) if data.get("resource_exists") else None
         if resource is not None and not isinstance(resource, ResourceCheck):
@@ -107,6 +114,8 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
 
 
 def _parse_step(data: Mapping[str, Any]) -> Step:
+    if not isinstance(data["operation"], str) or not isinstance(data.get("resource"), str | None):
+        raise TaskError("operation and resource of a step are texts")
     verify = parse_check(data["verify"]) if data.get("verify") else None
     return Step(data["operation"], data.get("resource"), verify, bool(data.get("ordered", False)))
 
@@ -132,7 +141,10 @@ class Grader:
 
     @property
     def credited_operations(self) -> list[str]:
-        return [step.operation for step in self.criteria.steps[: len(self._credited)]]
+        """The operations that progress has been given for, in the order of the criteria."""
+        if self.criteria.steps:
+            return [step.operation for step in self.criteria.steps[: len(self._credited)]]
+        return [self.criteria.operation] if self.criteria.operation and self.grade.progress else []
 
     def missing(self) -> list[str]:
         """What keeps the task from being achieved, in words: steps without credit, checks that fail now, services."""

@@ -214,5 +214,5 @@ def is_read(operation: str) -> bool:
 
 
 def _met_existing(deed: Evidence, present: frozenset[tuple[str, str]]) -> bool:
-    exists = any(word in deed.error_code for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists"))
+    exists = any(word in deed.error_code for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists", "Duplicate"))
     return not deed.ok and exists and (deed.service, deed.resource) in present

@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jmespath
@@ -197,6 +198,10 @@ Check = ResourceCheck | CallCheck | CommandCheck
 
 _RESOURCE_KEYS = frozenset({"service", "type", "name", "attributes", "loose"})
 _EXPECTATION_KEYS = frozenset({"json_path", "expected", "absent", "output_contains", "not_contains", "loose"})
+_TYPES: Mapping[str, type] = MappingProxyType(
+    {"name": str, "attributes": dict, "call": dict, "command": str, "json_path": str, "absent": bool, "loose": bool}
+    | {"output_contains": str, "not_contains": str}
+)
 _LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan", "search-", "lookup-", "filter-", "ls")
 
 
@@ -212,6 +217,9 @@ def parse_check(data: Any) -> Check:
         paths = [data["json_path"]] if data.get("json_path") else list(data.get("attributes") or ())
         for path in paths:
             jmespath.compile(path)
+        for key, kind_of_value in _TYPES.items():
+            if not isinstance(data.get(key), kind_of_value | None):
+                raise TaskError(f"{key} of a check is not of type {kind_of_value.__name__}")
         if kind is None:
             return _resource_check(data)
         set_keys = {key: data[key] for key in _EXPECTATION_KEYS & set(data) if data[key] is not None}
@@ -231,6 +239,8 @@ def _resource_check(data: Mapping[str, Any]) -> ResourceCheck:
 
 def _call_check(call: Mapping[str, Any], wanted: Mapping[str, Any]) -> CallCheck:
     canonical = f"{call['service']}:{call['operation']}"
+    if not isinstance(call.get("params") or {}, dict):
+        raise TaskError("params of a check's call are no object")
     if not (is_read(canonical) and operation_allowed(call["service"], call["operation"])):
         raise TaskError(f"a check may not call {canonical}")
     return CallCheck(call["service"], call["operation"], call.get("params") or {}, Expectation(**wanted))

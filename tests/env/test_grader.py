@@ -55,7 +55,9 @@ def test_command_match_wants_operation_parameters_and_acceptance() -> None:
     assert play.send("s3:ListBuckets", {}) == 0
     assert play.send("s3:ListObjectsV2", {"Bucket": "a-2"}) == 0
     assert play.send("s3:ListObjectsV2", {"Bucket": "a"}, 404, "NoSuchBucket") == 0
+    assert play.grader.credited_operations == []
     assert play.send("s3:ListObjectsV2", {"Bucket": "a", "MaxKeys": 5}) == 1
+    assert play.grader.credited_operations == ["s3:ListObjectsV2"]
     assert play.grader.grade.achieved
 
 
@@ -235,6 +237,18 @@ def test_equality_minds_types() -> None:
         {"resource_exists": {**BUCKET, "attributes": {"][": 1}}},
         {"steps": [{"resource": "a"}]},
         {"steps": ["s3:CreateBucket"]},
+        {"steps": [{"operation": 5}]},
+        {"steps": [{"operation": "s3:CreateBucket", "resource": ["a"]}]},
+        {"steps": {"operation": "s3:CreateBucket"}},
+        {"operation": ["s3:CreateBucket"]},
+        {"operation": "s3:CreateBucket", "services": "s3"},
+        {"resource_exists": {**BUCKET, "name": 1}},
+        {"resource_exists": {**BUCKET, "attributes": ["a"]}},
+        {"state_checks": [{"call": {"service": "s3", "operation": "HeadBucket"}, "output_contains": 1}]},
+        {"state_checks": [{"call": {"service": "s3", "operation": "HeadBucket", "params": [1]}}]},
+        {"state_checks": [{"call": "s3"}]},
+        {"state_checks": [{"command": 1}]},
+        {"state_checks": ["s3"]},
         {"state_checks": [{"call": {"service": "s3", "operation": "DeleteBucket", "params": {}}}]},
         {"state_checks": [{"call": {"service": "lambda", "operation": "Invoke", "params": {}}}]},
         {"state_checks": [{"call": {"service": "athena", "operation": "GetQueryResults", "params": {}}}]},
@@ -287,6 +301,13 @@ def test_texts_of_an_answer_are_compared_without_escapes() -> None:
     call = {"service": "s3", "operation": "GetBucketPolicy", "params": {}}
     assert parse_check({"call": call, "output_contains": '"Principal": "*"'}).holds(state)
     assert not parse_check({"call": call, "output_contains": "P", "not_contains": '"Principal": "*"'}).holds(state)
+
+
+def test_an_expression_that_does_not_fit_the_answer_finds_nothing() -> None:
+    call = {"service": "s3", "operation": "GetBucketTagging", "params": {}}
+    check = parse_check({"call": call, "json_path": "length(TagSet)", "expected": 2})
+    assert not check.holds(FakeState(GetBucketTagging={}))
+    assert check.holds(FakeState(GetBucketTagging={"TagSet": [1, 2]}))
 
 
 def test_too_many_checks_are_refused() -> None:

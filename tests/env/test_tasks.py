@@ -5,6 +5,7 @@ import json
 import random
 import shlex
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -19,10 +20,12 @@ from realhf.env.tasks import (
     instantiate,
     is_heldout_seed,
     load_templates,
+    loader,
     mistakes,
     partial_solutions,
     solve,
 )  # fmt: skip
+from realhf.env.tasks.__main__ import main
 from realhf.env.tasks.acceptance import problems
 from realhf.env.tasks.loader import fill
 
@@ -177,3 +180,18 @@ def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
     easy = Task.from_json(task.to_json() | {"success_criteria": {"operation": "sts:GetCallerIdentity"}})
     found = " ".join(problems(episode, easy))
     assert "solution" in found and "doing nothing" in found
+
+
+@pytest.mark.sim
+def test_the_validator_prints_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["validate", "--ids", "101", "--seeds", "1", "--pool-size", "1"]
+    assert main(arguments) == 0
+    assert "1 tasks, 0 with problems" in capsys.readouterr().out
+    easy = replace(get_template(101), success={"operation": "sts:GetCallerIdentity"})
+    monkeypatch.setattr(loader, "_all_templates", lambda: {101: easy})
+    assert main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "1 tasks, 1 with problems" in printed and "doing" in printed
+    with pytest.raises(SystemExit):
+        main(["validate", "--ids", "102"])
+    assert "102" in capsys.readouterr().err
