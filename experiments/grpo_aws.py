@@ -84,7 +84,9 @@ def aws_experiment(
     before: tuple[ExperimentSpec, ...],
 ) -> ExperimentSpec:
     """Tasks from the curriculum, held-out success before and after, the policy exported at the end."""
-    tasks = {"tiers": list(config.env.tiers), "tags": list(config.env.tags), "strategy": config.dataset.curriculum}
+    dataset = config.dataset
+    tasks = {"tiers": list(config.env.tiers), "tags": list(config.env.tags), "strategy": dataset.curriculum,
+             "group_success": dataset.group_success, "priority": to_plain(dataset.priority)}
     source = SourceSpec("task_curriculum", tasks,
                         keys=("task_ids",), worker=models["actor"].workers[0])
     return ExperimentSpec(

@@ -74,6 +74,7 @@ def _names(config: ExperimentConfig) -> Iterator[str]:
         "ppo.adv_estimator": (config.ppo.adv_estimator, list(advantage_estimators)),
         "ppo.loss": (config.ppo.loss, list(policy_losses)),
         "dataset.curriculum": (config.dataset.curriculum, ["learnability", "priority"]),
+        "dataset.group_success": (config.dataset.group_success, ["fraction", "any"]),
         "scheduler": (config.scheduler, ["local"]),
     }
     for option, (value, allowed) in known.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -183,10 +184,14 @@ class EnvConfig:
 
 @dataclass
 class DatasetConfig:
-    """train_bs_n_seqs: samples (task groups, or SFT episodes) of one train step."""
+    """train_bs_n_seqs: samples (task groups, or SFT episodes) of one train step. curriculum: learnability or priority.
+    group_success: what a group counts as there: the fraction of its rollouts that achieved the task, or any.
+    priority: constants of the priority curriculum that differ from its preset (key ``preset``: standard, slow)."""
 
     train_bs_n_seqs: int = 16
     curriculum: str = "learnability"
+    group_success: str = "fraction"
+    priority: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

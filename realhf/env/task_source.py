@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realhf.api.source import SampleResult, SourceItem
@@ -21,8 +21,12 @@ class TaskCurriculumSource:
         tiers: Sequence[str] | None = None,
         strategy: str = "learnability",
         tags: Sequence[str] = (),
+        group_success: str = "fraction",
+        priority: Mapping[str, Any] | None = None,
     ) -> None:
-        self._curriculum = make_curriculum(strategy, seed, tiers, tags)
+        self._curriculum = make_curriculum(
+            strategy, seed, tiers, tags, group_success=group_success, priority=priority
+        )
         self._drawn = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:

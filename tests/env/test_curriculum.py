@@ -7,12 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from realhf.env.curriculum import Curriculum, LearnabilityCurriculum, PriorityCurriculum, decayed_rate, make_curriculum
-from realhf.env.names import is_heldout_pair
+from realhf.env.curriculum import make_curriculum
+from realhf.env.curriculum_base import Curriculum
+from realhf.env.curriculum_learnability import LearnabilityCurriculum
+from realhf.env.curriculum_priority import PRESETS, PriorityCurriculum, PriorityRule, decayed_rate
+from realhf.env.names import is_heldout_pair, is_name
 from realhf.env.task import TaskError
 from realhf.env.tasks import instantiate, load_templates
+from realhf.env.tasks.loader import is_heldout_seed
 
 STRATEGIES = ("priority", "learnability")
+TRAIN = {template.task_id for template in load_templates(split="train")}
+HELDOUT = {template.task_id for template in load_templates(split="heldout")}
+WARMUP = {template.task_id for template in load_templates(["warmup"], split="train")}
+BEGINNER = {template.task_id for template in load_templates(["beginner"], split="train")}
 
 
 def record(curriculum: Curriculum, template_id: int, *results: float) -> None:
@@ -100,10 +108,9 @@ def test_promotion() -> None:
 def test_candidates_are_the_tier_and_what_is_due() -> None:
     curriculum = PriorityCurriculum(0)
     record(curriculum, 1, 1.0, 1.0, 1.0)
-    beginner = {template.task_id for template in load_templates(["beginner"])}
-    assert {task.task_id for task in curriculum.next_tasks(13)} == beginner
+    assert {task.task_id for task in curriculum.next_tasks(len(BEGINNER))} == BEGINNER
     record(curriculum, 101, 0.0, 0.0, 0.0)
-    assert {task.task_id for task in curriculum.next_tasks(14)} == beginner | {1}
+    assert {task.task_id for task in curriculum.next_tasks(len(BEGINNER) + 1)} == BEGINNER | {1}
 
 
 def test_learnability_weights() -> None:
@@ -115,16 +122,17 @@ def test_learnability_weights() -> None:
 
 
 def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> None:
-    curriculum = LearnabilityCurriculum(3)
+    curriculum = LearnabilityCurriculum(3, tags=["starter"])
+    starters = {template.task_id for template in load_templates(tags=["starter"])}
     first: list[int] = []
-    for count in (16, 16, 7):
+    for count in (16, 16, len(starters) - 32):
         tasks = curriculum.next_tasks(count)
         first += [task.task_id for task in tasks]
         for task in tasks:
             curriculum.record_result(task, 0.5 if task.task_id in (203, 204) else 0.0)
-    assert sorted(first) == [template.task_id for template in load_templates()]
+    assert sorted(first) == sorted(starters)
     draws = Counter(task.task_id for _ in range(100) for task in curriculum.next_tasks(16))
-    total = 2 * 0.27 + 37 * 0.02
+    total = 2 * 0.27 + (len(starters) - 2) * 0.02
     assert draws[203] == pytest.approx(1600 * 0.27 / total, rel=0.05)
     assert draws[1] == pytest.approx(1600 * 0.02 / total, rel=0.5)
     batch = Counter(task.task_id for task in curriculum.next_tasks(16))
@@ -133,11 +141,28 @@ def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> N
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_heldout_is_never_served(strategy: str) -> None:
+    """Neither held-out templates, nor held-out names, nor held-out seeds."""
+    assert len(HELDOUT) >= 20 and not HELDOUT & TRAIN
     curriculum = make_curriculum(strategy, 1)
-    for task in [task for _ in range(60) for task in curriculum.next_tasks(8)]:
-        adjective, noun, _ = task.params["name"].split("-")
-        assert not is_heldout_pair(adjective, noun)
-        assert task == instantiate(task.task_id, task.seed)
+    for _ in range(120):
+        for task in curriculum.next_tasks(8):
+            curriculum.record_result(task, 1.0, 1.0)
+            assert task.task_id in TRAIN and not is_heldout_seed(task.task_id, task.seed)
+            assert task == instantiate(task.task_id, task.seed)
+            for value in task.params.values():
+                if is_name(value):
+                    adjective, noun, _ = value.split("-")
+                    assert not is_heldout_pair(adjective, noun)
+    assert curriculum.get_stats()["episode_count"] == 960
+    with pytest.raises(TaskError, match="not in this curriculum"):
+        curriculum.record_result(instantiate(min(HELDOUT), 0), 1.0, 1.0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tags_choose_the_templates(strategy: str) -> None:
+    curriculum = make_curriculum(strategy, 0, tags=["starter"])
+    starters = {template.task_id for template in load_templates(tags=["starter"], split="train")}
+    assert set(curriculum._records) == starters and len(starters) == 39
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -164,7 +189,7 @@ def test_loading_minds_version_strategy_and_task_set(caplog: pytest.LogCaptureFi
     smaller = LearnabilityCurriculum(0, ["warmup"])
     smaller.load_state_dict(state)
     assert "another set of tasks" in caplog.text
-    assert smaller.success_rate(1) == 0.5 and smaller.stats()["untried"] == 12
+    assert smaller.success_rate(1) == 0.5 and smaller.stats()["untried"] == len(WARMUP) - 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -176,6 +201,9 @@ def test_record_result_is_the_only_mutation(strategy: str) -> None:
     curriculum.next_task(seed=3)
     curriculum.next_tasks(20)
     curriculum.stats()
+    curriculum.get_stats()
+    curriculum.get_task_by_id(1)
+    curriculum.success_rate(1)
     after = curriculum.state_dict()
     assert {k: v for k, v in after.items() if k != "rng"} == {k: v for k, v in before.items() if k != "rng"}
     record(curriculum, 1, 1.0)
@@ -187,11 +215,11 @@ def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) ->
     curriculum = make_curriculum(strategy, 0)
     curriculum.record_result(instantiate(1, 0), None)
     figures = curriculum.stats()
-    assert (figures["invalid_groups"], figures["episodes"], figures["untried"]) == (1, 0, 39)
+    assert (figures["invalid_groups"], figures["episodes"], figures["untried"]) == (1, 0, len(TRAIN))
     curriculum.record_result(instantiate(1, 0), 0.25, 0.5)
     assert curriculum.stats()["success/warmup"] == 0.25 and curriculum.stats()["reward_last_10"] == 0.5
     curriculum.reset()
-    assert curriculum.stats()["untried"] == 39
+    assert curriculum.stats()["untried"] == len(TRAIN)
 
 
 def test_wrong_arguments() -> None:
@@ -200,10 +228,20 @@ def test_wrong_arguments() -> None:
         record(curriculum, 101, 1.0)
     with pytest.raises(ValueError, match="fraction"):
         record(curriculum, 1, 1.5)
+    with pytest.raises(ValueError, match="reward"):
+        curriculum.record_result(instantiate(1, 0), 1.0, float("nan"))
+    with pytest.raises(TaskError, match="101"):
+        curriculum.get_task_by_id(101)
     with pytest.raises(ValueError, match="learnability, priority"):
         make_curriculum("greedy", 0)
+    with pytest.raises(ValueError, match="fraction, any"):
+        make_curriculum("learnability", 0, group_success="most")
+    with pytest.raises(ValueError, match="slow, standard"):
+        make_curriculum("priority", 0, priority={"preset": "quick"})
+    with pytest.raises(ValueError, match="patience"):
+        make_curriculum("priority", 0, priority={"patience": 3})
     with pytest.raises(TaskError, match="no task"):
-        make_curriculum("priority", 0, ["expert"])
+        make_curriculum("priority", 0, ["expert"], ["starter"])
 
 
 def test_concurrent_records_are_all_counted() -> None:
@@ -211,3 +249,59 @@ def test_concurrent_records_are_all_counted() -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda n: record(curriculum, 1 + n % 13, 0.0), range(400)))
     assert curriculum.stats()["episodes"] == 400
+
+
+def test_a_group_counts_as_its_fraction_or_as_any() -> None:
+    for group_success, expected in (("fraction", 0.25), ("any", 1.0)):
+        for strategy in STRATEGIES:
+            curriculum = make_curriculum(strategy, 0, group_success=group_success)
+            curriculum.record_result(instantiate(1, 0), 0.25)
+            curriculum.record_result(instantiate(2, 0), 0.0)
+            assert curriculum.success_rate(1) == expected and curriculum.success_rate(2) == 0.0
+
+
+def test_get_stats_of_the_priority_strategy() -> None:
+    curriculum = PriorityCurriculum(0)
+    record(curriculum, 1, 1.0, 1.0, 0.0, 1.0)
+    record(curriculum, 2, 0.5)
+    curriculum.record_result(instantiate(3, 0), None)
+    figures = curriculum.get_stats()
+    rate = decayed_rate([1, 1, 0, 1], 0.85)
+    assert figures["skill_profile"] == {1: pytest.approx(rate), 2: 0.5}
+    assert (figures["episode_count"], figures["invalid_groups"]) == (5, 1)
+    assert (figures["graduated_tasks"], figures["weak_spots"]) == ([1], [2])
+    assert figures["avg_reward_last_10"] == pytest.approx(3.5 / 5)
+    assert (figures["tier"], figures["tier_episodes"], figures["promotions"]) == ("beginner", 0, [(5, "beginner")])
+    record(curriculum, 101, 1.0, 0.0)
+    later = curriculum.get_stats()
+    assert (later["tier_episodes"], later["spaced_rep_due"]) == (2, [1])
+    assert later["tier_success_rate"] == pytest.approx(decayed_rate([1, 0], 0.85))
+    other = PriorityCurriculum(9)
+    other.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
+    assert other.get_stats() == later
+    other.reset()
+    assert other.get_stats()["promotions"] == [] and other.tier == "warmup"
+
+
+def test_both_strategies_tell_the_same_figures() -> None:
+    kinds = [make_curriculum(strategy, 0) for strategy in STRATEGIES]
+    for curriculum in kinds:
+        record(curriculum, 1, 0.0)
+    first, second = (curriculum.get_stats() for curriculum in kinds)
+    assert first.keys() == second.keys() and first["weak_spots"] == second["weak_spots"] == [1]
+
+
+def test_the_slow_preset_and_changed_constants() -> None:
+    assert PRESETS["standard"] == PriorityRule()
+    slow = make_curriculum("priority", 0, priority={"preset": "slow", "fast_track_rate": 2.0})
+    assert isinstance(slow, PriorityCurriculum)
+    record(slow, 1, *[1.0] * 5)
+    assert slow.tier == "beginner"
+    record(slow, 101, *[1.0] * 9)
+    assert slow.tier == "beginner", "the standard rule would have promoted after five"
+    record(slow, 101, 1.0)
+    assert slow.tier == "intermediate"
+    bold = PriorityCurriculum(0, rule=PriorityRule.of(weak=10.0, due=1.0, recent=0.0, untried=7.0))
+    assert bold.priority(1) == 7.0
+    record(bold, 1, 0.0)
+    assert bold.priority(1) == 10.0

@@ -55,9 +55,12 @@ def test_rows_are_token_exact(fake_trainer: Any) -> None:
 
 
 def test_a_failed_rollout_has_no_reward_and_no_loss(fake_trainer: Any) -> None:
-    with FakeEnvServer(lambda number, message: "error" if message["type"] == "reset" else None) as fake:
-        with MultiTurnEnvPool(fake.url, G, on_failure="drop") as pool:
-            found = PoolRollouts(pool)(prompts({"task_id": 1}), fake_trainer)
+    trick = {"reset": "error"}
+    with (
+        FakeEnvServer(lambda number, message: trick.get(message["type"])) as fake,
+        MultiTurnEnvPool(fake.url, G, on_failure="drop") as pool,
+    ):
+        found = PoolRollouts(pool)(prompts({"task_id": 1}), fake_trainer)
     assert found["episode_reward"] == [None] * G and found["env_mask"] == [[0]] * G
     assert found["status"] == ["env_error"] * G and all(found["prompt_ids"])
 

@@ -1,0 +1,215 @@
+"""Which task next: what both strategies share. One instance per training run.
+
+Choosing reads statistics and draws from the seeded generator; ``record_result`` alone changes them. Thread-safe.
+Source: environment spec 8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import random
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from realhf.env.task import TIERS, Task, TaskError
+from realhf.env.tasks.loader import instantiate, load_templates
+
+STATE_VERSION = 1
+GROUP_SUCCESS = ("fraction", "any")
+WEAK_RATE = 0.7
+_SEED_BITS = 31
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TemplateRecord:
+    """What is known about one template. ``results``: the last ones, oldest first; ``successes``/``weight``: the
+    decayed sums of the learnability rate; ``interval`` 0 and ``reference``: the spaced repetition schedule."""
+
+    results: list[float] = field(default_factory=list)
+    attempts: int = 0
+    last_episode: int = -1
+    successes: float = 0.0
+    weight: float = 0.0
+    interval: int = 0
+    reference: int = 0
+
+    @property
+    def graduated(self) -> bool:
+        return self.interval > 0
+
+
+class Curriculum:
+    """Common part of the strategies: draws, records, figures, persistence.
+
+    Args:
+        seed: of the draws. tiers: None: all there are. tags: templates with any of them. Held-out templates are
+            never served.
+        group_success: what a group counts as: the ``fraction`` of its valid rollouts that achieved the task, or
+            ``any`` (1 when at least one did).
+    """
+
+    strategy = ""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        tiers: Iterable[str] | None = None,
+        tags: Iterable[str] = (),
+        *,
+        group_success: str = "fraction",
+    ) -> None:
+        if group_success not in GROUP_SUCCESS:
+            raise ValueError(f"group_success is {group_success!r}; allowed: {', '.join(GROUP_SUCCESS)}")
+        templates = load_templates(tiers, tags=tags, split="train")
+        if not templates:
+            raise TaskError("the curriculum has no task in the tiers and with the tags it was given")
+        self._tier_of = {template.task_id: template.tier for template in templates}
+        self._tiers = [tier for tier in TIERS if tier in self._tier_of.values()]
+        self._seed = seed
+        self._any = group_success == "any"
+        self._lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the first episode."""
+        with self._lock:
+            self._rng = random.Random(f"curriculum:{self._seed}")
+            self._records = {template_id: TemplateRecord() for template_id in self._tier_of}
+            self._episodes = 0
+            self._invalid_groups = 0
+            self._rewards: list[float] = []
+
+    def next_task(self, seed: int | None = None) -> Task:
+        """The task to play now; ``seed`` fixes the instance instead of drawing it."""
+        task = self.next_tasks(1)[0]
+        return task if seed is None else instantiate(task.task_id, seed)
+
+    def next_tasks(self, count: int) -> list[Task]:
+        """``count`` training tasks for one batch, as different as the strategy allows."""
+        with self._lock:
+            chosen = self._choose(count)
+            return [instantiate(template_id, self._rng.getrandbits(_SEED_BITS)) for template_id in chosen]
+
+    def get_task_by_id(self, task_id: int, seed: int = 0) -> Task:
+        """An instance of a template of this curriculum. Raises TaskError for another."""
+        self._check_known(task_id)
+        return instantiate(task_id, seed)
+
+    def record_result(self, task: Task, achieved: bool | float | None, reward: float = 0.0) -> None:
+        """The one way in for results: a group counts as one episode, ``achieved`` is the fraction of its valid
+        rollouts that achieved the task, None a group without valid rollouts. Raises TaskError for a task that
+        is not in this curriculum."""
+        self._check_known(task.task_id)
+        with self._lock:
+            if achieved is None:
+                self._invalid_groups += 1
+                return
+            if not 0.0 <= float(achieved) <= 1.0:
+                raise ValueError(f"achieved is {achieved}, not a fraction")
+            if not math.isfinite(reward):
+                raise ValueError(f"reward is {reward}; a failed rollout is no result")
+            self._episodes += 1
+            self._rewards = [*self._rewards, float(reward)][-10:]
+            record = self._records[task.task_id]
+            record.attempts += 1
+            record.last_episode = self._episodes
+            self._learn(task.task_id, record, float(achieved > 0) if self._any else float(achieved))
+
+    def _check_known(self, template_id: int) -> None:
+        if template_id not in self._tier_of:
+            raise TaskError(f"task {template_id} is not in this curriculum")
+
+    def success_rate(self, template_id: int) -> float:
+        """The strategy's running success rate of a template, 0 if it was never tried."""
+        raise NotImplementedError
+
+    def _choose(self, count: int) -> list[int]:
+        raise NotImplementedError
+
+    def _learn(self, template_id: int, record: TemplateRecord, result: float) -> None:
+        raise NotImplementedError
+
+    def get_stats(self) -> dict[str, Any]:
+        """What a person asks: ``episode_count``, ``invalid_groups``, ``avg_reward_last_10``; ``skill_profile``
+        {task id: success rate} of what was tried; lists of task ids ``graduated_tasks``, ``weak_spots`` (below 0.7, not
+        graduated), ``spaced_rep_due``; ``tier``, ``tier_episodes``, ``tier_success_rate``, ``promotions``
+        [(episode, tier)], which stay empty in a strategy without tiers."""
+        with self._lock:
+            tried = {key: record for key, record in self._records.items() if record.attempts}
+            rates = {key: self.success_rate(key) for key in tried}
+            return {
+                "episode_count": self._episodes,
+                "tier": None,
+                "tier_episodes": 0,
+                "tier_success_rate": 0.0,
+                "graduated_tasks": [key for key, record in tried.items() if record.graduated],
+                "weak_spots": [key for key, rate in rates.items() if rate < WEAK_RATE and not tried[key].graduated],
+                "skill_profile": rates,
+                "spaced_rep_due": [],
+                "avg_reward_last_10": sum(self._rewards) / len(self._rewards) if self._rewards else 0.0,
+                "invalid_groups": self._invalid_groups,
+                "promotions": [],
+            }
+
+    def stats(self) -> dict[str, float]:
+        """Figures for the step's log: episodes, invalid groups, mean reward, success rate by tier, untried."""
+        with self._lock:
+            figures = {
+                "episodes": float(self._episodes),
+                "invalid_groups": float(self._invalid_groups),
+                "reward_last_10": sum(self._rewards) / len(self._rewards) if self._rewards else 0.0,
+                "untried": float(sum(not record.attempts for record in self._records.values())),
+            }
+            for tier in self._tiers:
+                rates = [
+                    self.success_rate(t)
+                    for t, own in self._tier_of.items()
+                    if own == tier and self._records[t].attempts
+                ]
+                figures[f"success/{tier}"] = sum(rates) / len(rates) if rates else 0.0
+            return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides later draws, as JSON-able data."""
+        with self._lock:
+            version, internal, gauss = self._rng.getstate()
+            return {
+                "version": STATE_VERSION,
+                "strategy": self.strategy,
+                "tasks": self._task_set(),
+                "rng": [version, list(internal), gauss],
+                "episodes": self._episodes,
+                "invalid_groups": self._invalid_groups,
+                "rewards": list(self._rewards),
+                "records": {str(key): asdict(record) for key, record in self._records.items()},
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. Another task set is a warning: known templates keep their records, others
+        start as new. Raises ValueError for another version or strategy."""
+        if state.get("version") != STATE_VERSION or state.get("strategy") != self.strategy:
+            raise ValueError(
+                f"curriculum state is of version {state.get('version')}, strategy {state.get('strategy')!r}; "
+                f"wanted {STATE_VERSION}, {self.strategy!r}"
+            )
+        with self._lock:
+            if state["tasks"] != self._task_set():
+                logger.warning("the saved curriculum is about another set of tasks; unknown ones start as new")
+            version, internal, gauss = state["rng"]
+            self._rng.setstate((version, tuple(internal), gauss))
+            self._episodes = state["episodes"]
+            self._invalid_groups = state["invalid_groups"]
+            self._rewards = list(state["rewards"])
+            saved = state["records"]
+            for key in self._records:
+                self._records[key] = TemplateRecord(**saved[str(key)]) if str(key) in saved else TemplateRecord()
+
+    def _task_set(self) -> str:
+        return hashlib.sha256(json.dumps(sorted(self._tier_of.items())).encode()).hexdigest()[:16]
