@@ -84,18 +84,21 @@ def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
     for agent, groups in reports.items():
         for group, figures in groups.items():
             found.add_row(agent if group == OVERALL else "", group, str(figures["episodes"]),
-                          _interval(figures["success"], 100), _interval(figures["reward"], 1, 2),
-                          _interval(figures["steps_to_solve"], 1), _interval(figures["hints"], 1, 2),
-                          _interval(figures["recovery"], 100))  # fmt: skip
+                          _percent(figures["success"]), _number(figures["reward"]),
+                          _number(figures["steps_to_solve"]), _number(figures["hints"]),
+                          _percent(figures["recovery"]))  # fmt: skip
         found.add_section()
     return found
 
 
-def _interval(figure: dict[str, float] | None, scale: float, digits: int = 1) -> str:
+def _percent(figure: dict[str, float] | None) -> str:
     if figure is None:
         return "-"
-    value, low, high = (f"{scale * figure[key]:.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+    return f"{100 * figure['value']:.1f} [{100 * figure['low']:.0f}, {100 * figure['high']:.0f}]"
+
+
+def _number(figure: dict[str, float] | None) -> str:
+    return "-" if figure is None else f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
