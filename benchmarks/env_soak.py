@@ -119,7 +119,7 @@ class Soak:
     def _episode(self, connection: ClientConnection, number: int) -> None:
         kill = self._kill_every and number % self._kill_every == self._kill_every - 1
         task = instantiate(self._templates[number % len(self._templates)], seed=number)
-        reply = _ask(connection, "reset", {"task_id": task.task_id, "seed": number})
+        reply = _ask(connection, "reset", {"task_id": task.task_id, "seed": number, "chaos": False})
         if kill:
             self._kill(_KILLS[number // self._kill_every % len(_KILLS)], connection)
         achieved = False
