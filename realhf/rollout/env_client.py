@@ -266,4 +266,4 @@ def _refusal(url: str, error: InvalidStatus) -> ConnectError:
         retry_after = float(response.headers.get("Retry-After", "1"))
     except ValueError:
         retry_after = 1.0
-    return CapacityError(f"{url}: {detail} {_ARITHMETIC}", retry_after)
+    return CapacityError(f"{url}: {detail.rstrip('.')}; {_ARITHMETIC}", retry_after)

@@ -1,0 +1,41 @@
+"""The notebook runs from its first cell to its last, and what is committed stays small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "multi_connection.ipynb"
+
+
+def printed(notebook: Any) -> str:
+    return "".join(
+        output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    )
+
+
+def test_it_is_small_and_tells_nothing_about_the_machine() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert len(text.encode()) < 200_000
+    assert "/home/" not in text and "site-packages" not in text and "127.0.0.1" not in text
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+def test_it_runs(tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+    words = printed(notebook)
+    assert "8 sessions" in words and "8/8 sessions active" in words and "isolated" in words
+    assert "'episode_count': 16" in words and "server ended with 0" in words
+    images = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+              if "image/png" in output.get("data", {})]
+    assert len(images) == 1
