@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from realhf.env.check_parser import parse_check
 from realhf.env.task import Task, TaskError
 from realhf.env.tracker import Evidence, is_read, plain_name, same_resource
-from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equal, parse_check, verified
+from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equal, verified
 
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the attributes are not right."""

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from realhf.env.check_parser import parse_check
 from realhf.env.executor import CommandResult, SentRequest
 from realhf.env.grader import Grader, Step, parse_criteria, unspent_request
 from realhf.env.state_client import StateCallError
 from realhf.env.task import TaskError
 from realhf.env.tracker import Tracker, is_read, plain_name, resource_name, same_resource
-from realhf.env.verifier import equal, parse_check
+from realhf.env.verifier import equal
 
 
 class FakeState:

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from realhf.env.check_parser import parse_check
 from realhf.env.grader import criteria_of
 from realhf.env.pool import Slot
 from realhf.env.tasks import instantiate, load_templates
-from realhf.env.verifier import parse_check, search
+from realhf.env.verifier import search
 
 
 def holds(slot: Slot, service: str, kind: str, name: str, **attributes: Any) -> bool:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from realhf.env.chaos import Chaos
+from realhf.env.check_parser import parse_check
 from realhf.env.episode import Episode, masked_task
 from realhf.env.grader import Step, earns_credit, final_state_holds, parse_criteria, unspent_request
 from realhf.env.hints import HINT_COMMAND
@@ -21,7 +22,7 @@ from realhf.env.task import Task
 from realhf.env.tasks import instantiate, load_templates, mistakes, solve
 from realhf.env.tasks.acceptance import play
 from realhf.env.tracker import Evidence, same_resource
-from realhf.env.verifier import parse_check, verified
+from realhf.env.verifier import verified
 from realhf.env.world import SlotState
 
 pytestmark = pytest.mark.sim
