@@ -22,6 +22,7 @@ from realhf.api.env import StepResult
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_REPLY_BYTES = 4 << 20
+_CLOSE_S = 2.0
 _ARITHMETIC = (
     "a trainer opens one session per episode of its generation batch (per-device batch x accumulation steps x "
     "devices), and the server's AWS_RL_ENV_POOL_SIZE must be at least that"
@@ -114,7 +115,7 @@ class OpenEnvClient:
                     proxy=None,
                     max_size=_MAX_REPLY_BYTES,
                     open_timeout=None,
-                    close_timeout=2.0,
+                    close_timeout=_CLOSE_S,
                     ping_interval=self._ping[0],
                     ping_timeout=self._ping[1],
                 )
@@ -177,15 +178,16 @@ class OpenEnvClient:
             raise self._not_the_wire(error) from error
 
     async def close(self) -> None:
-        """Say goodbye and close; harmless when the server is gone or ``close`` was called before."""
+        """Say goodbye and close, within seconds; harmless when the server is gone or hangs, or when repeated."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
         try:
             if self._deadline is None:
-                await connection.send('{"type":"close"}')
-                await connection.wait_closed()
-        except ConnectionClosed:
+                async with asyncio.timeout(_CLOSE_S):
+                    await connection.send('{"type":"close"}')
+                    await connection.wait_closed()
+        except (ConnectionClosed, TimeoutError):
             pass
         finally:
             connection.transport.abort()

@@ -81,10 +81,10 @@ class FakeEnvServer:
             async for text in connection:
                 message = json.loads(text)
                 self.messages.append((number, message))
-                if message["type"] == "close":
+                trick = self._misbehave(number, message)
+                if message["type"] == "close" and trick is None:
                     return
                 steps = 0 if message["type"] == "reset" else steps + (message["type"] == "step")
-                trick = self._misbehave(number, message)
                 if trick == "drop":
                     connection.transport.abort()
                     return
