@@ -19,7 +19,7 @@ from realhf.env.inventory import Inventory
 from realhf.env.pool import Slot
 from realhf.env.reward import RewardMeter
 from realhf.env.state_client import StateCallError
-from realhf.env.task import Task
+from realhf.env.task import Task, TaskError
 from realhf.env.tracker import Tracker, is_read
 from realhf.env.world import SetupError, SlotState, World, build_world
 
@@ -99,7 +99,12 @@ class Episode:
         criteria, state = criteria_of(world.task), SlotState(self._slot)
         self._tracker = Tracker(world.present, criteria.operations)
         self._grader = Grader(criteria, state)
-        self._grader.start()
+        try:
+            self._grader.start()
+        except StateCallError as error:
+            raise TaskError(f"a state check of the task cannot be made: {error.code}") from error
+        except ConnectionError as error:
+            raise EpisodeError("the simulator cannot be read") from error
         if self._may_disturb if chaos is None else chaos:
             self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), criteria, state)
         self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})

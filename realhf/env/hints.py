@@ -25,7 +25,7 @@ def is_hint_request(command: str) -> bool:
 def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
     """The hint of ``level`` 1 to 3; higher levels repeat the last. The canonical solution tells operations and
     their order; a task without one is hinted at from its criteria."""
-    skeletons = [_skeleton(command) for command in solution] or _from_criteria(criteria)
+    skeletons = list(filter(None, map(_skeleton, solution))) or _from_criteria(criteria)
     operations = [" ".join(skeleton.split()[1:3]) for skeleton in skeletons]
     if level <= 1:
         services = dict.fromkeys(operation.split()[0] for operation in operations)
@@ -36,7 +36,13 @@ def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
 
 
 def _skeleton(command: str) -> str:
-    words = shlex.split(command)
+    """The command without its values; "" for what is no command."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""
+    if len(words) < 3:
+        return ""
     shown = words[:3]
     for word in words[3:]:
         if word.startswith("--"):

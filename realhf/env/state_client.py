@@ -83,7 +83,7 @@ class StateClient:
             raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
         except HTTPClientError as error:
             raise ConnectionError(f"simulator at {self.endpoint}: {error}") from error
-        except (BotoCoreError, RefusedRequest) as error:
+        except (BotoCoreError, RefusedRequest, TypeError, AttributeError) as error:  # its handlers come before checks
             raise StateCallError("ParamValidation", str(error)) from None
         except OperationNotFoundError:
             raise StateCallError("ParamValidation", f"{service} has no operation {operation}") from None

@@ -119,7 +119,7 @@ class Task:
             description=_typed(data, "description", str),
             setup=parse_setup(data.get("setup_commands") or []),
             success=_criteria(data),
-            solution=tuple(_typed(data, "solution", list, [])),
+            solution=_lines(_typed(data, "solution", list, [])),
             params=_typed(data, "params", dict, {}),
             desired_state_spec=_typed(data, "desired_state_spec", str, ""),
             possible_drifts=parse_setup(data.get("possible_drifts") or [], "possible_drifts"),
@@ -159,6 +159,12 @@ def _setup_command(data: Any) -> SetupCommand:
         description=_typed(data, "description", str, ""),
         ignore_failure=_typed(data, "ignore_failure", bool, False),
     )
+
+
+def _lines(solution: list[Any]) -> tuple[str, ...]:
+    if not all(isinstance(line, str) for line in solution):
+        raise TaskError("task.solution holds something else than command lines")
+    return tuple(solution)
 
 
 def _criteria(data: Mapping[str, Any]) -> Mapping[str, Any]:

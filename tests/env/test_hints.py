@@ -45,6 +45,11 @@ def test_a_task_without_a_solution_is_hinted_at_from_its_criteria(criteria: dict
     assert hint_text(level, parse_criteria(criteria), ()) == text
 
 
+def test_what_is_no_command_is_left_out() -> None:
+    criteria = parse_criteria({"operation": "iam:CreateUser"})
+    assert hint_text(3, criteria, ("x", "aws 'sqs", "")) == "commands: aws iam create-user ..."
+
+
 @pytest.mark.parametrize(
     "command", ["aws help", "aws help --task-hint x", "aws s3 help --task-hint", "AWS help --task-hint"]
 )

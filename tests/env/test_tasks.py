@@ -4,10 +4,15 @@ import itertools
 import json
 import random
 import shlex
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realhf.env.command_table import ALLOWED
 from realhf.env.episode import Episode
@@ -141,6 +146,30 @@ def test_wire_form_survives_a_round_trip() -> None:
 def test_bad_task_objects_are_named(change: dict, named: str) -> None:
     with pytest.raises(TaskError, match=named):
         Task.from_json(instantiate(101, 0).to_json() | change)
+
+
+JUNK = st.sampled_from([None, True, -1, 3, 0.5, "", "x", "aws", [1], {"x": [None]}])
+
+
+def mutated(value: Any, draw: Callable[..., Any]) -> Any:
+    """``value`` with a piece of it replaced by junk."""
+    if isinstance(value, dict) and value and draw(st.integers(0, 3)):
+        key = draw(st.sampled_from(sorted(value)))
+        return value | {key: mutated(value[key], draw)}
+    if isinstance(value, list) and value and draw(st.integers(0, 3)):
+        index = draw(st.integers(0, len(value) - 1))
+        return [*value[:index], mutated(value[index], draw), *value[index + 1 :]]
+    return draw(JUNK)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_any_task_object_is_a_task_or_a_task_error(data: st.DataObject) -> None:
+    whole = instantiate(data.draw(st.sampled_from(TEMPLATES)).task_id, 0).to_json()
+    with suppress(TaskError):
+        task = Task.from_json(mutated(whole, data.draw))
+        criteria = criteria_of(task)
+        assert criteria.named_services is not None and json.dumps(task.to_json())
 
 
 def test_unknown_arguments_are_named() -> None:
