@@ -13,6 +13,7 @@ import pytest
 
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate
+from realhf.rollout.aws_env import AwsEnv
 from realhf.rollout.env_client import CapacityError, ConnectError, OpenEnvClient
 
 HERE = Path(__file__).resolve().parent
@@ -67,17 +68,17 @@ def test_their_client_plays_an_episode_on_our_server(python: Path) -> None:
 
 
 async def test_our_client_plays_an_episode_on_their_server(echo_url: str) -> None:
-    client = OpenEnvClient(echo_url)
+    client = AwsEnv(echo_url)
     await client.connect()
     first = await client.reset(seed=5)
-    assert first.observation["command_output"] == "seed 5" and first.done is False
+    assert first.observation.command_output == "seed 5" and first.done is False
     rewards = []
     for word in ("one", "two"):
         result = await client.step(word)
-        assert result.observation["command_output"] == word
+        assert result.observation.command_output == word
         rewards.append(result.reward)
     assert result.done is True and rewards == [0.5, 0.5]
-    assert (await client.state())["step_count"] == 2
+    assert (await client.state()).step_count == 2
     await client.close()
 
 

@@ -213,3 +213,14 @@ def test_the_server_dies_in_mid_run() -> None:
         pool.close()
         with pytest.raises(PoolClosed):
             pool.run_group(RESETS[0], ScriptedPolicy(oracle))
+
+
+def test_a_server_in_level_mode_that_wants_a_token() -> None:
+    with EnvServerProcess(2, "--reward-mode", "level", "--token", "sesame") as server:
+        with pytest.raises(ConnectError, match="401"):
+            MultiTurnEnvPool(server.url, 2).connect()
+        with MultiTurnEnvPool(server.url, 2, turn_tokens=200, token="sesame") as guarded:
+            for mode in ("lockstep", "independent"):
+                for outcome in guarded.run_group(TASKS[4], ScriptedPolicy(oracle), mode=mode):
+                    assert [turn.reward for turn in outcome.turns] == pytest.approx([0.5, 1.0])
+                    assert outcome.reward == pytest.approx(1.0), "the sum would be 1.5"
