@@ -266,7 +266,8 @@ class MultiTurnEnvPool:
             running.result(_STOP_S)
         except BaseException:
             running.cancel()
-            play.wait_until_over(_STOP_S)
+            if not over:
+                play.wait_until_over(_STOP_S)
             raise
         finally:
             policy.free(range(self.size))

@@ -29,15 +29,15 @@ class OnceAt:
         return self.trick
 
 
-def play(fake: FakeEnvServer, policy: Any, episodes: int = 5, **options: Any) -> Any:
-    with MultiTurnEnvPool(fake.url, 2, message_timeout_s=1.5, **options) as pool:
+def play(fake: FakeEnvServer, policy: Any, episodes: int = 5, timeout_s: float = 0.5, **options: Any) -> Any:
+    with MultiTurnEnvPool(fake.url, 2, message_timeout_s=timeout_s, **options) as pool:
         return pool.run_groups([{}], policy, group_size=episodes, seeds=[0], mode="independent")[0]
 
 
 def test_a_slow_environment_holds_up_only_its_own_episode() -> None:
     with FakeEnvServer(lambda number, message: "late" if number == 0 and message["type"] == "step" else None) as fake:
         policy = ScriptedPolicy(say)
-        outcomes = play(fake, policy)
+        outcomes = play(fake, policy, timeout_s=10)
     assert [outcome.status for outcome in outcomes] == ["achieved"] * 5
     assert {slot for slot in policy.freed} == {0, 1}
     steps = [number for number, message in fake.messages if message["type"] == "step"]
@@ -74,10 +74,9 @@ def test_an_error_of_the_policy_is_raised_and_the_pool_goes_on() -> None:
         with pytest.raises(ArithmeticError):
             pool.run_group({}, ScriptedPolicy(broken), mode="independent")
         assert all(outcome.achieved for outcome in pool.run_group({}, ScriptedPolicy(say), mode="independent"))
-        with pytest.raises(ValueError, match="max_total_tokens"):
-            MultiTurnEnvPool(fake.url, 1, turn_tokens=9, max_total_tokens=10).__enter__().run_group(
-                {}, ScriptedPolicy(say), mode="independent"
-            )
+        tight = MultiTurnEnvPool(fake.url, 1, turn_tokens=9, max_total_tokens=10)
+        with tight, pytest.raises(ValueError, match="max_total_tokens"):
+            tight.run_group({}, ScriptedPolicy(say), mode="independent")
         with pytest.raises(ValueError, match="lockstep, independent"):
             pool.run_group({}, ScriptedPolicy(say), mode="serial")
 
