@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -55,6 +55,10 @@ class EpisodePlayer:
         """What ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something
         changed since it was last asked."""
         return self._episode.state()
+
+    def fill(self, commands: Sequence[str]) -> list[str]:
+        """Commands of the task that is played with the captures of its set-up filled. Raises CaptureError."""
+        return self._episode.fill(commands)
 
     def kill(self) -> None:
         """End the command in flight by killing the CLI worker; the executor starts another when asked to."""

@@ -20,6 +20,7 @@ from realhf.env.metrics import ServerMetrics
 from realhf.env.server_config import ServerConfig
 from realhf.env.session import Player
 from realhf.env.session_endpoint import SessionEndpoint
+from realhf.env.web.routes import mount
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class EnvServer:
         self._endpoint = SessionEndpoint(leases, make_player, self._threads, config, self._metrics)
         stateless = StatelessPlayer(leases, make_player, self._threads)
         app = build_app(pool, leases, self._endpoint, stateless, config, self._metrics)
+        self._playground = mount(app, config) if config.web_mounted else None
         self._listener = listener
         self._address = listener.getsockname()[:2]
         self._server = uvicorn.Server(
@@ -110,6 +112,8 @@ class EnvServer:
                 _LOG.error("sessions did not end within %g s", timeout_s)
             self._server.should_exit = True
             self._thread.join(max(0.5, deadline - time.monotonic()))
+        if self._playground is not None:
+            self._playground.close()
 
     def _run(self) -> None:
         try:

@@ -94,7 +94,8 @@ class ServerConfig:
         if self.ministack_base_port and last > 65535:
             raise ConfigError(f"{_named('ministack_base_port')} is {self.ministack_base_port}; there are no "
                               f"{self.pool_size} ports from there on")  # fmt: skip
-        if self.web_mounted and self.ministack_base_port <= self.web_ministack_port <= last:
+        ours = self.web_ministack_port
+        if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
             raise ConfigError(f"{_named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
                               f"({self.ministack_base_port} to {last})")  # fmt: skip
         if not _is_loopback(self.host):
