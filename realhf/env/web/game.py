@@ -80,6 +80,7 @@ class Game:
             "episode_id": observation["episode_id"],
             "task": observation["task"],
             "seed": task.seed,
+            "names": _names(task, observation["task"]["description"]),
             "max_steps": observation["steps_left"],
             "infra_state": self._infra_state(),
             "steps": [],
@@ -172,3 +173,9 @@ class Game:
             raise WireError(VALIDATION_ERROR, str(error)[:300]) from None
         except IndexError:
             raise WireError(VALIDATION_ERROR, f"no task has the tier {tier}") from None
+
+
+def _names(task: Task, description: str) -> list[str]:
+    """What the seed drew and the description tells, longest first; a page sets it off from the prose."""
+    drawn = {str(value) for value in task.params.values()}
+    return sorted((name for name in drawn if len(name) > 2 and name in description), key=lambda name: (-len(name), name))

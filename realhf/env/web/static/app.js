@@ -4,7 +4,7 @@ import { cards } from "./account.js";
 import { readLog } from "./episode_log.js";
 import { Picker } from "./picker.js";
 import { ask, beginSession } from "./server.js";
-import { element, entry, percent } from "./transcript.js";
+import { element, entry, percent, prose } from "./transcript.js";
 
 const byId = (id) => document.getElementById(id);
 const REPLAY_STEP_MS = 1200;
@@ -35,7 +35,7 @@ function show() {
   for (const id of ["task", "terminal", "toolbar"]) byId(id).hidden = log === null;
   byId("leave").hidden = page.live === null;
   if (log === null) {
-    byId("cards").replaceChildren();
+    byId("cards").replaceChildren(element("p", "muted", "What there is in the account will show here."));
     byId("account-note").textContent = "";
     return;
   }
@@ -56,7 +56,7 @@ function showTask(log) {
   byId("tier").className = `tier ${difficulty}`;
   byId("task-id").textContent = `#${task_id}`;
   byId("task-seed").textContent = `seed ${log.seed}`;
-  byId("description").textContent = description;
+  byId("description").replaceChildren(...prose(description, log.names));
   byId("desired").hidden = !desired_state_spec;
   byId("desired-text").textContent = desired_state_spec ?? "";
 }
@@ -78,8 +78,9 @@ function showTranscript(log, count) {
   for (let index = stays; index < count; index++) {
     transcript.append(entry(log.steps[index], index + 1, log.steps[index - 1]?.partial_progress ?? 0));
   }
-  transcript.lastElementChild?.scrollIntoView({ block: "nearest" });
-  transcript.scrollTop = transcript.scrollHeight;
+  const last = transcript.lastElementChild;
+  const tall = last && last.offsetHeight > transcript.clientHeight;
+  transcript.scrollTop = tall ? last.offsetTop - transcript.offsetTop : transcript.scrollHeight;
 }
 
 function showAccount(log, count) {
@@ -104,7 +105,7 @@ function showTools(log, last) {
   const { levels, factor } = page.session.hint;
   const used = last?.hints_used ?? 0;
   const over = last?.done ?? false;
-  byId("hint").textContent = used < levels ? `Hint ${used + 1} of ${levels}: score × ${factor}, one step` : "No hints left";
+  byId("hint").textContent = used < levels ? `Hint ${used + 1}/${levels} · score × ${factor}` : "No hints left";
   byId("hint").disabled = page.working || over || used >= levels;
   byId("solution").hidden = !page.session.solutions;
   byId("solution").disabled = over;
@@ -143,6 +144,7 @@ async function working(action) {
   } finally {
     page.working = false;
     document.body.removeAttribute("aria-busy");
+    byId("starting").hidden = true;
     show();
   }
 }
@@ -152,7 +154,7 @@ function start(order) {
     const seed = byId("seed").value.trim();
     const more = { chaos: page.session.chaos && byId("chaos").checked };
     if (seed !== "") more.seed = Number(seed);
-    byId("welcome").dataset.starting = "yes";
+    byId("starting").hidden = false;
     const { log } = await ask("reset", { ...more, ...order });
     closeReplay();
     page.live = log;

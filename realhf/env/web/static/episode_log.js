@@ -27,6 +27,7 @@ export async function readLog(file) {
       desired_state_spec: text(task.desired_state_spec),
     },
     seed: number(data.seed),
+    names: (Array.isArray(data.names) ? data.names : []).map(text).filter(Boolean),
     max_steps: number(data.max_steps),
     infra_state: infra(data.infra_state),
     steps: data.steps.map(step),

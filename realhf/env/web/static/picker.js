@@ -47,6 +47,7 @@ export class Picker {
       return (!this.tier || task.tier === this.tier) && words.every((word) => text.includes(word));
     });
     byId("task-list").replaceChildren(...found.map((task) => this.row(task)));
+    byId("task-list").querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
     byId("task-count").textContent = found.length === this.tasks.length ? `${found.length}`
       : `${found.length} of ${this.tasks.length}`;
   }

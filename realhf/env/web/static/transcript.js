@@ -7,6 +7,7 @@ export function element(tag, className, text) {
   return made;
 }
 
+const LONG = 16;
 const signed = (number) => (number >= 0 ? "+" : "−") + Math.abs(number).toFixed(2);
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
@@ -17,17 +18,40 @@ function block(className, text, name) {
   return made;
 }
 
+function folded(pre) {
+  const lines = pre.textContent.trimEnd().split("\n").length;
+  if (lines <= LONG) return [pre];
+  const button = element("button", "unfold", `Show all ${lines} lines`);
+  button.type = "button";
+  button.setAttribute("aria-expanded", "false");
+  pre.classList.add("folded");
+  button.addEventListener("click", () => {
+    const isFolded = pre.classList.toggle("folded");
+    button.setAttribute("aria-expanded", String(!isFolded));
+    button.textContent = isFolded ? `Show all ${lines} lines` : "Show less";
+  });
+  return [pre, button];
+}
+
+// The words of a text that hold one of the names are set off from the rest.
+export function prose(text, names) {
+  const escaped = names.map((name) => name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  if (escaped.length === 0) return [text];
+  const word = `[\\w:/.@*-]*(?:${escaped.join("|")})(?:[\\w:/.@*-]*[\\w/*])?`;
+  return text.split(new RegExp(`(${word})`)).map((part, index) =>
+    index % 2 ? element("code", "name", part) : part);
+}
+
 export function entry(step, number, before) {
   const made = element("article", `entry ${step.command_success ? "good" : "bad"}`);
   made.setAttribute("aria-label", `Step ${number}`);
   const line = element("p", "line");
   line.append(element("span", "sigil", "$"), element("code", "typed", step.command));
-  made.append(line);
+  made.append(line, meta(step, number, before));
   if (step.hint_text) made.append(block("hint-text", step.hint_text, "Hint"));
-  if (step.command_output) made.append(block("out", step.command_output, "Output"));
-  if (step.error) made.append(block("err", step.error, "Error"));
+  if (step.command_output) made.append(...folded(block("out", step.command_output, "Output")));
+  if (step.error) made.append(...folded(block("err", step.error, "Error")));
   if (!step.hint_text && !step.command_output && !step.error) made.append(element("p", "none", "no output"));
-  made.append(meta(step, number, before));
   return made;
 }
 
