@@ -31,8 +31,11 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-test: lint
+test: lint validate
 	$(BIN)/python -m pytest -q
+
+validate: install
+	$(BIN)/python -m realhf.env.tasks validate
 
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(PYTHON) -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
