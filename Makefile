@@ -4,12 +4,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
 
-.PHONY: red-team install train test lint help clean-venv test-openenv test-trl
+.PHONY: screenshots red-team install train test lint help clean-venv test-openenv test-trl
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests"
+	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make red-team play every attack of the table against a real environment and print what was observed"
+	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
 	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our tool class"
 	@echo "make install  make .venv and install the project into it"
@@ -50,6 +52,9 @@ test-trl: install
 
 red-team: install
 	$(BIN)/python -m tests.env.red_team
+
+screenshots: install
+	$(BIN)/python -m tests.env.web.screenshots
 
 clean-venv:
 	rm -rf $(VENV)
