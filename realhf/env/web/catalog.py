@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from realhf.env.task import TIERS
 from realhf.env.tasks.loader import fill, load_templates
 
 BLANK = "…"
+_RUN_TIME = re.compile(r"\$\{setup[^}]*\}")
 
 
 def catalog() -> list[dict[str, Any]]:
-    """Easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for what a seed draws, ``held_out``.
-    Names of templates are left out: they tell the answer."""
+    """Easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for what only a seed or a set-up tells,
+    ``held_out``. Names of templates are left out: they tell the answer."""
     found = []
     for template in load_templates():
-        blank = fill(template.descriptions[0], dict.fromkeys(template.params, BLANK))
+        blank = _RUN_TIME.sub(BLANK, fill(template.descriptions[0], dict.fromkeys(template.params, BLANK)))
         found.append({"task_id": template.task_id, "tier": template.tier, "description": blank,
                       "held_out": template.split == "heldout"})  # fmt: skip
     return sorted(found, key=lambda task: (TIERS.index(task["tier"]), task["task_id"]))

@@ -178,4 +178,5 @@ class Game:
 def _names(task: Task, description: str) -> list[str]:
     """What the seed drew and the description tells, longest first; a page sets it off from the prose."""
     drawn = {str(value) for value in task.params.values()}
-    return sorted((name for name in drawn if len(name) > 2 and name in description), key=lambda name: (-len(name), name))
+    told = sorted(name for name in drawn if len(name) > 2 and name in description)
+    return sorted(told, key=len, reverse=True)

@@ -263,7 +263,7 @@ function openReplay(log, at) {
   page.replay = log;
   page.at = at;
   show();
-  byId("replay-on").focus();
+  byId("replay-play").focus();
 }
 
 function closeReplay() {

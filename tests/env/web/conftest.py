@@ -1,0 +1,39 @@
+"""One real server with a playground for all of its tests; it is played by one visitor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from realhf.env.server_process import EnvServerProcess
+
+
+@pytest.fixture(scope="session")
+def web_server() -> Iterator[EnvServerProcess]:
+    with EnvServerProcess(2, "--web", "dedicated", "--web-ministack-port", "0", "--web-solutions", "true") as server:
+        yield server
+
+
+def enter(url: str, **settings: Any) -> httpx.Client:
+    """A browser that opened the page: cookie, origin, CSRF token."""
+    client = httpx.Client(base_url=url, headers={"Origin": url}, timeout=60, **settings)
+    client.headers["X-CSRF-Token"] = client.get("/web/session").json()["csrf"]
+    return client
+
+
+@pytest.fixture
+def visit(web_server: EnvServerProcess) -> Iterator[Callable[[], httpx.Client]]:
+    """Makes visitors; they leave after the test."""
+    visitors: list[httpx.Client] = []
+
+    def come() -> httpx.Client:
+        visitors.append(enter(web_server.url))
+        return visitors[-1]
+
+    yield come
+    for client in visitors:
+        assert client.post("/web/leave", json={}).status_code == 200
+        client.close()
