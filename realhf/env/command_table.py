@@ -38,8 +38,8 @@ _OPERATIONS = {
     "delete-item update-item scan query update-time-to-live describe-time-to-live tag-resource "
     "untag-resource list-tags-of-resource update-continuous-backups describe-continuous-backups "
     "batch-write-item batch-get-item create-backup list-backups describe-backup delete-backup",
-    "ec2": "describe-vpcs describe-vpc-attribute create-vpc delete-vpc modify-vpc-attribute describe-subnets create-subnet "
-    "delete-subnet describe-security-groups create-security-group delete-security-group "
+    "ec2": "describe-vpcs describe-vpc-attribute create-vpc delete-vpc modify-vpc-attribute describe-subnets "
+    "create-subnet delete-subnet describe-security-groups create-security-group delete-security-group "
     "authorize-security-group-ingress revoke-security-group-ingress authorize-security-group-egress "
     "revoke-security-group-egress describe-security-group-rules describe-instances run-instances "
     "terminate-instances stop-instances start-instances describe-volumes create-volume delete-volume "

@@ -155,7 +155,7 @@ def look_command(task: Task) -> str:
 @functools.cache
 def _listing(service: str) -> str:
     """A command of this CLI service that lists something and needs no argument, "" where there is none."""
-    model = Session().get_service_model("s3" if service == "s3api" else service)
+    model: Any = Session().get_service_model("s3" if service == "s3api" else service)
     needs: dict[str, Any] = {
         xform_name(name, "-"): model.operation_model(name).input_shape for name in model.operation_names
     }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from realhf.env import mcp, wire
@@ -106,12 +107,10 @@ def test_a_burst_of_thousands_is_answered_in_order(server: EnvServerProcess) -> 
 
 @pytest.mark.sim
 def test_ten_megabytes_end_the_session_and_not_the_server(server: EnvServerProcess) -> None:
-    from websockets.exceptions import ConnectionClosed
-
-    with connect(server.url.replace("http", "ws") + "/ws", proxy=None) as session:
-        with pytest.raises((ConnectionClosed, EOFError, OSError)):
-            session.send(_step("aws " + "x" * (10 << 20)))
-            session.recv(timeout=20)
+    url = server.url.replace("http", "ws") + "/ws"
+    with pytest.raises((ConnectionClosed, EOFError, OSError)), connect(url, proxy=None) as session:
+        session.send(_step("aws " + "x" * (10 << 20)))
+        session.recv(timeout=20)
     with connect(server.url.replace("http", "ws") + "/ws", proxy=None) as session:
         assert exchange(session, json.dumps({"type": "state"}))["type"] == "state"
 

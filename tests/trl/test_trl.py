@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from realhf.env import sft_data
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate
 
@@ -56,3 +57,16 @@ def test_two_steps(mode: str, reward: str, server: EnvServerProcess, tmp_path: P
     if mode == "tool":
         assert sum(entry["tools/call_frequency"] for entry in steps) > 0
         assert all(entry["tools/failure_frequency"] == 0 for entry in steps)
+
+
+def test_demonstrations_load_as_a_dataset(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = ["--episodes-per-task", "20", "--tiers", "intermediate", "--tags", "networking", "--pool-size", "2"]
+    assert sft_data.main(["--out", str(out), *options]) == 0
+    code = ("import sys, datasets; rows = datasets.load_dataset('json', data_files=sys.argv[1], split='train', "
+            "cache_dir=sys.argv[2]); print(len(rows), *sorted(set(rows['kind'])))")  # fmt: skip
+    done = subprocess.run([str(PYTHON), "-c", code, str(out), str(tmp_path / "cache")], capture_output=True, text=True,
+                          timeout=120, check=True)  # fmt: skip
+    count, *kinds = done.stdout.split()
+    assert int(count) == len(out.read_text().splitlines())
+    assert kinds == ["canonical", "continuation", "hint", "recovery", "verification"]
