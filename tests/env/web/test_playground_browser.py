@@ -88,7 +88,10 @@ def test_a_warmup_task_played_to_its_end_with_the_keyboard(page: Chromium) -> No
     assert page.js("document.getElementById('progress').value") == 1
     assert text(page, "#banner-title") == "Achieved" and text(page, "#score") == "1.00"
     assert text(page, "#banner-text") == "2 steps, score 1.00" and text(page, "#steps-left") == "13 of 15"
-    assert page.js("document.getElementById('run').disabled && document.getElementById('hint').disabled")
+    assert page.js("document.getElementById('prompt').hidden && document.getElementById('hint').disabled")
+    page.press("r")
+    page.wait(f"document.querySelectorAll('.entry').length === 0 && {IDLE}")
+    assert focused(page) == "command" and text(page, "#score") == "0.00"
 
 
 def test_hints_cards_and_a_reload(page: Chromium) -> None:
@@ -190,3 +193,19 @@ def test_it_fits_small_windows(page: Chromium) -> None:
     for width in (360, 800, 1100):
         page.look(width, 700)
         assert page.js("document.documentElement.scrollWidth") <= width
+
+
+def test_a_locked_playground_asks_for_the_token(chromium: Chromium) -> None:
+    with EnvServerProcess(1, "--web-ministack-port", "0", "--token", "let-me-in") as server:
+        chromium.open(server.url + "/web")
+        chromium.wait("document.getElementById('login').open")
+        chromium.write("wrong")
+        chromium.press("Enter")
+        chromium.wait("document.getElementById('login-problem').textContent")
+        chromium.js("document.getElementById('token').select()")
+        chromium.write("let-me-in")
+        chromium.press("Enter")
+        chromium.wait("document.documentElement.dataset.ready && !document.getElementById('login').open")
+        assert chromium.js("document.querySelectorAll('.task').length") > 100
+    assert [problem for problem in chromium.problems if "401" not in problem] == []
+    chromium.problems.clear()

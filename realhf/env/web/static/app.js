@@ -43,9 +43,9 @@ function show() {
   const last = log.steps[count - 1];
   showTask(log);
   showStatus(log, last);
+  showEnd(last, count);
   showTranscript(log, count);
   showAccount(log, count);
-  showEnd(last, count);
   showTools(log, last);
   if (page.replay) showReplay(log, count);
 }
@@ -58,7 +58,7 @@ function showTask(log) {
   byId("task-seed").textContent = `seed ${log.seed}`;
   byId("description").replaceChildren(...prose(description, log.names));
   byId("desired").hidden = !desired_state_spec;
-  byId("desired-text").textContent = desired_state_spec ?? "";
+  byId("desired-text").replaceChildren(...prose(desired_state_spec ?? "", log.names));
 }
 
 function showStatus(log, last) {
@@ -110,8 +110,7 @@ function showTools(log, last) {
   byId("solution").hidden = !page.session.solutions;
   byId("solution").disabled = over;
   byId("run").disabled = page.working || over;
-  byId("command").readOnly = over;
-  byId("command").placeholder = over ? "the episode is over" : "aws …";
+  byId("prompt").hidden = over;
   byId("replay").disabled = log.steps.length === 0;
 }
 
@@ -171,8 +170,8 @@ function again(seed) {
   return start({ task_id: page.live.task.task_id, seed });
 }
 
-function run(command) {
-  return working(async () => {
+async function run(command) {
+  await working(async () => {
     if (page.live === null || page.live.steps.at(-1)?.done) return;
     const log = page.live;
     document.body.dataset.running = "yes";
@@ -182,6 +181,7 @@ function run(command) {
       delete document.body.dataset.running;
     }
   });
+  if (page.live?.steps.at(-1)?.done && !page.replay) byId("transcript").focus();
 }
 
 function submit() {
@@ -385,6 +385,9 @@ function listen() {
     event.target.value = "";
   });
   byId("login-form").addEventListener("submit", login);
+  byId("login").addEventListener("close", () => {
+    if (page.session.login) byId("login").showModal();
+  });
   document.addEventListener("keydown", key);
 }
 
@@ -392,9 +395,9 @@ async function login(event) {
   event.preventDefault();
   try {
     await ask("login", { token: byId("token").value });
-    byId("login").close();
     byId("token").value = "";
     await begin();
+    byId("login").close();
   } catch (problem) {
     byId("login-problem").textContent = problem.message;
   }

@@ -11,6 +11,8 @@ const LONG = 16;
 const signed = (number) => (number >= 0 ? "+" : "−") + Math.abs(number).toFixed(2);
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
+const trimmed = (text) => text.replace(/^\n+|\s+$/g, "");
+
 function block(className, text, name) {
   const made = element("pre", className, text);
   made.tabIndex = 0;
@@ -19,7 +21,7 @@ function block(className, text, name) {
 }
 
 function folded(pre) {
-  const lines = pre.textContent.trimEnd().split("\n").length;
+  const lines = pre.textContent.split("\n").length;
   if (lines <= LONG) return [pre];
   const button = element("button", "unfold", `Show all ${lines} lines`);
   button.type = "button";
@@ -49,8 +51,8 @@ export function entry(step, number, before) {
   line.append(element("span", "sigil", "$"), element("code", "typed", step.command));
   made.append(line, meta(step, number, before));
   if (step.hint_text) made.append(block("hint-text", step.hint_text, "Hint"));
-  if (step.command_output) made.append(...folded(block("out", step.command_output, "Output")));
-  if (step.error) made.append(...folded(block("err", step.error, "Error")));
+  if (step.command_output) made.append(...folded(block("out", trimmed(step.command_output), "Output")));
+  if (step.error) made.append(...folded(block("err", trimmed(step.error), "Error")));
   if (!step.hint_text && !step.command_output && !step.error) made.append(element("p", "none", "no output"));
   return made;
 }
