@@ -36,13 +36,19 @@ class Playground:
     async def reset(self, visitor: str, order: dict[str, Any]) -> dict[str, Any]:
         """The log of a new episode; the visitor is the player from now on, if nobody else is."""
         self._refuse_others(visitor)
-        self._player = visitor
+        newcomer, self._player = self._player is None, visitor
+        begun = False
         try:
-            return await self._play(lambda: self._game.reset(order))
+            log = await self._play(lambda: self._game.reset(order))
+            begun = True
+            return log
         except (OSError, RuntimeError) as error:
             _LOG.warning("the playground's simulator did not start: %s", error)
             why = error.strerror or str(error) if isinstance(error, OSError) else "the server's log tells why"
             raise Refused(503, "NO_SIMULATOR", f"the simulator did not start ({why}); try again") from None
+        finally:
+            if newcomer and not begun and not self._in_flight:
+                self._player = None
 
     async def step(self, visitor: str, command: str) -> dict[str, Any]:
         """The entry of the log that a command makes."""

@@ -83,6 +83,7 @@ def test_agents_and_people_obey_the_same_policy(visit: Visit) -> None:
                                    {"seed": 1 << 60}])
 def test_a_reset_that_makes_no_sense_is_422(visit: Visit, order: dict) -> None:
     assert visit().post("/web/reset", json=order).status_code == 422
+    assert not visit().get("/web/state").json()["busy"], "who starts nothing keeps nobody out"
 
 
 def test_a_tier_is_drawn_from(visit: Visit) -> None:
