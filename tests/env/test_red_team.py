@@ -89,7 +89,7 @@ def test_two_thousand_random_commands(slot: Slot) -> None:
     """No traceback, no host path, a worker that answers: at the door and past it."""
     draw = random.Random(2000)
     host = ("Traceback (most recent", "site-packages", "realhf-env-", str(Path(os.__file__).parent))
-    worker = slot.worker_pid
+    kills = slot.executor.counters.worker_kills
     for number in range(2000):
         words = draw.choices(PIECES, k=draw.randint(1, 9))
         if number % 2:
@@ -103,7 +103,7 @@ def test_two_thousand_random_commands(slot: Slot) -> None:
         assert not any(word in said for word in host), (command, said)
         assert not result.timed_out, command
     assert slot.executor.run("aws s3api list-buckets").success
-    assert slot.executor.counters.worker_kills == 0 and worker > 0
+    assert slot.executor.counters.worker_kills == kills
 
 
 def past_policy(slot: Slot, *argv: str) -> CommandResult:
