@@ -60,6 +60,7 @@ class AwsState(BaseModel):
     infra_state: dict[str, Any] = Field(default_factory=dict)
     chaos_occurred: bool = False
     current_tier: str | None = None
+    slot_id: int | None = None
 
 
 @dataclass(frozen=True)

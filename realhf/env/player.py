@@ -53,8 +53,8 @@ class EpisodePlayer:
 
     def state(self) -> dict[str, Any]:
         """What ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something
-        changed since it was last asked."""
-        return self._episode.state()
+        changed since it was last asked. ``slot_id`` lets a pool see that its sessions are different ones."""
+        return {**self._episode.state(), "slot_id": self._slot.index}
 
     def fill(self, commands: Sequence[str]) -> list[str]:
         """Commands of the task that is played with the captures of its set-up filled. Raises CaptureError."""

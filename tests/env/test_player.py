@@ -133,3 +133,7 @@ def test_state_lists_the_account(player: EpisodePlayer) -> None:
     state = player.state()
     assert state["infra_state"] == {"s3": {"bucket": [instantiate(1, 1).params["name"]]}}
     assert set(state["current_task"]) == {"task_id", "difficulty", "description"}
+
+
+def test_the_state_names_the_slot(slot: Slot) -> None:
+    assert EpisodePlayer(slot, 5).state()["slot_id"] == slot.index
