@@ -6,7 +6,7 @@ setup(
     description="Dataflow reinforcement learning for tool-using cloud agents",
     python_requires=">=3.11",
     packages=find_packages(include=["realhf*", "workers*", "experiments*", "configs*"]),
-    package_data={"configs": ["**/*.yaml"], "realhf": ["**/*.yaml", "env/web/static/*", "py.typed"]},
+    package_data={"configs": ["**/*.yaml"], "realhf": ["**/*.yaml", "env/web/static/*", "trajectory/static/*", "py.typed"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5",
@@ -21,6 +21,10 @@ setup(
         "fastapi",
         "uvicorn",
         "uvloop; platform_system != 'Windows'",
+        "httptools",
+        "msgspec",
+        "isal",
+        "zstandard",
         "websockets>=13",
         "httpx",
         "pydantic>=2",
@@ -33,13 +37,17 @@ setup(
         "tensorboard",
         "prometheus-client",
     ],
-    entry_points={"console_scripts": ["aws-env=workers.env_worker:main"]},
+    entry_points={
+        "console_scripts": ["aws-env=workers.env_worker:main", "run-api=realhf.trajectory.cli:main"]
+    },
     extras_require={
         "dev": [
             "pytest",
             "pytest-asyncio",
             "pytest-timeout",
             "hypothesis",
+            "schemathesis",
+            "redis>=5",
             "ipykernel",
             "nbclient",
             "ruff",

@@ -27,11 +27,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "monitor": frozenset({"api"}),
 }
 TORCH_FREE = ("realhf/api", "realhf/dataflow", "realhf/env", "realhf/monitor", "realhf/scheduler", "realhf/launch",
-              "realhf/transport", "experiments", "workers/master_worker.py", "workers/env_worker.py")
+              "realhf/transport", "realhf/trajectory", "experiments", "workers/master_worker.py", "workers/env_worker.py")
 PROGRAMS = {"realhf/env/evaluate.py"}
 """Commands that put parts of several rooms together, as the launcher does; nothing may import them."""
 READS_ENVIRONMENT = {"realhf/env/server_config.py", "realhf/rollout/aws_tool.py",
-                     "realhf/rollout/trainer_settings.py"}
+                     "realhf/rollout/trainer_settings.py", "realhf/trajectory/config.py"}
 
 
 def modules(*folders: str) -> list[Path]:

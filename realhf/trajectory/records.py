@@ -1,0 +1,158 @@
+"""What the server remembers: one frozen record per row of its tables, msgpack-able, the same for every store.
+
+Source: trajectory specification 1 (vocabulary), 3.10 (leases), 3.11 (what is persisted).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+
+FIELDS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
+          "inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids",
+          "distill_logprobs", "policy_version")  # fmt: skip
+"""Fields of a group. All but the last are in every delivered item; ``policy_version`` only where it was sent."""
+N_STOCK_FIELDS = 14
+
+PayloadRef: TypeAlias = int | bytes
+"""Where a group's bytes are: the bytes themselves (memory store) or a number that the store understands."""
+
+
+class Place(IntEnum):
+    """Where a group is. Every stored group is in exactly one place."""
+
+    QUEUE = 0
+    BUFFER = 1
+    LEASED = 2
+    QUARANTINE = 3
+
+
+class Encoding(IntEnum):
+    """Form of a group's payload, as its producer pushed it."""
+
+    JSON = 0
+    MSGPACK = 1
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One group's bytes. JSON: one object, without surrounding white space, of known keys only. MessagePack: the
+    key-value pairs of the map *without its header*. ``present``: bit i is set where FIELDS[i] is a key of it;
+    ``crc``: CRC-32 of the bytes."""
+
+    ref: PayloadRef
+    nbytes: int
+    encoding: Encoding
+    present: int
+    crc: int
+
+
+class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One stored group. ``order`` is its position within its place and grows with every entry; ``size`` counts
+    sequences; ``bundle`` is (order of the first member, number of members) of a set that must leave together, whose
+    members have consecutive orders; ``arrived_at`` is in seconds since 1970; ``reason`` says why it is in
+    quarantine."""
+
+    id: int
+    order: int
+    place: Place
+    env_id: int | None
+    size: int
+    payload: Payload
+    policy_version: int
+    arrived_at: float
+    bundle: tuple[int, int] | None = None
+    reason: str = ""
+
+    @property
+    def members(self) -> tuple[GroupRecord, ...]:
+        """A single group is a unit of one member."""
+        return (self,)
+
+
+class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One rollout handler. ``last_seen`` in seconds since 1970; ``served``: sequences handed out; ``virtual_time``:
+    served over share, the clock of weighted filling (3.6)."""
+
+    env_id: int
+    desired_name: str
+    name: str
+    max_token_length: int
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None
+    connected: bool
+    last_seen: float
+    served: int = 0
+    virtual_time: float = 0.0
+
+
+class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One batch in a trainer's hands. ``groups``: ids in the order of delivery; ``sent``: the whole response went out
+    on a live connection; ``returned``: given back or never sent, to be handed out first; ``explicit``: only an
+    explicit ack counts; times in seconds since 1970."""
+
+    lease_id: str
+    owner: str
+    step: int
+    groups: tuple[int, ...]
+    created_at: float
+    expires_at: float
+    sent: bool = False
+    returned: bool = False
+    explicit: bool = False
+
+
+class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
+    """What remains of a lease that ended: ``outcome`` is ``acked`` or ``superseded`` (redelivered to another)."""
+
+    lease_id: str
+    outcome: str
+    closed_at: float
+
+
+class Replay(msgspec.Struct, frozen=True, array_like=True):
+    """A stored answer for an idempotency key: ``fingerprint`` of the request, JSON ``body``, ``headers``."""
+
+    key: str
+    fingerprint: str
+    body: bytes
+    headers: dict[str, str]
+    stored_at: float
+
+
+class RunRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The registration and its counters; one per state. ``registered`` False: no trainer since the last reset.
+    ``latest``: the last group that entered the queue, kept readable after its consumption. ``other_time`` and
+    ``clock``: virtual time of groups without an environment, and of the last served pack (3.6)."""
+
+    epoch: int = 0
+    registered: bool = False
+    started: bool = False
+    wandb_group: str | None = None
+    wandb_project: str | None = None
+    batch_size: int = -1
+    max_token_len: int = -1
+    checkpoint_dir: str = ""
+    save_checkpoint_interval: int = 0
+    starting_step: int = 0
+    num_steps: int = 0
+    step: int = 0
+    max_staleness: int | None = None
+    policy_version: int | None = None
+    latest: GroupRecord | None = None
+    other_time: float = 0.0
+    clock: float = 0.0
+    quarantine_dropped: int = 0
+
+    @property
+    def current_version(self) -> int:
+        """Policy version that a group without one is stamped with (3.9)."""
+        return self.step if self.policy_version is None else self.policy_version
+
+
+Record: TypeAlias = GroupRecord | EnvRecord | LeaseRecord | ClosedLease | Replay | RunRecord
+TABLES: dict[str, type] = {"run": RunRecord, "envs": EnvRecord, "groups": GroupRecord, "leases": LeaseRecord,
+                           "closed": ClosedLease, "replays": Replay}
+"""Name of each table and the record of its rows. Keys: "run", env_id, group id, lease_id, lease_id, key."""

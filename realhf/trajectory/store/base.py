@@ -1,0 +1,84 @@
+"""The contract of a store: rows of small tables, committed in order, and payloads beside them.
+
+The engine executes commands on a state in memory and hands their changes to ``commit``; nobody is answered before it
+returns. Source: trajectory specification 3.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from realhf.trajectory.records import TABLES, Payload, PayloadRef, Record
+
+
+class StoreFailure(RuntimeError):
+    """The medium refused (disk full, server away): nothing of the commit was kept. The text names the cause."""
+
+
+class StateLost(RuntimeError):
+    """Somebody else took the write lock, or changes of others can no longer be followed: load everything anew."""
+
+
+Key = int | str
+
+
+@dataclass
+class Changes:
+    """Rows written (a record) and deleted (None) since the last commit, and payloads nobody refers to any more.
+    ``cleared``: every table was emptied before ``rows`` were written."""
+
+    rows: dict[tuple[str, Key], Record | None] = field(default_factory=dict)
+    freed: list[PayloadRef] = field(default_factory=list)
+    cleared: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.rows) or bool(self.freed) or self.cleared
+
+
+Snapshot = dict[str, list[Record]]
+"""All records of each table, in any order."""
+
+
+def empty_snapshot() -> Snapshot:
+    return {table: [] for table in TABLES}
+
+
+class Store(Protocol):
+    """One medium. Every method is called from the event loop and does its slow work elsewhere. ``shared``: other
+    processes may write too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``."""
+
+    shared: bool
+    name: str
+
+    async def open(self) -> Snapshot:
+        """Everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""
+        ...
+
+    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
+        """Keep payloads; they are durable once a commit that was begun afterwards returns. Raises StoreFailure."""
+        ...
+
+    async def commit(self, changes: Changes) -> None:
+        """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept) or StateLost."""
+        ...
+
+    async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
+        """Bytes of staged payloads, checked against their CRC. Raises StoreFailure (unreadable or damaged)."""
+        ...
+
+    async def begin(self) -> list[Changes]:
+        """Shared stores: take the write lock; answers what others committed since the last call. Raises StateLost,
+        StoreFailure."""
+        ...
+
+    async def abandon(self) -> None:
+        """Shared stores: give up the write lock without a commit."""
+        ...
+
+    async def follow(self) -> list[Changes]:
+        """Shared stores: what others committed since the last call, without the lock. Raises as ``begin``."""
+        ...
+
+    async def close(self) -> None: ...

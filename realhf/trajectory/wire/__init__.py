@@ -1,0 +1,1 @@
+"""Bytes to groups and back: validation once at the door, then spliced and never encoded twice."""
