@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "monitor": frozenset({"api"}),
 }
 TORCH_FREE = ("realhf/api", "realhf/dataflow", "realhf/env", "realhf/monitor", "realhf/scheduler", "realhf/launch",
-              "realhf/transport", "realhf/trajectory", "experiments", "workers/master_worker.py", "workers/env_worker.py")
+              "realhf/transport", "realhf/trajectory", "experiments", "workers/master_worker.py",
+              "workers/env_worker.py", "workers/trajectory_worker.py")
 PROGRAMS = {"realhf/env/evaluate.py"}
 """Commands that put parts of several rooms together, as the launcher does; nothing may import them."""
 READS_ENVIRONMENT = {"realhf/env/server_config.py", "realhf/rollout/aws_tool.py",
@@ -99,6 +100,7 @@ def test_torch_is_not_imported_at_module_level(prefix: str):
 
 @pytest.mark.parametrize("packages", [
     "realhf.api realhf.dataflow realhf.scheduler realhf.monitor realhf.launch experiments", "realhf.env",
+    "realhf.trajectory",
 ])
 def test_torch_free_packages_really_are(packages: str):
     """Imports every module of the packages in a fresh process: catches what arrives through others."""
