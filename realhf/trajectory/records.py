@@ -90,8 +90,10 @@ class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
 
 class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     """One batch in a trainer's hands. ``groups``: ids in the order of delivery; ``sent``: the whole response went out
-    on a live connection; ``returned``: given back or never sent, to be handed out first; ``explicit``: only an
-    explicit ack counts; times in seconds since 1970."""
+    on a live connection; ``returned``: given back or never sent, to be handed out first; times in seconds since
+    1970. ``mode`` says what ends it: ``implicit`` (the owner's next pull), ``explicit`` (an ack only), ``on_sent``
+    (the whole response went out), ``at_most_once`` (its creation; it is never handed out again). ``attempt`` counts
+    responses, so that the end of an earlier one is not taken for the end of the present one."""
 
     lease_id: str
     owner: str
@@ -101,7 +103,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     expires_at: float
     sent: bool = False
     returned: bool = False
-    explicit: bool = False
+    mode: str = "implicit"
+    attempt: int = 0
 
 
 class ClosedLease(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,97 @@
+"""Forming the next batch from the state: staleness first, then the selector that applies, then the accounts.
+
+Source: trajectory specification 3.3, 3.4, 3.6, 3.9.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from realhf.trajectory.exact_selection import select_exact
+from realhf.trajectory.fair_share import FairShare
+from realhf.trajectory.minimum_selection import select_with_minimums
+from realhf.trajectory.packs import NotSelected, Selected
+from realhf.trajectory.quarantine import isolate
+from realhf.trajectory.queue_index import QueueIndex
+from realhf.trajectory.records import GroupRecord, Place
+from realhf.trajectory.registry import is_alive, shares
+from realhf.trajectory.state import TrajectoryState
+from realhf.trajectory.strict_selection import select_strict, select_strict_with_minimums
+
+STALE_PER_BATCH = 1000
+"""Stale groups set aside in one go, so that no pull takes long."""
+
+
+def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
+    """Groups of the next batch in the order of delivery, charged to their environments; the queue still holds them."""
+    if state.run.batch_size < 1:
+        return NotSelected("batch_size_not_positive")
+    if _set_stale_aside(state):
+        return NotSelected("staleness")
+    if not state.queue.groups and not state.stale:
+        return NotSelected("empty")
+    selected = _select(state, state.queue, now)
+    if isinstance(selected, NotSelected) and state.stale:
+        selected = _select(state, _with_stale(state), now)
+    if isinstance(selected, Selected):
+        _charge(state, selected)
+        return selected.groups
+    return selected
+
+
+def _set_stale_aside(state: TrajectoryState) -> bool:
+    """Take groups beyond the bound out of the queue; True while there are more of them."""
+    stale, more = state.take_stale(STALE_PER_BATCH)
+    for group in stale:
+        if state.options.stale_policy == "quarantine":
+            isolate(state, group, "too_stale")
+        else:
+            state.put("groups", group.id, msgspec.structs.replace(group, reason="too_stale"))
+    return more
+
+
+def _with_stale(state: TrajectoryState) -> QueueIndex:
+    """A queue of everything, for a batch that fresh groups alone do not fill."""
+    index = QueueIndex()
+    for group in sorted((group for group in state.groups.values() if group.place is Place.QUEUE),
+                        key=lambda group: group.order):  # fmt: skip
+        index.add(group)
+    return index
+
+
+def _select(state: TrajectoryState, index: QueueIndex, now: float) -> Selected | NotSelected:
+    options, batch_size, fair = state.options, state.run.batch_size, _fair_share(state, now)
+    minimums = [(env.env_id, max(0.0, min(env.min_batch_allocation, 1e12))) for env in state.envs.values()
+                if env.min_batch_allocation is not None and is_alive(state, env, now)]  # fmt: skip
+    if options.divisor_packing:
+        if minimums:
+            return select_with_minimums(index, batch_size, fair, minimums, rounding=options.min_rounding,
+                                        recheck=options.recheck_minimums)  # fmt: skip
+        return select_exact(index, batch_size, fair)
+    if minimums:
+        return select_strict_with_minimums(index, batch_size, fair, minimums, recheck=options.recheck_minimums)
+    return select_strict(index, batch_size, fair)
+
+
+def _fair_share(state: TrajectoryState, now: float) -> FairShare:
+    if not state.options.weighted_fill:
+        return FairShare(shares={}, times={}, clock=0.0, default_share=math.inf)
+    known, other = shares(state, now)
+    times: dict[int | None, float] = {env.env_id: env.virtual_time for env in state.envs.values()}
+    return FairShare(shares=known, times=times | {None: max(state.run.other_time, 0.0)}, clock=state.run.clock,
+                     default_share=other)  # fmt: skip
+
+
+def _charge(state: TrajectoryState, selected: Selected) -> None:
+    """Advance the virtual times and count what was served."""
+    for env_id, served in selected.served.items():
+        env = None if env_id is None else state.envs.get(env_id)
+        if env is not None:
+            time = selected.times.get(env_id, env.virtual_time)
+            changed = msgspec.structs.replace(env, served=env.served + served, virtual_time=time)
+            state.put("envs", env.env_id, changed)
+    if state.options.weighted_fill:
+        other = selected.times.get(None, state.run.other_time)
+        state.put_run(msgspec.structs.replace(state.run, clock=selected.clock, other_time=other))

@@ -1,0 +1,78 @@
+"""Housekeeping commands: what a restart changes, and what the passing of time ends.
+
+Source: trajectory specification 3.5 (buffer expiry), 3.7, 3.10, 3.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from realhf.trajectory import quarantine
+from realhf.trajectory.delivery import close_lease
+from realhf.trajectory.records import GroupRecord, LeaseRecord
+from realhf.trajectory.state import TrajectoryState
+
+PER_ROUND = 1000
+"""Rows that one round of housekeeping removes at most."""
+
+
+def restart(state: TrajectoryState, now: float) -> None:
+    """A server came back alone: no response is on its way any more, and every heartbeat clock starts anew."""
+    for env in list(state.envs.values()):
+        state.put("envs", env.env_id, msgspec.structs.replace(env, last_seen=now))
+    for lease in list(state.leases.values()):
+        if lease.mode == "at_most_once":
+            close_lease(state, now, lease, "acked")
+        elif not lease.sent:
+            state.put("leases", lease.lease_id, msgspec.structs.replace(lease, returned=True))
+
+
+def due(state: TrajectoryState, now: float) -> bool:
+    """Whether there is anything to tidy."""
+    tasks = (_expired_buffers, _old_replays, _old_leases, _ended_for_good)
+    return any(next(task(state, now), None) is not None for task in tasks)
+
+
+def tidy(state: TrajectoryState, now: float) -> None:
+    """Move leftovers of the mix buffers to quarantine, forget old answers and ended leases."""
+    for group in list(_expired_buffers(state, now)):
+        quarantine.isolate(state, group, "buffer_leftover_expired")
+    for key in list(_old_replays(state, now)):
+        state.delete("replays", key)
+    for key in list(_old_leases(state, now)):
+        state.delete("closed", key)
+    for lease in list(_ended_for_good(state, now)):
+        close_lease(state, now, lease, "acked")
+
+
+def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord]:
+    limit = now - state.options.buffer_expiry_s
+    for held in state.buffers.values():
+        for group, _ in zip(held.values(), range(PER_ROUND), strict=False):
+            if group.arrived_at >= limit:
+                break
+            yield group
+
+
+def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
+    limit = now - state.options.replay_ttl_s
+    for replay, _ in zip(state.replays.values(), range(PER_ROUND), strict=False):
+        if replay.stored_at >= limit:
+            break
+        yield replay.key
+
+
+def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
+    limit = now - state.options.replay_ttl_s
+    for closed, _ in zip(state.closed.values(), range(PER_ROUND), strict=False):
+        if closed.closed_at >= limit:
+            break
+        yield closed.lease_id
+
+
+def _ended_for_good(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]:
+    for lease in state.leases.values():
+        if lease.mode == "at_most_once" and lease.expires_at <= now:
+            yield lease

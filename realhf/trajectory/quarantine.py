@@ -1,0 +1,75 @@
+"""Groups that can never be served: kept aside with the reason, instead of blocking the others (3.5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from realhf.trajectory.exact_selection import unservable
+from realhf.trajectory.records import GroupRecord, Place
+from realhf.trajectory.state import TrajectoryState
+
+
+def unservable_reason(state: TrajectoryState, size: int) -> str | None:
+    """Why a unit of ``size`` sequences can never be part of a batch, or None (also while no trainer is known)."""
+    if size < 1:
+        return "zero_sequences"
+    if not state.run.registered:
+        return None
+    return unservable(size, state.run.batch_size, strict=not state.options.divisor_packing)
+
+
+def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
+    """Put a group, stored or new, into quarantine; beyond the byte limit the oldest ones are dropped."""
+    state.put("groups", group.id, msgspec.structs.replace(
+        group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason))  # fmt: skip
+    state.counters[f"quarantined:{reason}"] += 1
+    dropped = 0
+    while state.quarantine_bytes > state.options.quarantine_bytes and state.quarantine:
+        state.delete("groups", next(iter(state.quarantine)))
+        dropped += 1
+    if dropped:
+        run = state.run
+        state.put_run(msgspec.structs.replace(run, quarantine_dropped=run.quarantine_dropped + dropped))
+
+
+def reconsider_queue(state: TrajectoryState) -> None:
+    """A registration fixed the batch size: isolate what was queued before it and can never be served."""
+    if not any(unservable_reason(state, size) for size in state.queue.sizes()):
+        return
+    for group in [group for group in state.groups.values() if group.place is Place.QUEUE]:
+        reason = unservable_reason(state, group.size)
+        if reason:
+            isolate(state, group, reason)
+
+
+def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any]:
+    """Move groups back to the tail of the queue; those that still cannot be served stay, and are told."""
+    requeued, unknown, refused = [], [], {}
+    for key in ids:
+        group = state.quarantine.get(key)
+        if group is None:
+            unknown.append(key)
+            continue
+        reason = unservable_reason(state, group.size) or ("too_stale" if _too_stale(state, group) else None)
+        if reason:
+            refused[str(key)] = reason
+            continue
+        state.put("groups", key, msgspec.structs.replace(
+            group, place=Place.QUEUE, order=state.next_order(), reason="", arrived_at=now))  # fmt: skip
+        requeued.append(key)
+    return {"requeued": requeued, "unknown": unknown, "refused": refused}
+
+
+def _too_stale(state: TrajectoryState, group: GroupRecord) -> bool:
+    bound = state.max_staleness
+    return bound is not None and state.run.current_version - group.policy_version > bound
+
+
+def clear(state: TrajectoryState, now: float) -> dict[str, Any]:
+    """Delete everything in quarantine."""
+    ids = list(state.quarantine)
+    for key in ids:
+        state.delete("groups", key)
+    return {"status": "success", "deleted": len(ids)}

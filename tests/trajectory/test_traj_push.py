@@ -1,0 +1,267 @@
+"""Routing of pushed groups, quarantine, back-pressure, idempotency: specification 2.6, 2.7, 3.5, 3.8, 3.10."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from realhf.trajectory import maintenance, quarantine, views
+from realhf.trajectory.refusal import Refusal
+from tests.trajectory.driver import Driver, ids, sizes
+
+
+def started(batch_size: int = 8, **options: object) -> Driver:
+    driver = Driver(**options)
+    driver.start(batch_size=batch_size)
+    return driver
+
+
+def reasons(driver: Driver) -> dict[str, int]:
+    return views.quarantine(driver.state, driver.now, 100, None)["by_reason"]
+
+
+def test_a_group_of_the_declared_size_goes_to_the_queue():
+    driver = started()
+    env = driver.env(group_size=4)
+    assert driver.push(4, env=env) == ({"status": "received"}, {})
+    assert views.status(driver.state, driver.now)["queue_size"] == 1
+    latest = views.latest(driver.state, driver.now)
+    assert latest is not None
+    assert latest.id in driver.state.groups
+
+
+def test_groups_without_an_environment_or_of_an_unknown_one_are_queued_whatever_their_size():
+    driver = started()
+    assert driver.push(2)[0] == driver.push(4, env=77)[0] == driver.push(1, env=-5)[0] == {"status": "received"}
+    assert views.status(driver.state, driver.now)["queue_size"] == 3
+
+
+def test_odd_sizes_wait_in_the_mix_buffer_until_a_set_adds_up():
+    driver = started()
+    env = driver.env(group_size=4)
+    assert driver.push(3, env=env)[0] == {"status": "buffered", "buffer_size": 3}
+    assert driver.push(3, env=env)[0] == {"status": "buffered", "buffer_size": 6}
+    assert views.latest(driver.state, driver.now) is None
+    assert driver.push(1, env=env)[0] == {"status": "buffered", "buffer_size": 3}, "the first 3 and the 1 are out"
+    assert views.status(driver.state, driver.now)["queue_size"] == 2
+    assert views.latest(driver.state, driver.now).size == 1
+    assert views.buffers(driver.state, driver.now)["buffers"] == [
+        {"env_id": env, "groups": 1, "sequences": 3, "oldest_age_s": 0.0}]  # fmt: skip
+
+
+def test_a_released_set_is_delivered_together_and_does_not_jam():
+    driver = started()
+    env = driver.env(group_size=4)
+    driver.push(3, env=env)
+    driver.push(4, env=env)
+    driver.push(1, env=env)
+    batch = driver.batch()
+    assert sizes(batch) == [4, 3, 1]
+    assert reasons(driver) == {}
+
+
+def test_a_set_whose_target_does_not_divide_the_batch_is_not_bundled():
+    driver = started()
+    env = driver.env(group_size=3)
+    driver.push(1, env=env)
+    _, headers = driver.push(2, env=env)
+    assert all(group.bundle is None for group in driver.state.groups.values())
+    assert headers == {}
+    assert views.status(driver.state, driver.now)["queue_size"] == 2
+
+
+def test_a_list_answers_for_all_of_it():
+    driver = started()
+    env = driver.env(group_size=4)
+    assert driver.push(4, 1, 2, env=env)[0] == {
+        "status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 3}  # fmt: skip
+    assert driver.push(listed=True)[0] == {"status": "received", "groups_processed": 0}
+    assert driver.push(4, env=env, listed=True)[0] == {"status": "received", "groups_processed": 1}
+
+
+@pytest.mark.parametrize(("size", "reason"), [(0, "zero_sequences"), (16, "larger_than_batch"),
+                                              (3, "size_does_not_divide_batch")])  # fmt: skip
+def test_what_can_never_be_served_is_set_aside(size: int, reason: str):
+    driver = started()
+    driver.push(8)
+    assert driver.push(size) == ({"status": "received"}, {"X-Quarantined": reason})
+    assert reasons(driver) == {reason: 1}
+    assert sizes(driver.batch()) == [8]
+
+
+def test_larger_than_its_environments_groups():
+    driver = started()
+    env = driver.env(group_size=2)
+    body, headers = driver.push(4, env=env)
+    assert body == {"status": "buffered", "buffer_size": 0}
+    assert headers == {"X-Quarantined": "larger_than_env_group_size"}
+
+
+def test_strict_keeps_too_large_groups_in_the_buffer():
+    driver = started(divisor_packing=False)
+    env = driver.env(group_size=2)
+    assert driver.push(4, env=env) == ({"status": "buffered", "buffer_size": 4}, {})
+
+
+def test_early_groups_are_judged_when_the_batch_size_is_known():
+    driver = Driver()
+    for size in (3, 4, 0, 16):
+        driver.push(size)
+    assert reasons(driver) == {"zero_sequences": 1}
+    driver.register()
+    assert reasons(driver) == {"zero_sequences": 1, "size_does_not_divide_batch": 1, "larger_than_batch": 1}
+    assert views.status(driver.state, driver.now)["queue_size"] == 1
+
+
+def test_requeue_takes_what_can_be_served_now():
+    driver = started(batch_size=8)
+    driver.push(3)
+    driver.push(0)
+    held = [item["id"] for item in views.quarantine(driver.state, driver.now, 10, None)["items"]]
+    assert quarantine.requeue(driver.state, driver.now, [*held, 999]) == {
+        "requeued": [], "unknown": [999],
+        "refused": {str(held[0]): "size_does_not_divide_batch", str(held[1]): "zero_sequences"}}  # fmt: skip
+    driver.state.put_run(msgspec.structs.replace(driver.state.run, batch_size=3))
+    assert quarantine.requeue(driver.state, driver.now, held)["requeued"] == held[:1]
+    assert ids(driver.batch()) == held[:1]
+    assert quarantine.clear(driver.state, driver.now)["deleted"] == 1
+
+
+def test_quarantine_is_capped_and_tells_what_it_dropped():
+    driver = started(quarantine_bytes=25)
+    for _ in range(5):
+        driver.push(3)
+    page = views.quarantine(driver.state, driver.now, 10, None)
+    assert (page["total"], page["dropped"]) == (2, 3)
+    assert len(driver.state.groups) == 2
+
+
+def test_pages_of_the_quarantine():
+    driver = started()
+    for _ in range(5):
+        driver.push(3)
+    first = views.quarantine(driver.state, driver.now, 2, None)["items"]
+    rest = views.quarantine(driver.state, driver.now, 10, first[-1]["id"])["items"]
+    assert len(first) == 2
+    assert len(rest) == 3
+    assert not {item["id"] for item in first} & {item["id"] for item in rest}
+
+
+def test_leftovers_of_the_buffer_expire_into_quarantine():
+    driver = started(buffer_expiry_s=100.0)
+    env = driver.env(group_size=4)
+    driver.push(3, env=env)
+    driver.now += 90
+    driver.push(3, env=env)
+    assert not maintenance.due(driver.state, driver.now)
+    driver.now += 20
+    assert maintenance.due(driver.state, driver.now)
+    maintenance.tidy(driver.state, driver.now)
+    assert reasons(driver) == {"buffer_leftover_expired": 1}
+    assert views.buffers(driver.state, driver.now)["buffers"][0]["groups"] == 1
+
+
+def test_the_buffer_is_bounded():
+    driver = started(max_buffered_groups=3)
+    env = driver.env(group_size=4)
+    for _ in range(5):
+        driver.push(3, env=env)
+    assert reasons(driver) == {"buffer_full": 2}
+    assert views.buffers(driver.state, driver.now)["buffers"][0]["groups"] == 3
+
+
+def test_full_is_503_whole_and_recovers_after_an_acknowledgement():
+    driver = started(max_queue_groups=3)
+    driver.push(4, 4)
+    with pytest.raises(Refusal) as refusal:
+        driver.push(4, 4)
+    assert refusal.value.status == 503
+    assert int(refusal.value.headers["Retry-After"]) >= 1
+    assert views.status(driver.state, driver.now)["queue_size"] == 2
+    assert len(driver.state.take_changes().freed) == 2, "payloads of a refused list are given up"
+    driver.batch()
+    with pytest.raises(Refusal):
+        driver.push(4, 4)
+    driver.pull()
+    driver.push(4, 4)
+
+
+def test_full_by_bytes():
+    driver = started(max_queue_bytes=25)
+    driver.push(4, 4)
+    with pytest.raises(Refusal) as refusal:
+        driver.push(4)
+    assert refusal.value.status == 503
+
+
+def test_a_repeat_with_the_same_key_gets_the_first_answer_and_stores_nothing():
+    driver = started()
+    env = driver.env(group_size=4)
+    first = driver.push(3, env=env, key="k", fingerprint="a")
+    driver.state.take_changes()
+    again, headers = driver.push(3, env=env, key="k", fingerprint="a")
+    assert again == first[0]
+    assert headers == {"Idempotency-Replayed": "true"}
+    assert len(driver.state.groups) == 1
+    assert len(driver.state.take_changes().freed) == 1
+    with pytest.raises(Refusal) as refusal:
+        driver.push(3, env=env, key="k", fingerprint="b")
+    assert refusal.value.status == 422
+
+
+def test_a_refused_push_may_be_tried_again_under_its_key():
+    driver = started(max_queue_groups=2)
+    driver.push(4, 4)
+    with pytest.raises(Refusal):
+        driver.push(4, key="k")
+    driver.batch()
+    driver.pull()
+    assert driver.push(4, key="k") == ({"status": "received"}, {})
+
+
+def test_keys_expire():
+    driver = started(replay_ttl_s=100.0)
+    driver.push(4, key="k")
+    driver.now += 101
+    driver.push(4, key="k", fingerprint="other")
+    assert len(driver.state.groups) == 2
+    driver.now += 101
+    maintenance.tidy(driver.state, driver.now)
+    assert not driver.state.replays
+
+
+def test_stale_groups_are_set_aside_when_a_batch_is_formed():
+    driver = started()
+    driver.register(join=True)
+    driver.register(batch_size=8, max_staleness=2)
+    driver.pull()
+    driver.push(4, version=0)
+    driver.push(4, version=5)
+    driver.push(4, version=6)
+    driver.at_version(7)
+    batch = driver.batch()
+    assert [group.policy_version for group in batch.groups] == [5, 6]
+    assert reasons(driver) == {"too_stale": 1}
+    held = views.quarantine(driver.state, driver.now, 1, None)["items"][0]["id"]
+    assert quarantine.requeue(driver.state, driver.now, [held])["refused"] == {str(held): "too_stale"}
+
+
+def test_stale_groups_may_fill_what_nothing_fresher_fills():
+    driver = started(max_staleness=1, stale_policy="last")
+    driver.push(4, version=0)
+    driver.at_version(9)
+    driver.push(4, version=9)
+    driver.push(4, version=9)
+    assert [group.policy_version for group in driver.batch().groups] == [9, 9]
+    assert views.status(driver.state, driver.now)["queue_size"] == 1
+    driver.push(4, version=9)
+    assert [group.policy_version for group in driver.batch().groups] == [0, 9]
+    assert reasons(driver) == {}
+
+
+def test_a_group_without_a_version_gets_the_current_one():
+    driver = started()
+    driver.push(8)
+    driver.batch()
+    driver.push(8)
+    assert driver.batch().versions == (1, 1)
