@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 from realhf.trajectory.options import StateOptions
@@ -154,9 +155,9 @@ class TrajectoryState:
         """Become what was committed."""
         self._empty()
         self._changes = Changes()
-        groups = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
+        groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
         records: Iterable[Record] = (
-            *snapshot["run"], *snapshot["envs"], *sorted(groups, key=lambda group: group.order),
+            *snapshot["run"], *snapshot["envs"], *sorted(groups, key=attrgetter("order")),
             *snapshot["leases"], *snapshot["closed"], *snapshot["replays"],
         )  # fmt: skip
         self._recording = False

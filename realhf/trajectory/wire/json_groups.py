@@ -1,0 +1,93 @@
+"""The fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came.
+
+Whatever is unusual (a value that needs coercion, an unknown or repeated key, an error) makes ``read_group`` return
+None, and the lax path decides. Source: trajectory specification 2.6, 3.8, 3.11.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any
+
+import msgspec
+from isal import isal_zlib
+from msgspec import UNSET, UnsetType
+
+from realhf.trajectory.records import FIELDS, Encoding
+from realhf.trajectory.wire.incoming import Incoming
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+WHITE_SPACE = b" \t\r\n"
+FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
+
+
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[list[Int64]]
+    masks: list[list[Int64]]
+    scores: list[float]
+    advantages: list[list[float]] | UnsetType | None = UNSET
+    ref_logprobs: list[list[float]] | UnsetType | None = UNSET
+    messages: msgspec.Raw | UnsetType = UNSET
+    generation_params: msgspec.Raw | UnsetType = UNSET
+    inference_logprobs: list[list[float]] | UnsetType | None = UNSET
+    overrides: msgspec.Raw | UnsetType = UNSET
+    group_overrides: msgspec.Raw | UnsetType = UNSET
+    images: msgspec.Raw | UnsetType = UNSET
+    env_id: Int64 | UnsetType | None = UNSET
+    distill_token_ids: list[list[list[Int64]]] | UnsetType | None = UNSET
+    distill_logprobs: list[list[list[float]]] | UnsetType | None = UNSET
+    policy_version: Int64 | UnsetType | None = UNSET
+
+
+@cache
+def _decoders() -> tuple[msgspec.json.Decoder[_Group], dict[str, msgspec.json.Decoder[Any]]]:
+    return msgspec.json.Decoder(_Group), {
+        "messages": msgspec.json.Decoder(list[list[dict[str, Any]]] | None),
+        "generation_params": msgspec.json.Decoder(dict[str, Any] | None),
+        "overrides": msgspec.json.Decoder(list[dict[str, Any]] | None),
+        "group_overrides": msgspec.json.Decoder(dict[str, Any] | None),
+        "images": msgspec.json.Decoder(Any),
+    }
+
+
+def read_group(data: bytes) -> Incoming | None:
+    """The group in ``data`` (one JSON object, white space around it allowed), or None: ask the lax path."""
+    group_decoder, free_decoders = _decoders()
+    data = data.strip(WHITE_SPACE)
+    try:
+        group = group_decoder.decode(data)
+        quotes, present = 0, 0
+        for bit, name in enumerate(FIELDS):
+            value = getattr(group, name)
+            if value is UNSET:
+                continue
+            present |= 1 << bit
+            quotes += 2
+            if name in free_decoders:
+                raw = bytes(value)
+                quotes += raw.count(b'"')
+                value = free_decoders[name].decode(raw)
+                if name == "messages" and not complete_messages(value):
+                    return None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    if data.count(b'"') != quotes:
+        return None  # a key came twice: then there are more quotes than those of the keys and the free fields
+    version = group.policy_version
+    return Incoming(
+        data, Encoding.JSON, present, isal_zlib.crc32(data), len(group.tokens),
+        None if group.env_id is UNSET else group.env_id, None if version is UNSET else version,
+    )  # fmt: skip
+
+
+def complete_messages(rows: list[list[dict[str, Any]]] | None) -> bool:
+    """Whether every message has a role and content, of whatever kind."""
+    return all("role" in message and "content" in message for row in rows or () for message in row)
+
+
+def split_list(data: bytes) -> list[bytes] | None:
+    """The elements of a JSON array, each as its bytes; None if this is no well-formed array of anything."""
+    try:
+        return [bytes(item) for item in msgspec.json.decode(data, type=list[msgspec.Raw])]
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,165 @@
+"""The lax path for JSON: the original's coercions and error lists, then canonical bytes.
+
+Slow and exact; it sees what the fast path would not decide. Source: trajectory specification 2.1, 2.6, 3.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from isal import isal_zlib
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+
+from realhf.trajectory.records import FIELDS, Encoding
+from realhf.trajectory.refusal import Refusal, invalid
+from realhf.trajectory.wire.incoming import Incoming
+from realhf.trajectory.wire.json_groups import FREE_FIELDS, complete_messages, read_group
+
+MAX_ERRORS = 20
+
+Loc = list[str | int]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class ScoredData(BaseModel):
+    """One group of sequences, as the original server declares it. Rows may be ragged; nothing is cross-checked."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    tokens: list[list[int]]
+    masks: list[list[int]] = Field(description="-100: not trained")
+    scores: list[FiniteFloat]
+    advantages: list[list[FiniteFloat]] | None = None
+    ref_logprobs: list[list[FiniteFloat]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[FiniteFloat]] | None = Field(None, description="1.0 at masked positions")
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: Int64 | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[FiniteFloat]]] | None = None
+    policy_version: Int64 | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _role_and_content(cls, value: Any) -> Any:
+        if not complete_messages(value):
+            raise ValueError("each message needs 'role' and 'content'")
+        return value
+
+
+def read_lax(data: bytes, loc: Loc, *, int64: bool) -> Incoming:
+    """The group in ``data``. ``int64``: tokens and masks must fit signed 64 bit. Raises Refusal 422 with ``loc``."""
+    known = _known_fields_only(data)
+    if known is not None and (found := read_group(known)) is not None:
+        return found
+    return from_object(parse(data, loc), loc, int64=int64)
+
+
+def read_lax_list(data: bytes, loc: Loc, *, int64: bool) -> list[Incoming]:
+    """The groups of a list that the fast path could not split. Raises Refusal 422."""
+    value = parse(data, loc)
+    if not isinstance(value, list):
+        raise invalid(loc, "Input should be a valid list", "list_type", shown(value))
+    return [from_object(item, [*loc, index], int64=int64) for index, item in enumerate(value)]
+
+
+def parse(data: bytes, loc: Loc) -> Any:
+    """JSON to Python. Raises Refusal 422 for what is malformed, too deep, or has numbers of absurd length."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise invalid(loc, "JSON is nested too deeply", "json_invalid") from None
+    except ValueError as error:
+        raise invalid(loc, f"JSON decode error: {error}", "json_invalid") from None
+
+
+def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
+    """Validate and encode one parsed group. Raises Refusal 422."""
+    try:
+        group = ScoredData.model_validate(value)
+        _check_free_fields(group, loc)
+        if int64:
+            _check_int64(group, loc)
+        chosen = {name: getattr(group, name) for name in FIELDS if name in group.model_fields_set}
+        data = json.dumps(chosen, separators=(",", ":"), allow_nan=False).encode()
+    except ValidationError as error:
+        raise Refusal(422, problems(error, loc)) from None
+    except RecursionError:
+        raise invalid(loc, "the group is nested too deeply", "recursion_loop") from None
+    except (OverflowError, ValueError) as error:
+        raise invalid(loc, f"a number cannot be kept: {error}") from None
+    present = sum(1 << bit for bit, name in enumerate(FIELDS) if name in chosen)
+    return Incoming(data, Encoding.JSON, present, isal_zlib.crc32(data), len(group.tokens), group.env_id,
+                    group.policy_version)  # fmt: skip
+
+
+def problems(error: ValidationError, loc: Loc) -> list[dict[str, Any]]:
+    """The contract's list of errors; inputs are shown where they are short and JSON-able."""
+    found = error.errors(include_url=False, include_context=False)[:MAX_ERRORS]
+    return [{"type": item["type"], "loc": [*loc, *item["loc"]], "msg": item["msg"], "input": shown(item["input"])}
+            for item in found]  # fmt: skip
+
+
+def shown(value: Any) -> Any:
+    """A value as it may stand in an error: scalars themselves, the rest by kind."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= 64 else "a large integer"
+    if isinstance(value, str):
+        return value[:200].encode("utf-8", "replace").decode()
+    return f"a {type(value).__name__}"
+
+
+def _known_fields_only(data: bytes) -> bytes | None:
+    """The same object without unknown and repeated keys, if it is well-formed."""
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    pairs = [b'"%s":%s' % (name.encode(), bytes(raw)) for name, raw in fields.items() if name in FIELDS]
+    return b"{" + b",".join(pairs) + b"}"
+
+
+def _check_free_fields(group: ScoredData, loc: Loc) -> None:
+    for name in FREE_FIELDS:
+        for where in _not_finite(getattr(group, name), [*loc, name]):
+            raise invalid(where, "Input should be a finite number", "finite_number")
+
+
+def _not_finite(value: Any, loc: Loc) -> Iterator[Loc]:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            yield loc
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_finite(item, [*loc, key])
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_finite(item, [*loc, index])
+
+
+def _check_int64(group: ScoredData, loc: Loc) -> None:
+    for name in ("tokens", "masks", "distill_token_ids"):
+        for where, number in _integers(getattr(group, name), [*loc, name]):
+            if not -(2**63) <= number < 2**63:
+                raise invalid(where, "Input should fit a signed 64 bit integer", "int_range")
+
+
+def _integers(value: Any, loc: Loc) -> Iterator[tuple[Loc, int]]:
+    for index, item in enumerate(value or ()):
+        if isinstance(item, list):
+            yield from _integers(item, [*loc, index])
+        else:
+            yield [*loc, index], item
+
+

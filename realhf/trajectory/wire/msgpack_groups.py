@@ -1,0 +1,149 @@
+"""Groups as MessagePack: the same maps as JSON, with raw tensors where a field is a list of rows of numbers.
+
+A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``. Source: trajectory
+specification 3.11.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, Literal, Union
+
+import msgspec
+import numpy as np
+from isal import isal_zlib
+
+from realhf.trajectory.records import FIELDS, Encoding
+from realhf.trajectory.refusal import Refusal, invalid
+from realhf.trajectory.wire.incoming import Incoming
+from realhf.trajectory.wire.json_groups import Int64, complete_messages
+
+Loc = list[str | int]
+INTEGER_ROWS = ("tokens", "masks")
+FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
+REQUIRED = ("tokens", "masks", "scores")
+INTEGER_DTYPES = ("i4", "i8")
+
+
+MaybeInt64: Any = Union[Int64, None]  # noqa: UP007 - the type checker knows no | for this alias
+
+
+class Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    """Rows of numbers. ``lens``: length of each row; ``data``: the rows one after the other."""
+
+    t: Literal[1] = msgspec.field(name="__t__")
+    dtype: Literal["i4", "i8", "f2", "f4", "f8"]
+    lens: memoryview
+    data: memoryview
+
+    def lengths(self) -> np.ndarray:
+        """Row lengths, uint32 (n,). Raises ValueError for a ragged buffer."""
+        return np.frombuffer(self.lens, "<u4")
+
+    def values(self) -> np.ndarray:
+        """All rows, flat. Raises ValueError when the lengths and the data do not agree."""
+        flat = np.frombuffer(self.data, f"<{self.dtype}")
+        if int(self.lengths().sum(dtype=np.uint64)) != len(flat):
+            raise ValueError(f"lens say {self.lengths().sum(dtype=np.uint64)} values and data holds {len(flat)}")
+        return flat
+
+
+class RowsDecoder:
+    """A tensor or plain lists: a MessagePack map or an array, which the first byte tells."""
+
+    def __init__(self, lists: Any) -> None:
+        self._lists = msgspec.msgpack.Decoder(lists)
+        self._tensor = msgspec.msgpack.Decoder(Tensor)
+
+    def decode(self, raw: msgspec.Raw) -> Any:
+        first = memoryview(raw)[0]
+        is_map = 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
+        return (self._tensor if is_map else self._lists).decode(raw)
+
+
+@cache
+def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
+    """One decoder for the form of each field."""
+    objects = list[dict[str, Any]] | None
+    forms = {
+        "scores": list[float], "messages": list[list[dict[str, Any]]] | None, "images": Any,
+        "generation_params": dict[str, Any] | None, "group_overrides": dict[str, Any] | None, "overrides": objects,
+        "env_id": MaybeInt64, "policy_version": MaybeInt64,
+        "distill_token_ids": list[list[list[Int64]]] | None, "distill_logprobs": list[list[list[float]]] | None,
+    }  # fmt: skip
+    rows = dict.fromkeys(INTEGER_ROWS, RowsDecoder(list[list[Int64]]))
+    rows |= dict.fromkeys(FLOAT_ROWS, RowsDecoder(list[list[float]] | None))
+    return rows | {name: msgspec.msgpack.Decoder(form) for name, form in forms.items()}
+
+
+def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
+    """The group in one MessagePack map. Raises Refusal 422 with ``loc``."""
+    try:
+        fields = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise invalid(loc, f"not a MessagePack map with text keys: {error}", "msgpack_invalid") from None
+    for name in REQUIRED:
+        if name not in fields:
+            raise invalid([*loc, name], "Field required", "missing")
+    parts, present, values = [], 0, {}
+    for bit, name in enumerate(FIELDS):
+        if name in fields:
+            values[name] = check_field(name, fields[name], [*loc, name])
+            present |= 1 << bit
+            parts += (msgspec.msgpack.encode(name), bytes(fields[name]))
+    data = b"".join(parts)
+    tokens = values["tokens"]
+    size = len(tokens.lens) // 4 if isinstance(tokens, Tensor) else len(tokens)
+    return Incoming(data, Encoding.MSGPACK, present, isal_zlib.crc32(data), size, values.get("env_id"),
+                    values.get("policy_version"))  # fmt: skip
+
+
+def check_field(name: str, raw: msgspec.Raw, loc: Loc) -> Any:
+    """Value of one field, validated. Raises Refusal 422."""
+    try:
+        value = decoders()[name].decode(raw)
+        if isinstance(value, Tensor):
+            _check_tensor(value, name)
+        elif name == "messages" and not complete_messages(value):
+            raise ValueError("each message needs 'role' and 'content'")
+        if not isinstance(value, Tensor) and name not in ("env_id", "policy_version", *INTEGER_ROWS):
+            _check_plain(value, loc)
+    except Refusal:
+        raise
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise invalid(loc, str(error) or "nested too deeply") from None
+    return value
+
+
+def _check_tensor(tensor: Tensor, name: str) -> None:
+    if (tensor.dtype in INTEGER_DTYPES) != (name in INTEGER_ROWS):
+        raise ValueError(f"dtype {tensor.dtype} does not fit this field")
+    flat = tensor.values()
+    if tensor.dtype not in INTEGER_DTYPES and not np.isfinite(flat).all():
+        raise ValueError("numbers must be finite")
+
+
+def _check_plain(value: Any, loc: Loc) -> None:
+    """Only what JSON can say too: no binary, no extension types, no NaN."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise invalid(loc, "Input should be a finite number", "finite_number")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise invalid(loc, "keys must be text")
+            _check_plain(item, [*loc, key])
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_plain(item, [*loc, index])
+    elif value is not None and not isinstance(value, (str, int)):
+        raise invalid(loc, f"a value of type {type(value).__name__} has no JSON form")
+
+
+def split_list(body: bytes, loc: Loc) -> list[bytes]:
+    """Elements of a MessagePack array. Raises Refusal 422."""
+    try:
+        return [bytes(item) for item in msgspec.msgpack.decode(body, type=list[msgspec.Raw])]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise invalid(loc, f"not a MessagePack array: {error}", "msgpack_invalid") from None
