@@ -12,7 +12,7 @@ from realhf.trajectory.mixbuffer import find_set
 from realhf.trajectory.quarantine import isolate, unservable_reason
 from realhf.trajectory.records import EnvRecord, GroupRecord, Payload, PayloadRef, Place
 from realhf.trajectory.refusal import Refusal
-from realhf.trajectory.registry import heartbeat
+from realhf.trajectory.registry import check_epoch, heartbeat
 from realhf.trajectory.replays import once
 from realhf.trajectory.state import TrajectoryState
 from realhf.trajectory.wire.incoming import Incoming
@@ -22,12 +22,13 @@ Answer = tuple[dict[str, Any], dict[str, str]]
 
 def push(
     state: TrajectoryState, now: float, groups: Sequence[Incoming], refs: Sequence[PayloadRef], listed: bool,
-    key: str | None = None, fingerprint: str = "",
+    key: str | None = None, fingerprint: str = "", epoch: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Take groups whose payloads were staged; a list is taken whole or not at all. With an idempotency ``key`` a
-    repeat gets the first answer. Raises Refusal 503 (full) or 422 (the key belongs to another body); the payloads
-    are given up then."""
+    repeat gets the first answer. Raises Refusal 503 (full), 422 (the key belongs to another body) or 409 (``epoch``
+    is that of an older run); the payloads are given up then."""
     try:
+        check_epoch(state, now, epoch)
         answer, replayed = once(state, now, key, fingerprint, _take, groups, refs, listed)
     except Refusal:
         state.discard(*refs)

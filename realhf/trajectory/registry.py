@@ -25,13 +25,18 @@ Answer = tuple[dict[str, Any], dict[str, str]]
 """Body and headers of a response."""
 
 
-def register(state: TrajectoryState, now: float, request: Mapping[str, Any], join: bool) -> Answer:
-    """A trainer. A second registration begins a new epoch, unless it joins or the first one wins (strict)."""
+def register(
+    state: TrajectoryState, now: float, request: Mapping[str, Any], join: bool, may_reset: bool = True
+) -> Answer:
+    """A trainer. A second registration begins a new epoch, unless it joins or the first one wins (strict). Raises
+    Refusal 403 when it would and must not."""
     number = uuid.uuid4().int
     answer: Answer = {"uuid": number}, {"X-Trainer-Id": str(number)}
     if state.run.registered:
         if join or not state.options.reregister_resets:
             return answer
+        if not may_reset:
+            raise Refusal(403, "a trainer is registered; to replace it, send the admin token (or X-Join: 1 to join)")
         reset(state, now)
     names = ("wandb_group", "wandb_project", "batch_size", "max_token_len", "checkpoint_dir",
              "save_checkpoint_interval", "starting_step", "num_steps")  # fmt: skip

@@ -60,6 +60,10 @@ class Store(Protocol):
         """Keep payloads; they are durable once a commit that was begun afterwards returns. Raises StoreFailure."""
         ...
 
+    async def unstage(self, refs: Sequence[PayloadRef]) -> None:
+        """Staged payloads whose command failed; what a command gave up itself is in ``Changes.freed``."""
+        ...
+
     async def commit(self, changes: Changes) -> None:
         """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept) or StateLost."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realhf.trajectory.records import Payload, PayloadRef
-from realhf.trajectory.store.base import Changes, Snapshot, StateLost, empty_snapshot
+from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure, empty_snapshot
 
 
 class MemoryStore:
@@ -19,6 +19,9 @@ class MemoryStore:
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
         return list(payloads)
+
+    async def unstage(self, refs: Sequence[PayloadRef]) -> None:
+        """The bytes go with their last holder."""
 
     async def commit(self, changes: Changes) -> None:
         """The state in memory is all there is."""
@@ -36,6 +39,6 @@ class MemoryStore:
         raise AssertionError("the memory store is not shared")
 
     async def reload(self) -> Snapshot:
-        raise StateLost("memory cannot be read again")
+        raise StoreFailure("memory cannot be read again")
 
     async def close(self) -> None: ...

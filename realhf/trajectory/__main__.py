@@ -1,0 +1,8 @@
+"""``python -m realhf.trajectory``."""
+
+import sys
+
+from realhf.trajectory.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

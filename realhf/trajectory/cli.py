@@ -1,0 +1,66 @@
+"""``run-api``: the trajectory server as a command, with the flags of the original and more.
+
+``python -m realhf.trajectory`` is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+
+from realhf.trajectory.config import ConfigError, TrajectoryConfig, add_arguments, resolve
+from realhf.trajectory.http_protocol import DrainingProtocol
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal. Returns the exit code."""
+    arguments = command_line().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = resolve(arguments)
+        if arguments.reload:
+            os.environ.update(config.to_environment())
+            uvicorn.run("realhf.trajectory.server:app", host=config.host, port=config.port, reload=True,
+                        http=DrainingProtocol, access_log=False)  # fmt: skip
+            return 0
+        return serve(config)
+    except (ConfigError, OSError, RuntimeError) as error:
+        print(f"run-api: {error}", file=sys.stderr)
+        return 1
+
+
+def serve(config: TrajectoryConfig) -> int:
+    """Run the server in this process. Raises RuntimeError when it does not come up."""
+    from realhf.trajectory.server import create_app
+
+    server = uvicorn.Server(uvicorn_config(config, create_app(config)))
+    server.run()
+    if not server.started:
+        raise RuntimeError("the server did not start; the lines above tell why")
+    return 0
+
+
+def uvicorn_config(config: TrajectoryConfig, app: object) -> uvicorn.Config:
+    """How every program of the house runs the app."""
+    return uvicorn.Config(app, host=config.host, port=config.port, http=DrainingProtocol, access_log=False,  # type: ignore[arg-type]
+                          lifespan="on", timeout_graceful_shutdown=5, log_level="info")  # fmt: skip
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="run-api",
+        description="Serve the Atropos Trajectory Handler API: environments push scored groups, trainers pull batches, "
+        "nothing is lost. Every setting is also a variable, named in brackets; a flag wins over it.",
+    )
+    parser.add_argument("--reload", action="store_true", help="start anew when the code changes (development)")
+    add_arguments(parser.add_argument_group("settings"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Bodies of requests, as OpenAPI shows them. Integers are bounded to 64 bits and floats are finite.
+
+Source: trajectory specification 2.3 to 2.6, 3.2, 3.9, 3.10.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field, FiniteFloat
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Registration(BaseModel):
+    """A trainer and its run. ``batch_size`` in sequences, lengths in tokens."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: Int64
+    max_token_len: Int64
+    checkpoint_dir: str
+    save_checkpoint_interval: Int64
+    starting_step: Int64
+    num_steps: Int64
+    max_staleness: Int64 | None = Field(None, description="policy versions a group may lie behind (null: no bound)")
+    trainer_id: str | None = Field(None, description="a name of the trainer's own, for logs")
+
+
+class RegisterEnv(BaseModel):
+    """A rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every batch."""
+
+    max_token_length: Int64
+    desired_name: str
+    weight: FiniteFloat
+    group_size: Int64
+    min_batch_allocation: FiniteFloat | None = None
+
+
+class EnvIdentifier(BaseModel):
+    env_id: Int64
+
+
+class PolicyVersion(BaseModel):
+    """Version of the weights that rollouts are made with from now on."""
+
+    version: Int64
+
+
+class Lease(BaseModel):
+    """The X-Lease-Id of a batch."""
+
+    lease_id: str
+
+
+class Requeue(BaseModel):
+    """Groups to move from quarantine to the tail of the queue."""
+
+    ids: list[Int64]

@@ -1,0 +1,110 @@
+"""Endpoints of trainers: register, pull, acknowledge. Source: trajectory specification 2.3, 2.8, 3.9, 3.10."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from realhf.trajectory import delivery, registry, replays
+from realhf.trajectory.auth import Role
+from realhf.trajectory.batch_response import BatchResponse
+from realhf.trajectory.delivery import Batch, NoBatch, PullRequest
+from realhf.trajectory.models import Lease, PolicyVersion, Registration
+from realhf.trajectory.service import Service, answer, idempotency
+from realhf.trajectory.wire.encode import encode_batch
+from realhf.trajectory.wire.intake import MSGPACK_TYPES
+
+_NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+
+
+def router(service: Service) -> APIRouter:
+    """The trainer's endpoints over one service."""
+    routes, engine = APIRouter(tags=["trainers"]), service.engine
+
+    @routes.post("/register")
+    async def register(registration: Registration, request: Request) -> Response:
+        """Begin a run. A second registration begins a new epoch; ``X-Join: 1`` joins the present one."""
+        key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
+        join = request.headers.get("x-join") == "1"
+        may_reset = service.config.resets == "open" or (
+            service.config.resets == "token" and Role.ADMIN in request.scope["traj.roles"])  # fmt: skip
+        (body, headers), _ = await engine.write(
+            replays.once, key, fingerprint, registry.register, registration.model_dump(), join, may_reset)  # fmt: skip
+        return answer(body, headers)
+
+    @routes.get("/batch")
+    async def batch(request: Request) -> Response:
+        """The next batch, or null and the reason in ``X-Batch-Reason``."""
+        with service.metrics.timed("pull"):
+            await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
+            pulled = await engine.write(delivery.pull, _pull_request(request))
+            if isinstance(pulled, NoBatch):
+                return answer(_NOT_REGISTERED if pulled.unregistered else {"batch": None},
+                              {"X-Batch-Reason": pulled.reason})  # fmt: skip
+            return await _respond(service, request, pulled)
+
+    @routes.post("/batch/ack")
+    async def ack(lease: Lease) -> Response:
+        """A batch was consumed: delete it for good. 404 unknown, 409 redelivered to another trainer."""
+        return answer(await engine.write(delivery.ack, lease.lease_id))
+
+    @routes.post("/batch/nack")
+    async def nack(lease: Lease) -> Response:
+        """Give a batch back; the next puller gets it."""
+        return answer(await engine.write(delivery.nack, lease.lease_id))
+
+    @routes.post("/batch/renew")
+    async def renew(lease: Lease) -> Response:
+        """Hold a batch for another lease timeout."""
+        return answer(await engine.write(delivery.renew, lease.lease_id))
+
+    @routes.post("/policy_version")
+    async def policy_version(policy: PolicyVersion) -> Response:
+        """The weights that rollouts are made with have a new version."""
+        return answer(await engine.write(registry.set_policy_version, policy.version))
+
+    return routes
+
+
+def _pull_request(request: Request) -> PullRequest:
+    name = request.headers.get("x-trainer-id") or request.query_params.get("trainer_id")
+    peer = request.client.host if request.client else "unknown"
+    return PullRequest(name or f"peer {peer}", anonymous=not name, ack=request.headers.get("x-ack"),
+                       explicit=request.headers.get("x-ack-mode", "").lower() == "explicit")  # fmt: skip
+
+
+async def _respond(service: Service, request: Request, batch: Batch) -> BatchResponse:
+    """Read and encode a leased batch; whatever fails before it is out gives the batch back."""
+    msgpack, coding = _accepted(request)
+    payloads = [group.payload for group in batch.groups]
+    try:
+        data = await service.engine.store.read(payloads)
+        pieces, used = await encode_batch(payloads, data, msgpack=msgpack, coding=coding,
+                                          level=service.config.gzip_level)  # fmt: skip
+    except BaseException:
+        await service.engine.write(delivery.mark_lost, batch)
+        raise
+    oldest, newest = batch.versions
+    if not batch.redelivered:
+        for group in batch.groups:
+            service.metrics.delivered(service.engine.state.run.current_version - group.policy_version)
+    headers = {
+        "Content-Type": MSGPACK_TYPES[0] if msgpack else "application/json", "X-Lease-Id": batch.lease_id,
+        "X-Batch-Step": str(batch.step), "X-Min-Policy-Version": str(oldest), "X-Max-Policy-Version": str(newest),
+        "X-Redelivered": "1" if batch.redelivered else "0", "Vary": "Accept-Encoding, Accept",
+    } | ({"Content-Encoding": used} if used else {})  # fmt: skip
+
+    def report(sent: bool) -> None:
+        service.start(service.engine.write(delivery.mark_sent if sent else delivery.mark_lost, batch))
+
+    return BatchResponse(pieces, headers, report)
+
+
+def _accepted(request: Request) -> tuple[bool, str]:
+    """Whether MessagePack is wanted, and the coding the client reads."""
+    kinds = request.headers.get("accept", "").lower()
+    codings = request.headers.get("accept-encoding", "").lower()
+    msgpack = any(kind in kinds for kind in MSGPACK_TYPES)
+    if msgpack and "zstd" in codings:
+        return True, "zstd"
+    return msgpack, "gzip" if "gzip" in codings else ""

@@ -1,0 +1,86 @@
+"""The application: middlewares, routes, errors. ``uvicorn realhf.trajectory.server:app`` serves it with the settings
+of the environment variables. Source: trajectory specification 1.1, 2.1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from realhf.trajectory import routes_producer, routes_trainer, routes_watch, status_page
+from realhf.trajectory.auth import AuthMiddleware
+from realhf.trajectory.config import TrajectoryConfig, resolve
+from realhf.trajectory.middleware import BodyMiddleware, CompressMiddleware, EpochMiddleware
+from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.service import Service
+from realhf.trajectory.store.base import StoreFailure
+from realhf.trajectory.wire.lax_groups import MAX_ERRORS, shown
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(config: TrajectoryConfig) -> FastAPI:
+    """The server over one configuration; the store is opened when it starts."""
+    service = Service(config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.open()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(
+        title="realhf trajectory server", version="1.0", lifespan=lifespan, strict_content_type=False,
+        middleware=_middlewares(service), description="Atropos-compatible buffer of scored trajectories.",
+    )  # fmt: skip
+    for module in (routes_producer, routes_trainer, routes_watch, status_page):
+        app.include_router(module.router(service))
+    _handle_errors(app, service)
+    return app
+
+
+def _middlewares(service: Service) -> list[Middleware]:
+    config = service.config
+    return [
+        Middleware(EpochMiddleware, epoch=lambda: service.engine.state.run.epoch),
+        Middleware(CORSMiddleware, allow_origin_regex=".*", allow_credentials=True, allow_methods=["*"],
+                   allow_headers=["*"], expose_headers=["*"]),
+        Middleware(CompressMiddleware, level=config.gzip_level),
+        Middleware(AuthMiddleware, tokens=service.tokens),
+        Middleware(BodyMiddleware, max_bytes=config.max_body_bytes),
+    ]  # fmt: skip
+
+
+def _handle_errors(app: FastAPI, service: Service) -> None:
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        if error.status == 503:
+            service.metrics.unavailable()
+        return JSONResponse({"detail": error.detail}, error.status, error.headers)
+
+    @app.exception_handler(StoreFailure)
+    async def unavailable(request: Request, error: StoreFailure) -> Response:
+        service.metrics.unavailable()
+        return JSONResponse({"detail": f"the store failed: {error}"}, 503, {"Retry-After": "1"})
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return JSONResponse({"detail": [_problem(item) for item in error.errors()[:MAX_ERRORS]]}, 422)
+
+
+def _problem(item: dict[str, Any]) -> dict[str, Any]:
+    loc = [step if isinstance(step, int) else shown(str(step)) for step in item["loc"]]
+    return {"type": item["type"], "loc": loc, "msg": shown(str(item["msg"])), "input": shown(item.get("input"))}
+
+
+app = create_app(resolve())

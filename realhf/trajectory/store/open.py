@@ -1,0 +1,25 @@
+"""Which store an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from realhf.trajectory.store.base import Store
+from realhf.trajectory.store.memory import MemoryStore
+from realhf.trajectory.store.sqlite import SqliteStore
+
+
+def open_store(url: str, *, durable: bool = False) -> Store:
+    """The store, not opened yet. Raises ValueError for an address of no known form, or a Redis address without the
+    ``redis`` package."""
+    if url == "memory":
+        return MemoryStore()
+    if url.startswith("sqlite:") and url != "sqlite:":
+        return SqliteStore(Path(url.removeprefix("sqlite:").removeprefix("//")).expanduser(), durable=durable)
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        try:
+            from realhf.trajectory.store.redis import RedisStore  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--store {url} needs the extra 'redis': pip install 'realhf[redis]' ({error})") from error
+        return RedisStore(url)
+    raise ValueError(f"--store is {url!r}; give sqlite:DIR, memory or redis://host:port")

@@ -1,0 +1,142 @@
+"""Payloads in append-only files of bounded size, each unlinked when nobody refers to anything in it any more.
+
+A reference is ``segment << 40 | offset``. Source: trajectory specification 3.11.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from realhf.trajectory.records import Payload
+
+logger = logging.getLogger(__name__)
+SEGMENT_BYTES = 64 << 20
+_OFFSET_BITS = 40
+_MAX_BUFFERS = 512
+
+
+class Segments:
+    """Appends on one thread, reads on any. ``stage`` gives offsets at once; bytes wait in memory until ``write``."""
+
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder = folder
+        self._limit = segment_bytes
+        self._live: dict[int, int] = {}
+        self._handles: dict[int, int] = {}
+        self._waiting: dict[int, bytes] = {}
+        self._active = 0
+        self._end = 0
+
+    def restore(self, payloads: Iterable[Payload]) -> None:
+        """Count what is referred to, and delete files nobody refers to; writing goes on in a new segment."""
+        for payload in payloads:
+            segment = self._locate(payload)[0]
+            self._live[segment] = self._live.get(segment, 0) + 1
+        found = {int(path.stem): path for path in self._folder.glob("*.seg")}
+        for segment, path in found.items():
+            if segment not in self._live:
+                path.unlink(missing_ok=True)
+        self._active, self._end = max([self._active, *found], default=0) + 1, 0
+
+    def holds(self, payload: Payload) -> bool:
+        """Whether the payload lies within its file; a torn tail does not."""
+        segment, offset = self._locate(payload)
+        try:
+            return self._path(segment).stat().st_size >= offset + payload.nbytes
+        except FileNotFoundError:
+            return False
+
+    def stage(self, payloads: Sequence[bytes]) -> list[int]:
+        """References of payloads that the next ``write`` puts there."""
+        refs = []
+        for payload in payloads:
+            if self._end and self._end + len(payload) > self._limit:
+                self._active, self._end = self._active + 1, 0
+            ref = self._active << _OFFSET_BITS | self._end
+            self._waiting[ref] = payload
+            self._end += len(payload)
+            self._live[self._active] = self._live.get(self._active, 0) + 1
+            refs.append(ref)
+        return refs
+
+    def waiting(self) -> dict[int, bytes]:
+        """Payloads that are staged and not written, in order."""
+        return dict(self._waiting)
+
+    def write(self, staged: dict[int, bytes], *, durable: bool) -> None:
+        """Append staged payloads. Raises OSError; the next try writes to the same places."""
+        by_segment: dict[int, list[tuple[int, bytes]]] = {}
+        for ref, payload in staged.items():
+            by_segment.setdefault(ref >> _OFFSET_BITS, []).append((ref & ((1 << _OFFSET_BITS) - 1), payload))
+        for segment, items in by_segment.items():
+            handle = self._handle(segment, create=True)
+            for start in range(0, len(items), _MAX_BUFFERS):
+                part = items[start : start + _MAX_BUFFERS]
+                _write_all(handle, part[0][0], [payload for _, payload in part])
+            if durable:
+                os.fdatasync(handle)
+
+    def written(self, staged: dict[int, bytes]) -> None:
+        """These need not be kept in memory any longer."""
+        for ref in staged:
+            self._waiting.pop(ref, None)
+
+    def waiting_bytes(self, ref: int) -> bytes | None:
+        return self._waiting.get(ref)
+
+    def unstage(self, refs: Iterable[int]) -> None:
+        """Staged payloads that nobody will refer to."""
+        for ref in refs:
+            if self._waiting.pop(ref, None) is not None:
+                self._live[ref >> _OFFSET_BITS] -= 1
+
+    def read(self, payload: Payload) -> bytes:
+        """Bytes of one payload from its file. Raises OSError."""
+        segment, offset = self._locate(payload)
+        return os.pread(self._handle(segment, create=False), payload.nbytes, offset)
+
+    def free(self, refs: Iterable[int]) -> None:
+        """Nobody refers to these any more; files without a reference go, but for the one being written."""
+        for ref in refs:
+            segment = ref >> _OFFSET_BITS
+            self._live[segment] = self._live.get(segment, 0) - 1
+        for segment in [segment for segment, live in self._live.items() if live <= 0 and segment != self._active]:
+            del self._live[segment]
+            handle = self._handles.pop(segment, None)
+            if handle is not None:
+                os.close(handle)
+            self._path(segment).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{segment:08d}.seg"
+
+    def _handle(self, segment: int, *, create: bool) -> int:
+        handle = self._handles.get(segment)
+        if handle is None:
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+            handle = self._handles[segment] = os.open(self._path(segment), flags, 0o600)
+        return handle
+
+    def _locate(self, payload: Payload) -> tuple[int, int]:
+        assert isinstance(payload.ref, int)
+        return payload.ref >> _OFFSET_BITS, payload.ref & ((1 << _OFFSET_BITS) - 1)
+
+
+def _write_all(handle: int, offset: int, buffers: list[bytes]) -> None:
+    """All buffers, one after the other from ``offset`` on, however often the system writes less."""
+    remaining = [memoryview(buffer) for buffer in buffers if buffer]
+    while remaining:
+        written = os.pwritev(handle, remaining, offset)
+        offset += written
+        while remaining and written >= len(remaining[0]):
+            written -= len(remaining.pop(0))
+        if written:
+            remaining[0] = remaining[0][written:]

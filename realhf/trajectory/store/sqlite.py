@@ -1,0 +1,225 @@
+"""The embedded store: rows in one SQLite file in WAL mode, payloads in segment files beside it.
+
+A commit is one transaction on one writer thread, after the payloads it refers to were written. It survives the death
+of the process; with ``durable`` also that of the machine. Source: trajectory specification 3.11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from isal import isal_zlib
+
+from realhf.trajectory.records import TABLES, GroupRecord, LeaseRecord, Payload, PayloadRef, Place, RunRecord
+from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure, empty_snapshot
+from realhf.trajectory.store.segments import SEGMENT_BYTES, Segments
+
+logger = logging.getLogger(__name__)
+_INTEGER_KEYS = ("envs", "groups")
+_CHECKED_BYTES = 64 << 20
+"""Payloads so near the end of what was written are checked when the store opens; the rest when they are read."""
+
+
+class SqliteStore:
+    """One folder, locked to one process. ``durable``: every commit reaches the disk before it returns."""
+
+    shared = False
+
+    def __init__(self, folder: Path, *, durable: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.name = f"sqlite:{folder}"
+        self._folder = folder
+        self._durable = durable
+        self._segments = Segments(folder, segment_bytes)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="trajectory-store")
+        self._lock: int | None = None
+        self._database: sqlite3.Connection | None = None
+
+    async def open(self) -> Snapshot:
+        """Lock the folder and read everything back. Raises StoreFailure."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            return await self._on_writer(self._restore)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreFailure(f"{self.name}: {error}") from error
+
+    async def reload(self) -> Snapshot:
+        try:
+            return await self._on_writer(self._load)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreFailure(f"{self.name}: {error}") from error
+
+    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
+        return list(self._segments.stage(payloads))
+
+    async def unstage(self, refs: Sequence[PayloadRef]) -> None:
+        self._segments.unstage(ref for ref in refs if isinstance(ref, int))
+
+    async def commit(self, changes: Changes) -> None:
+        """Payloads first, then the rows. Raises StoreFailure; nothing of the commit is kept then."""
+        staged = self._segments.waiting()
+        try:
+            await self._on_writer(self._write, staged, changes)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreFailure(f"{self.name}: {error}") from error
+        self._segments.written(staged)
+        self._segments.free(ref for ref in changes.freed if isinstance(ref, int))
+
+    async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
+        """Bytes of payloads, checked. Raises StoreFailure."""
+        try:
+            return await asyncio.to_thread(self._read, payloads)
+        except OSError as error:
+            raise StoreFailure(f"{self.name}: {error}") from error
+
+    async def begin(self) -> list[Changes]:
+        raise AssertionError("one server has this store for itself")
+
+    async def follow(self) -> list[Changes]:
+        raise AssertionError("one server has this store for itself")
+
+    async def abandon(self) -> None:
+        raise AssertionError("one server has this store for itself")
+
+    async def close(self) -> None:
+        await self._on_writer(self._close_database)
+        self._writer.shutdown()
+        self._segments.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _on_writer(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, 20, 0).decode(errors="replace").strip()
+            os.close(self._lock)
+            self._lock = None
+            raise StoreFailure(f"{self.name} is in use by another server (pid {owner})") from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _connect(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._folder / "state.sqlite", isolation_level=None, check_same_thread=False)
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
+        database.execute("PRAGMA busy_timeout=5000")
+        for table in TABLES:
+            key = "INTEGER PRIMARY KEY" if table in _INTEGER_KEYS else "TEXT PRIMARY KEY"
+            database.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL) WITHOUT ROWID'
+                             if key.startswith("TEXT") else
+                             f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL)')  # fmt: skip
+        return database
+
+    def _load(self) -> Snapshot:
+        self._close_database()
+        self._database = self._connect()
+        snapshot = empty_snapshot()
+        for table, kind in TABLES.items():
+            decode = msgspec.msgpack.Decoder(kind).decode
+            snapshot[table] = [decode(row) for (row,) in self._database.execute(f'SELECT row FROM "{table}"')]
+        return snapshot
+
+    def _restore(self) -> Snapshot:
+        snapshot = self._load()
+        self._segments.restore(_payloads(snapshot))
+        return self._without_torn(snapshot)
+
+    def _without_torn(self, snapshot: Snapshot) -> Snapshot:
+        """Drop groups whose payload did not reach the disk; only the newest ones can be among them."""
+        groups = sorted((record for record in snapshot["groups"] if isinstance(record, GroupRecord)),
+                        key=lambda group: _position(group.payload), reverse=True)  # fmt: skip
+        torn, seen = set(), 0
+        for group in groups:
+            if not self._segments.holds(group.payload):
+                torn.add(group.id)
+            elif seen < _CHECKED_BYTES:
+                seen += group.payload.nbytes
+                if isal_zlib.crc32(self._segments.read(group.payload)) != group.payload.crc:
+                    torn.add(group.id)
+        if torn:
+            logger.error("%s: the payloads of %d groups are torn, they are lost", self.name, len(torn))
+            self._forget(torn, snapshot)
+        return self._load() if torn else snapshot
+
+    def _forget(self, torn: set[int], snapshot: Snapshot) -> None:
+        """Delete torn groups; the other groups of their batches go back to the queue."""
+        changes = Changes(rows={("groups", key): None for key in torn})
+        groups = {group.id: group for group in snapshot["groups"] if isinstance(group, GroupRecord)}
+        for lease in snapshot["leases"]:
+            if isinstance(lease, LeaseRecord) and torn & set(lease.groups):
+                changes.rows[("leases", lease.lease_id)] = None
+                for key in set(lease.groups) - torn:
+                    changes.rows[("groups", key)] = msgspec.structs.replace(groups[key], place=Place.QUEUE)
+        self._write({}, changes)
+
+    def _write(self, staged: dict[int, bytes], changes: Changes) -> None:
+        assert self._database is not None
+        if staged:
+            self._segments.write(staged, durable=self._durable)
+        database, encode = self._database, msgspec.msgpack.Encoder().encode
+        puts: dict[str, list[tuple[Any, bytes]]] = {}
+        deletes: dict[str, list[tuple[Any]]] = {}
+        for (table, key), record in changes.rows.items():
+            if record is None:
+                deletes.setdefault(table, []).append((key,))
+            else:
+                puts.setdefault(table, []).append((key, encode(record)))
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            for table in TABLES if changes.cleared else ():
+                database.execute(f'DELETE FROM "{table}"')
+            for table, keys in deletes.items():
+                database.executemany(f'DELETE FROM "{table}" WHERE key = ?', keys)
+            for table, rows in puts.items():
+                database.executemany(f'INSERT OR REPLACE INTO "{table}" VALUES (?, ?)', rows)
+            database.execute("COMMIT")
+        except sqlite3.Error:
+            if database.in_transaction:
+                database.execute("ROLLBACK")
+            raise
+
+    def _read(self, payloads: Sequence[Payload]) -> list[bytes]:
+        found = []
+        for payload in payloads:
+            assert isinstance(payload.ref, int)
+            data = self._segments.waiting_bytes(payload.ref) or self._segments.read(payload)
+            if isal_zlib.crc32(data) != payload.crc:
+                raise StoreFailure(f"{self.name}: a payload of {payload.nbytes} bytes is damaged")
+            found.append(data)
+        return found
+
+    def _close_database(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+
+def _payloads(snapshot: Snapshot) -> Iterable[Payload]:
+    """Every payload that a record refers to: groups, and the latest example where its group is gone."""
+    ids = set()
+    for group in snapshot["groups"]:
+        if isinstance(group, GroupRecord):
+            ids.add(group.id)
+            yield group.payload
+    for run in snapshot["run"]:
+        if isinstance(run, RunRecord) and run.latest is not None and run.latest.id not in ids:
+            yield run.latest.payload
+
+
+def _position(payload: Payload) -> int:
+    return payload.ref if isinstance(payload.ref, int) else 0
