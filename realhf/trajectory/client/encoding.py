@@ -1,0 +1,182 @@
+"""Groups to bytes and back: JSON, or MessagePack with tensors; compressed when that pays.
+
+Rows may be lists or numpy arrays, a two-dimensional array included. Source: trajectory specification 2.6, 3.11.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import zstandard
+from isal import igzip
+
+from realhf.trajectory.client.errors import BadAnswer, BadGroup
+from realhf.trajectory.records import FIELDS
+
+MSGPACK = "application/msgpack"
+COMPRESSIONS = ("auto", "none", "gzip", "zstd")
+COMPRESS_FROM_BYTES = 1024
+INTEGER_ROWS = ("tokens", "masks")
+FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
+REQUIRED = ("tokens", "masks", "scores")
+_FLOATS = {"float16": "f2", "float32": "f4", "float64": "f8"}
+
+
+def choose_compression(wanted: str, url: str, *, binary: bool) -> str:
+    """``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a network and not on this machine, where the copy is
+    faster than any codec. Raises ValueError."""
+    if wanted not in COMPRESSIONS:
+        raise ValueError(f"compression is {wanted!r}; choose one of {', '.join(COMPRESSIONS)}")
+    if wanted == "zstd" and not binary:
+        raise ValueError("compression zstd needs the binary wire; JSON bodies take gzip")
+    if wanted != "auto":
+        return wanted
+    if _is_loopback(urlsplit(url).hostname or ""):
+        return "none"
+    return "zstd" if binary else "gzip"
+
+
+def accepted_codings(compression: str) -> str:
+    """Accept-Encoding of pulls."""
+    return {"none": "identity", "gzip": "gzip"}.get(compression, "zstd, gzip")
+
+
+def encode_groups(
+    groups: Sequence[Mapping[str, Any]], *, listed: bool, binary: bool, compression: str, env_id: int | None = None
+) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of a push. ``env_id`` goes into groups that name none. Raises BadGroup."""
+    encode = _encode_binary if binary else _encode_json
+    pieces = [encode(_checked(group, env_id)) for group in groups]
+    headers = {"Content-Type": MSGPACK if binary else "application/json"}
+    if not listed:
+        body = pieces[0]
+    elif binary:
+        body = msgspec.msgpack.encode([msgspec.Raw(piece) for piece in pieces])
+    else:
+        body = b"[" + b",".join(pieces) + b"]"
+    return _compressed(body, headers, compression)
+
+
+def decode_batch(body: bytes, content_type: str, url: str) -> dict[str, Any]:
+    """The map of a ``/batch`` answer; tensors become lists of numpy arrays, which share the body's memory. Raises
+    BadAnswer."""
+    try:
+        if not content_type.startswith(MSGPACK):
+            return json.loads(body)
+        answer = msgspec.msgpack.decode(body)
+        groups = answer["batch"]
+        return answer | {"batch": None if groups is None else [_with_arrays(group) for group in groups]}
+    except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise BadAnswer(url, f"a batch that cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _compressed(body: bytes, headers: dict[str, str], compression: str) -> tuple[bytes, dict[str, str]]:
+    if compression == "none" or len(body) < COMPRESS_FROM_BYTES:
+        return body, headers
+    if compression == "zstd":
+        packed = zstandard.ZstdCompressor(level=1).compress(body)
+    else:
+        packed = igzip.compress(body, compresslevel=1)
+    return (packed, headers | {"Content-Encoding": compression}) if len(packed) < len(body) else (body, headers)
+
+
+def _checked(group: Mapping[str, Any], env_id: int | None) -> dict[str, Any]:
+    unknown = sorted(set(group) - set(FIELDS))
+    if unknown:
+        raise BadGroup(f"a group has no field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
+    missing = [name for name in REQUIRED if group.get(name) is None]
+    if missing:
+        raise BadGroup(f"a group needs {missing[0]!r}")
+    return {"env_id": env_id, **group} if env_id is not None and group.get("env_id") is None else dict(group)
+
+
+def _encode_binary(group: dict[str, Any]) -> bytes:
+    return _encoded(group, msgspec.msgpack.encode, _tensor, lambda value: _finite_plain(value)[0])
+
+
+def _encode_json(group: dict[str, Any]) -> bytes:
+    def rows(arrays: list[np.ndarray], name: str) -> list[Any]:
+        return [row.tolist() for row in arrays]
+
+    return _encoded(group, msgspec.json.encode, rows, lambda value: msgspec.Raw(_finite_plain(value)[1]))
+
+
+def _encoded(group: dict[str, Any], encode: Callable[[Any], bytes], rows: Callable[[list[np.ndarray], str], Any],
+             other: Callable[[Any], Any]) -> bytes:  # fmt: skip
+    try:
+        fields = {}
+        for name, value in group.items():
+            place = name
+            numeric = value is not None and name in (*INTEGER_ROWS, *FLOAT_ROWS)
+            fields[name] = rows(_rows(value, name), name) if numeric else other(value)
+        return encode(fields)
+    except BadGroup:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise BadGroup(f"{place}: {error}") from None
+
+
+def _rows(value: Any, name: str) -> list[np.ndarray]:
+    """One array a row, whole numbers or finite floats."""
+    integers = name in INTEGER_ROWS
+    rows = [np.asarray(row) for row in value]
+    for row in rows:
+        if row.ndim != 1:
+            raise BadGroup(f"{name}: each sequence is one row of numbers, not {row.ndim}-dimensional")
+        if row.size and row.dtype.kind not in ("iub" if integers else "iubf"):
+            raise BadGroup(f"{name}: {'whole' if integers else 'finite'} numbers are due, not {row.dtype}")
+        if not integers and not np.isfinite(row).all():
+            raise BadGroup(f"{name}: numbers must be finite")
+        if row.dtype == np.uint64 and row.size and row.max() > np.iinfo(np.int64).max:
+            raise BadGroup(f"{name}: numbers must fit 64 bits")
+    return [row.astype(np.int64, copy=False) for row in rows] if integers else rows
+
+
+def _tensor(rows: list[np.ndarray], name: str) -> dict[str, Any]:
+    lengths = np.array([len(row) for row in rows], "<u4")
+    flat = np.concatenate(rows) if len(rows) else np.zeros(0)
+    if name in INTEGER_ROWS:
+        small = not flat.size or (flat.min() >= -(2**31) and flat.max() < 2**31)
+        dtype = "i4" if small else "i8"
+    else:
+        dtype = _FLOATS.get(flat.dtype.name, "f8")
+    return {"__t__": 1, "dtype": dtype, "lens": lengths.tobytes(), "data": flat.astype(f"<{dtype}").tobytes()}
+
+
+def _finite_plain(value: Any) -> tuple[Any, bytes]:
+    """A value without numpy in it, and its JSON. Raises ValueError for NaN and infinity."""
+    text = json.dumps(value, allow_nan=False, default=_of_numpy, separators=(",", ":")).encode()
+    return (value if isinstance(value, (str, int, float, type(None))) else json.loads(text)), text
+
+
+def _of_numpy(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def _with_arrays(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: _arrays(value) if isinstance(value, dict) and value.get("__t__") == 1 and name in
+            (*INTEGER_ROWS, *FLOAT_ROWS) else value for name, value in group.items()}  # fmt: skip
+
+
+def _arrays(tensor: Mapping[str, Any]) -> list[np.ndarray]:
+    lengths = np.frombuffer(tensor["lens"], "<u4").astype(np.int64)
+    flat = np.frombuffer(tensor["data"], f"<{tensor['dtype']}")
+    if lengths.sum() != len(flat):
+        raise ValueError(f"a tensor of {len(flat)} numbers for rows of {lengths.sum()}")
+    ends = np.cumsum(lengths)
+    return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
