@@ -18,7 +18,7 @@ def open_store(url: str, *, durable: bool = False) -> Store:
         return SqliteStore(Path(url.removeprefix("sqlite:").removeprefix("//")).expanduser(), durable=durable)
     if url.startswith(("redis://", "rediss://", "unix://")):
         try:
-            from realhf.trajectory.store.redis import RedisStore  # pyright: ignore[reportMissingImports]
+            from realhf.trajectory.store.redis import RedisStore
         except ModuleNotFoundError as error:
             raise ValueError(f"--store {url} needs the extra 'redis': pip install 'realhf[redis]' ({error})") from error
         return RedisStore(url)

@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from realhf.trajectory.refusal import Refusal
 
-INLINE_BYTES = 64 << 10
+INLINE_BYTES = 256 << 10
 """Compressed bodies up to here are inflated on the event loop; larger ones in a thread, without the GIL."""
 _CHUNK = 1 << 20
 _ZSTD_SLICE = 256

@@ -1,0 +1,255 @@
+"""State shared by several servers: tables, payloads and a log of changes in one Redis.
+
+A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits rows and its own
+log entry in one script that checks the token. Whoever lost the lock writes nothing. How much survives the loss of
+Redis itself is its own configuration (append-only file). Source: trajectory specification 3.11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qs, urlsplit, urlunsplit
+
+import msgspec
+from isal import isal_zlib
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef
+from realhf.trajectory.store.base import Changes, Key, Snapshot, StateLost, StoreFailure
+
+LOCK_MS = 3000
+LOCK_DEADLINE_S = 10.0
+LOG_LENGTH = 10_000
+STAGED_EXPIRE_S = 600
+"""A payload whose commit never came goes by itself."""
+_REF_RANGE = 1000
+
+# Take the lock, and read what was logged since.
+_BEGIN = """
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
+  return {redis.call('GET', KEYS[2]) or '0', redis.call('XRANGE', KEYS[3], ARGV[3], '+')}
+end
+return false
+"""
+# Under the lock: rows, payloads that stay, payloads that go, the log entry; then let the lock go. ARGV: token,
+# log entry, prefix, log length, cleared, then counted lists of (table, key, row), (table, key), kept and freed refs.
+_COMMIT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local prefix, at = ARGV[3], 6
+local function list(width, each)
+  local n = tonumber(ARGV[at]); at = at + 1
+  for _ = 1, n do each(); at = at + width end
+end
+if ARGV[5] == '1' then
+  for _, table in ipairs({'run', 'envs', 'groups', 'leases', 'closed', 'replays'}) do
+    redis.call('UNLINK', prefix .. ':t:' .. table)
+  end
+end
+list(3, function() redis.call('HSET', prefix .. ':t:' .. ARGV[at], ARGV[at + 1], ARGV[at + 2]) end)
+list(2, function() redis.call('HDEL', prefix .. ':t:' .. ARGV[at], ARGV[at + 1]) end)
+list(1, function() redis.call('PERSIST', prefix .. ':p:' .. ARGV[at]) end)
+list(1, function() redis.call('UNLINK', prefix .. ':p:' .. ARGV[at]) end)
+local version = redis.call('INCR', KEYS[2])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], version .. '-0', 't', ARGV[1], 'c', ARGV[2])
+redis.call('DEL', KEYS[1])
+return version
+"""
+# Let the lock go if it is still ours, and see whether our commit is in the log.
+_SETTLE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return redis.call('XRANGE', KEYS[3], ARGV[2], '+')
+"""
+
+
+class LogEntry(msgspec.Struct, array_like=True):
+    """One commit as the others read it: rows are encoded records, None where deleted."""
+
+    cleared: bool
+    rows: list[tuple[str, Key, bytes | None]]
+
+
+class RedisStore:
+    """One of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
+
+    shared = True
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        query = parse_qs(parts.query)
+        self._prefix = query.pop("prefix", ["realhf"])[0]
+        if query:
+            raise ValueError(f"--store {parts.scheme}://...: unknown option {next(iter(query))!r}; known is prefix")
+        self._url = urlunsplit(parts._replace(query=""))
+        self.name = f"{parts.scheme}://{parts.hostname or parts.path}:{parts.port or 6379}"
+        self._redis: Redis = Redis.from_url(self._url, socket_timeout=5, socket_connect_timeout=2)
+        self._keys = [f"{self._prefix}:{name}" for name in ("lock", "version", "log")]
+        self._scripts = {script: self._redis.register_script(script) for script in (_BEGIN, _COMMIT, _SETTLE)}
+        self._version = 0
+        self._token = b""
+        self._refs = range(0)
+        self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
+
+    async def open(self) -> Snapshot:
+        return await self.reload()
+
+    async def reload(self) -> Snapshot:
+        try:
+            async with self._redis.pipeline(transaction=True) as together:
+                together.get(self._keys[1])
+                for table in TABLES:
+                    together.hvals(self._table(table))
+                version, *tables = await together.execute()
+        except (RedisError, OSError) as error:
+            raise self._failure(error) from error
+        self._version = int(version or 0)
+        return {table: [self._decoders[table].decode(row) for row in rows]
+                for table, rows in zip(TABLES, tables, strict=True)}  # fmt: skip
+
+    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
+        try:
+            refs = await self._take_refs(len(payloads))
+            async with self._redis.pipeline(transaction=False) as together:
+                for ref, payload in zip(refs, payloads, strict=True):
+                    together.set(self._payload(ref), payload, ex=STAGED_EXPIRE_S)
+                await together.execute()
+        except (RedisError, OSError) as error:
+            raise self._failure(error) from error
+        return [*refs]
+
+    async def unstage(self, refs: Sequence[PayloadRef]) -> None:
+        """Staged payloads expire by themselves."""
+
+    async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
+        try:
+            found = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
+        except (RedisError, OSError) as error:
+            raise self._failure(error) from error
+        whole = [data for data in found if isinstance(data, bytes)]
+        if [isal_zlib.crc32(data) for data in whole] != [payload.crc for payload in payloads]:
+            raise StoreFailure(f"{self.name}: a payload is missing or damaged")
+        return whole
+
+    async def begin(self) -> list[Changes]:
+        deadline = time.monotonic() + LOCK_DEADLINE_S
+        self._token = uuid.uuid4().hex.encode()
+        while True:
+            answer = await self._run(_BEGIN, self._token, LOCK_MS, f"{self._version + 1}-0")
+            if answer:
+                try:
+                    return self._seen(int(answer[0]), answer[1])
+                except StateLost:
+                    await self.abandon()
+                    raise
+            if time.monotonic() > deadline:
+                raise StoreFailure(f"{self.name}: another server held the write lock for {LOCK_DEADLINE_S:.0f} s")
+            await asyncio.sleep(random.uniform(0.0005, 0.003))
+
+    async def follow(self) -> list[Changes]:
+        try:
+            async with self._redis.pipeline(transaction=True) as together:
+                together.get(self._keys[1])
+                together.execute_command("XRANGE", self._keys[2], f"{self._version + 1}-0", "+")
+                version, entries = await together.execute()
+        except (RedisError, OSError) as error:
+            raise self._failure(error) from error
+        return self._seen(int(version or 0), entries)
+
+    async def abandon(self) -> None:
+        await self._run(_SETTLE, self._token, "+")
+
+    async def commit(self, changes: Changes) -> None:
+        rows = [(table, key, None if record is None else msgspec.msgpack.encode(record))
+                for (table, key), record in changes.rows.items()]  # fmt: skip
+        entry = msgspec.msgpack.encode(LogEntry(changes.cleared, rows))
+        puts = [(table, key, row) for table, key, row in rows if row is not None]
+        deletes = [(table, key) for table, key, row in rows if row is None]
+        kept = [record.payload.ref for record in changes.rows.values() if isinstance(record, GroupRecord)]
+        lists: list[Any] = []
+        for items in (puts, deletes, [(ref,) for ref in kept], [(ref,) for ref in changes.freed]):
+            lists += [len(items), *(value for item in items for value in item)]
+        cleared = int(changes.cleared)
+        try:
+            version = await self._run(_COMMIT, self._token, entry, self._prefix, LOG_LENGTH, cleared, *lists)
+        except _ReplyLost:
+            version = await self._settle()
+        if not version:
+            raise StateLost(f"{self.name}: the write lock ran out before the commit")
+        self._version = int(version)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _settle(self) -> int:
+        """The connection broke while committing: whether the commit was made. Afterwards it cannot be made any
+        more, because the lock is gone. Raises StoreFailure while Redis is away."""
+        entries = await self._run(_SETTLE, self._token, f"{self._version + 1}-0", repeat=True)
+        for name, fields in entries:
+            if _fields(fields)[b"t"] == self._token:
+                return int(name.partition(b"-")[0])
+        return 0
+
+    async def _run(self, script: str, *args: Any, repeat: bool = False) -> Any:
+        """Run one script. Raises StoreFailure, for a commit whose reply was lost _ReplyLost."""
+        for attempt in range(4):
+            try:
+                return await self._scripts[script](keys=self._keys, args=args)
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                if script is _COMMIT:
+                    raise _ReplyLost from error
+                if not repeat or attempt == 3:
+                    raise self._failure(error) from error
+                await asyncio.sleep(0.2 * 2**attempt)
+            except NoScriptError as error:
+                raise StateLost(f"{self.name} was restarted: {error}") from error
+            except RedisError as error:
+                raise self._failure(error) from error
+        raise AssertionError("unreachable")
+
+    def _seen(self, version: int, entries: Sequence[Any]) -> list[Changes]:
+        """Changes of log entries that follow what is known. Raises StateLost where some are missing."""
+        found = []
+        for name, fields in entries:
+            number = int(bytes(name).partition(b"-")[0])
+            if number != self._version + 1:
+                raise StateLost(f"{self.name}: commits after {self._version} are no longer in the log")
+            entry = msgspec.msgpack.decode(_fields(fields)[b"c"], type=LogEntry)
+            rows = {(table, key): None if row is None else self._decoders[table].decode(row)
+                    for table, key, row in entry.rows}  # fmt: skip
+            found.append(Changes(rows=rows, cleared=entry.cleared))
+            self._version = number
+        if self._version != version:
+            raise StateLost(f"{self.name} is at version {version}, this server at {self._version}")
+        return found
+
+    async def _take_refs(self, count: int) -> range:
+        if len(self._refs) < count:
+            size = max(count, _REF_RANGE)
+            end = await self._redis.incrby(f"{self._prefix}:refs", size)
+            self._refs = range(end - size, end)
+        taken, self._refs = self._refs[:count], self._refs[count:]
+        return taken
+
+    def _table(self, table: str) -> str:
+        return f"{self._prefix}:t:{table}"
+
+    def _payload(self, ref: PayloadRef) -> str:
+        return f"{self._prefix}:p:{ref}"
+
+    def _failure(self, error: Exception) -> StoreFailure:
+        return StoreFailure(f"{self.name}: {error}")
+
+
+class _ReplyLost(Exception):
+    """A commit was sent, and no answer came."""
+
+
+def _fields(pairs: Any) -> dict[bytes, bytes]:
+    return dict(zip(pairs[::2], pairs[1::2], strict=True)) if isinstance(pairs, list) else pairs

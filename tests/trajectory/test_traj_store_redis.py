@@ -1,0 +1,243 @@
+"""Several servers over one Redis are one server: specification 3.11, test 31. Needs a real redis-server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import socket
+import subprocess
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from realhf.trajectory import delivery, push, registry, views
+from realhf.trajectory.delivery import Batch, PullRequest
+from realhf.trajectory.engine import Engine
+from realhf.trajectory.options import StateOptions
+from realhf.trajectory.records import Encoding, RunRecord
+from realhf.trajectory.store.base import Changes, StateLost, StoreFailure
+from realhf.trajectory.store.redis import RedisStore
+from realhf.trajectory.wire.incoming import Incoming
+from tests.trajectory.driver import TRAINER
+
+pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+
+
+class RedisServer:
+    """A redis-server of its own, with an append-only file so that it can be killed and come back."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
+                         "--save", "", "--appendonly", "yes", "--appendfsync", "everysec"]  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                with redis.Redis(port=self.port) as client:
+                    client.ping()
+                return
+            except redis.ConnectionError:
+                assert time.monotonic() < deadline, "redis-server does not come up"
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    running = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def address(server: RedisServer) -> str:
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+    return server.url
+
+
+def run_of(epoch: int) -> Changes:
+    return Changes(rows={("run", "run"): RunRecord(epoch=epoch)})
+
+
+async def test_what_one_commits_the_other_follows(address: str):
+    one, two = RedisStore(address), RedisStore(address)
+    for store in (one, two):
+        assert not any((await store.open()).values())
+    assert await one.begin() == []
+    await one.commit(run_of(1))
+    assert await two.follow() == [run_of(1)]
+    assert await two.follow() == []
+    assert await two.begin() == []
+    await two.commit(Changes(rows={("run", "run"): RunRecord(epoch=2), ("closed", "x"): None}, cleared=True))
+    [seen] = await one.begin()
+    assert seen.cleared
+    await one.abandon()
+    assert (await RedisStore(address).open())["run"] == [RunRecord(epoch=2)]
+    for store in (one, two):
+        await store.close()
+
+
+async def test_prefixes_keep_runs_apart(address: str):
+    one, two = RedisStore(address + "?prefix=a"), RedisStore(address + "?prefix=b")
+    await one.open()
+    await one.begin()
+    await one.commit(run_of(1))
+    assert not (await two.open())["run"]
+    with pytest.raises(ValueError, match="unknown option"):
+        RedisStore(address + "?nonsense=1")
+    for store in (one, two):
+        await store.close()
+
+
+async def test_a_lost_lock_writes_nothing(address: str):
+    slow, other = RedisStore(address), RedisStore(address)
+    await slow.open()
+    await other.open()
+    await slow.begin()
+    with redis.Redis.from_url(address) as client:
+        client.delete("realhf:lock")
+    await other.begin()
+    with pytest.raises(StateLost):
+        await slow.commit(run_of(7))
+    await other.commit(run_of(1))
+    assert (await slow.reload())["run"] == [RunRecord(epoch=1)]
+    for store in (slow, other):
+        await store.close()
+
+
+async def test_a_dead_holder_of_the_lock_is_waited_out(address: str):
+    dead, alive = RedisStore(address), RedisStore(address)
+    await dead.open()
+    await alive.open()
+    await dead.begin()
+    await dead.close()
+    assert await alive.begin() == []
+    await alive.commit(run_of(1))
+    await alive.close()
+
+
+async def test_who_was_away_too_long_must_load_anew(address: str):
+    one, late = RedisStore(address), RedisStore(address)
+    await one.open()
+    await late.open()
+    for epoch in range(5):
+        await one.begin()
+        await one.commit(run_of(epoch))
+    with redis.Redis.from_url(address) as client:
+        client.xtrim("realhf:log", maxlen=2, approximate=False)
+    for step in (late.follow, late.begin):
+        with pytest.raises(StateLost):
+            await step()
+    await late.reload()
+    assert await late.begin() == []
+    await late.abandon()
+    for store in (one, late):
+        await store.close()
+
+
+async def test_payloads_stay_after_their_commit_and_go_when_freed(address: str):
+    store = RedisStore(address)
+    engine = Engine(store, StateOptions())
+    await engine.open()
+    kept, orphan = await store.stage([b"kept", b"orphan"])
+    group = Incoming(b"kept", Encoding.JSON, 7, zlib.crc32(b"kept"), 4, None, None)
+    await engine.write(push.push, [group], [kept], False)
+    with redis.Redis.from_url(address) as client:
+        assert client.ttl(f"realhf:p:{kept}") == -1
+        assert 0 < client.ttl(f"realhf:p:{orphan}") <= 600
+        [record] = engine.state.groups.values()
+        assert await store.read([record.payload]) == [b"kept"]
+        await engine.write(registry.reset)
+        assert not client.exists(f"realhf:p:{kept}")
+    with pytest.raises(StoreFailure, match="missing"):
+        await store.read([record.payload])
+    await engine.close()
+
+
+async def test_two_servers_interleaved_are_one(address: str):
+    """Random pushes, pulls and acks on two engines: nothing lost, nothing twice, equal states."""
+    engines = [Engine(RedisStore(address), StateOptions(), tidy_every_s=0.05) for _ in range(2)]
+    for engine in engines:
+        await engine.open()
+    rng, pushed, delivered = random.Random(3), 0, []
+    await engines[0].write(registry.register, TRAINER, False)
+
+    async def producer(name: int) -> None:
+        nonlocal pushed
+        for number in range(40):
+            engine = rng.choice(engines)
+            groups = [Incoming(b"x", Encoding.JSON, 7, 0, 4, None, None) for _ in range(rng.randint(1, 3))]
+            refs = await engine.store.stage([group.data for group in groups])
+            await engine.write(push.push, groups, refs, True, f"{name}-{number}", "f")
+            again, _ = await rng.choice(engines).write(push.push, groups, refs, True, f"{name}-{number}", "f")
+            assert again["groups_processed"] == len(groups)
+            pushed += len(groups)
+
+    async def trainer(name: str) -> None:
+        while True:
+            engine = rng.choice(engines)
+            batch = await engine.write(delivery.pull, PullRequest(name, anonymous=False, explicit=True))
+            if not isinstance(batch, Batch):
+                if done.is_set():
+                    return
+                await asyncio.sleep(0.005)
+                continue
+            await engine.write(delivery.mark_sent, batch)
+            await rng.choice(engines).write(delivery.ack, batch.lease_id)
+            delivered.extend(group.id for group in batch.groups)
+
+    done = asyncio.Event()
+    trainers = [asyncio.create_task(trainer(name)) for name in "ab"]
+    await asyncio.gather(*(producer(name) for name in range(4)))
+    done.set()
+    await asyncio.gather(*trainers)
+    assert len(delivered) == len(set(delivered)) == pushed - pushed % 2
+    views_of = [[await engine.read(view) for view in (views.status, views.info)] for engine in engines]
+    assert views_of[0] == views_of[1]
+    assert views_of[0][0]["current_step"] == len(delivered) // 2
+    assert engines[0].state.tables == engines[1].state.tables
+    for engine in engines:
+        await engine.close()
+
+
+async def test_redis_away_is_a_clear_failure_and_passes(server: RedisServer, address: str):
+    engine = Engine(RedisStore(address), StateOptions())
+    await engine.open()
+    await engine.write(registry.register, TRAINER, False)
+    server.stop()
+    try:
+        with pytest.raises(StoreFailure, match=r"redis://127\.0\.0\.1"):
+            await engine.write(registry.set_policy_version, 3)
+        with pytest.raises(StoreFailure):
+            await engine.read(views.status)
+    finally:
+        server.start()
+    await asyncio.sleep(0.6)
+    assert (await engine.read(views.info))["batch_size"] == 8
+    await engine.write(registry.set_policy_version, 3)
+    assert engine.state.run.policy_version == 3
+    await engine.close()
+
+
+async def test_nothing_listens():
+    with pytest.raises(StoreFailure, match=r"redis://127\.0\.0\.1:1"):
+        await RedisStore("redis://127.0.0.1:1").open()
