@@ -1,0 +1,381 @@
+"""The clients: what they send, how they wait, and that nothing is lost or doubled when connections break."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from realhf.trajectory.client import (
+    AsyncTrajectoryClient,
+    BadAnswer,
+    BadGroup,
+    Batch,
+    Denied,
+    LeaseLost,
+    NoBatchYet,
+    NotRegistered,
+    Refused,
+    StaleEpoch,
+    TrajectoryClient,
+    Unreachable,
+)
+from realhf.trajectory.client.answers import EnvRegistration, EnvStatus
+from realhf.trajectory.client.encoding import choose_compression, decode_batch, encode_groups
+from realhf.trajectory.client.exchange import Failed, Pause, Request, Response, Retry, answered, retry_after_s
+from realhf.trajectory.client.pacing import pace
+from realhf.trajectory.wire import splice
+from realhf.trajectory.wire.body import gunzip, unzstd
+from realhf.trajectory.wire.convert import to_json
+from realhf.trajectory.wire.json_groups import read_group as read_json
+from realhf.trajectory.wire.msgpack_groups import read_group as read_msgpack
+from tests.trajectory.conftest import running_server
+from tests.trajectory.cutting_relay import cutting_relay
+from tests.trajectory.groups import EVERYTHING, group
+
+TRAINER: dict[str, Any] = {"batch_size": 4, "max_token_len": 64, "num_steps": 100}
+
+
+@pytest.fixture
+def clients(api: httpx.Client, url: str) -> Iterator[tuple[TrajectoryClient, TrajectoryClient]]:
+    """A producer and a trainer of a server that was just reset."""
+    with TrajectoryClient(url, retry_for_s=10) as producer, TrajectoryClient(url, retry_for_s=10) as trainer:
+        yield producer, trainer
+
+
+def started(trainer: TrajectoryClient, **changed: Any) -> None:
+    trainer.register(**(TRAINER | changed))
+    with pytest.raises(NoBatchYet, match="empty"):
+        trainer.pull(0)
+
+
+def plain(pulled: Batch) -> list[dict[str, Any]]:
+    """Groups with lists for arrays and without the keys that nobody sent."""
+    lists = [{name: [row.tolist() for row in value] if name in ("tokens", "masks", "inference_logprobs") else value
+              for name, value in item.items() if value is not None} for item in pulled.groups]  # fmt: skip
+    return [{name: value for name, value in item.items() if name != "env_id"} for item in lists]
+
+
+# ---- what is sent
+
+
+def test_both_forms_say_the_same_and_the_server_reads_them():
+    sent = {name: value for name, value in EVERYTHING.items() if name != "group_overrides"} | {"policy_version": 3}
+    body, headers = encode_groups([sent], listed=False, binary=False, compression="none")
+    assert headers == {"Content-Type": "application/json"}
+    assert json.loads(body) == sent
+    found = read_json(body)
+    assert found is not None and (found.size, found.env_id, found.policy_version) == (3, 3, 3)
+    body, headers = encode_groups([sent], listed=False, binary=True, compression="none")
+    assert headers == {"Content-Type": "application/msgpack"}
+    packed = read_msgpack(body, ["body"])
+    assert json.loads(to_json(packed.present, packed.data)) == sent
+
+
+def test_arrays_keep_their_precision():
+    logprobs = np.float32([[-0.1, 1.0], [-3.3, 1.0]])
+    sent = {"tokens": np.int64([[1, 2], [3, 2**40]]), "masks": [np.int16([-100, 2]), np.array([], np.int8)],
+            "scores": np.float64([0.1, 0.2]), "inference_logprobs": logprobs}  # fmt: skip
+    body, _ = encode_groups([sent], listed=False, binary=True, compression="none")
+    kinds = {name: tensor["dtype"] for name, tensor in msgspec.msgpack.decode(body).items() if name != "scores"}
+    assert kinds == {"tokens": "i8", "masks": "i4", "inference_logprobs": "f4"}
+    packed = read_msgpack(body, ["body"])
+    answer = b"".join(splice.msgpack_pieces([(packed.present, packed.data)]))
+    [back] = decode_batch(answer, "application/msgpack", "url")["batch"]
+    assert [row.tolist() for row in back["tokens"]] == [[1, 2], [3, 2**40]]
+    assert [row.tolist() for row in back["masks"]] == [[-100, 2], []]
+    assert all((a == b).all() for a, b in zip(back["inference_logprobs"], logprobs, strict=True))
+    assert back["scores"] == [0.1, 0.2] and back["advantages"] is None
+    body, _ = encode_groups([sent], listed=False, binary=False, compression="none")
+    assert json.loads(body)["inference_logprobs"] == logprobs.tolist()
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"tokens": [[1.5]]}, "tokens"), ({"tokens": [[[1]]]}, "tokens"), ({"tokens": [[2**63]]}, "tokens"),
+    ({"scores": [float("nan")]}, "scores"), ({"inference_logprobs": [[float("inf")]]}, "inference_logprobs"),
+    ({"masks": None}, "masks"), ({"logprobs": [[1.0]]}, "logprobs"),     ({"images": object()}, "images"), ({"tokens": [["a"]]}, "tokens"), ({"tokens": 7}, "tokens"),
+])  # fmt: skip
+def test_a_bad_group_is_found_before_it_is_sent(binary: bool, changed: dict[str, Any], said: str):
+    with pytest.raises(BadGroup, match=said):
+        encode_groups([group() | changed], listed=True, binary=binary, compression="none")
+
+
+def test_compression_where_it_pays():
+    assert choose_compression("auto", "http://127.0.0.1:8000", binary=True) == "none"
+    assert choose_compression("auto", "http://[::1]:8000", binary=True) == "none"
+    assert choose_compression("auto", "http://queue.example:8000", binary=True) == "zstd"
+    assert choose_compression("auto", "http://queue.example:8000", binary=False) == "gzip"
+    with pytest.raises(ValueError, match="binary wire"):
+        choose_compression("zstd", "http://localhost", binary=False)
+    with pytest.raises(ValueError, match="auto, none"):
+        choose_compression("brotli", "http://localhost", binary=True)
+    large, small = group(4, 400), group(1, 2)
+    for binary, coding, inflate in ((True, "zstd", unzstd), (False, "gzip", gunzip)):
+        body, headers = encode_groups([large], listed=True, binary=binary, compression=coding)
+        assert headers["Content-Encoding"] == coding
+        assert inflate(body, 1 << 20) == encode_groups([large], listed=True, binary=binary, compression="none")[0]
+        assert "Content-Encoding" not in encode_groups([small], listed=False, binary=binary, compression=coding)[1]
+    noise = group() | {"tokens": np.random.default_rng(1).integers(-(2**63), 2**63 - 1, size=(1, 500))}
+    assert "Content-Encoding" not in encode_groups([noise], listed=False, binary=True, compression="zstd")[1]
+
+
+# ---- how it waits
+
+
+class FakeTime:
+    """A clock that moves only when the steps pause."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drive(outcomes: list[Response | Failed], seconds: float) -> tuple[Response, list[float]]:
+    """The result of ``answered`` over these outcomes, and the pauses it made."""
+    clock, pauses = FakeTime(), []
+    steps = answered(Request("POST", "/scored_data"), "http://server", Retry(seconds, clock))
+    outcome: Response | Failed | None = None
+    try:
+        while True:
+            wanted = steps.send(outcome)
+            outcome = None
+            if isinstance(wanted, Pause):
+                pauses.append(wanted.seconds)
+                clock.now += wanted.seconds
+            else:
+                outcome = outcomes.pop(0)
+    except StopIteration as end:
+        return end.value, pauses
+
+
+def test_failures_are_retried_with_growing_pauses():
+    good = Response(200, {}, b"{}")
+    failures: list[Response | Failed] = [Failed("ConnectError: refused"), Response(502, {}, b""), Failed("ReadTimeout")]
+    result, pauses = drive([*failures, good], 60)
+    assert result is good
+    assert len(pauses) == 3 and 0.08 <= pauses[0] <= 0.12 and pauses[0] < pauses[1] < pauses[2]
+
+
+def test_a_full_queue_is_asked_again_when_it_says():
+    result, pauses = drive([Response(503, {"retry-after": "3"}, b"full"), Response(200, {}, b"")], 60)
+    assert result.status == 200 and 2.4 <= pauses[0] <= 3.6
+    assert retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", lambda: 90.0) == 10.0
+    assert retry_after_s("soon") == retry_after_s(None) == 0.0
+
+
+def test_the_deadline_ends_it_with_the_cause():
+    failures: list[Response | Failed] = [Failed("ConnectError: [Errno 111] Connection refused")] * 99
+    with pytest.raises(Unreachable, match=r"http://server: POST /scored_data: ConnectError: .*refused; gave up after"):
+        drive(failures, 5)
+    assert len(failures) > 90
+
+
+def test_a_client_error_is_not_retried():
+    assert drive([Response(422, {}, b"")], 60)[0].status == 422
+
+
+def test_pacing_follows_the_specification():
+    env = EnvRegistration(0, "a_0", "c", 10, 0, 100, batch_size=64, group_size=4, min_batch_allocation=0.25, epoch=1)
+    status = EnvStatus(current_step=5, queue_size=8, self_queue_size=3, max_group_size=4, unallocated_fraction=0.5,
+                       env_weight=1.0)  # fmt: skip
+    now = pace(status, env)
+    assert (now.pause, now.workers, now.done) == (False, 3 * 48 // 4 - 8, False)
+    assert pace(EnvStatus(5, 48, 3, 4, 0.5, 1.0), env).pause
+    assert pace(EnvStatus(99, 32, 3, 4, 0.5, 1.0), env).done
+    assert pace(EnvStatus(5, 400, 3, 4, 0.5, 1.0), env).workers == 0
+
+
+# ---- against a server
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("coding", ["none", "gzip", "auto"])
+def test_groups_come_back_as_they_were_sent(api: httpx.Client, url: str, binary: bool, coding: str):
+    sent = [group(2, 300, seed=seed) for seed in range(2)]
+    with TrajectoryClient(url, binary=binary, compression=coding) as client:
+        started(client)
+        receipt = client.push_many(sent, policy_version=7)
+        assert (receipt.groups, receipt.buffered, receipt.quarantined, receipt.replayed) == (2, 0, (), False)
+        batch = client.pull(5)
+        assert batch.n_sequences == 4 and (batch.step, batch.min_version, batch.max_version) == (0, 7, 7)
+        if not binary:
+            assert [{name: item[name] for name in sent[0]} for item in batch.groups] == sent
+        else:
+            assert plain(batch) == sent
+        assert client.push_many([]).groups == 0
+
+
+def test_an_environment_waits_for_the_trainer(clients: tuple[TrajectoryClient, TrajectoryClient]):
+    producer, trainer = clients
+    with pytest.raises(NotRegistered, match="wait for trainer to start"):
+        producer.register_env("aws", group_size=2, max_token_length=64, wait_s=0)
+    timer = threading.Timer(0.3, started, (trainer,))
+    timer.start()
+    env = producer.register_env("aws", group_size=2, max_token_length=64, wait_s=20)
+    timer.join()
+    assert (env.env_id, env.wandb_name, env.batch_size, env.num_steps) == (0, "aws_0", 4, 100)
+    for _ in range(6):
+        producer.push(group(2))
+    assert producer.push(group(1)).buffered == 1
+    assert producer.push(group(3)).quarantined == ("larger_than_env_group_size",)
+    assert producer.status() == {"current_step": 0, "queue_size": 6}
+    now = producer.wait_for_room(0.3)
+    assert now.pause and not now.done and now.status.self_queue_size == 6
+    assert [item["env_id"] for item in trainer.pull(5).groups] == [0, 0]
+    assert not producer.wait_for_room(5).pause
+    producer.disconnect()
+    with pytest.raises(NotRegistered, match="call register_env first"):
+        producer.pace()
+
+
+def test_leases_end_when_they_are_told_to(clients: tuple[TrajectoryClient, TrajectoryClient], url: str):
+    producer, _ = clients
+    with TrajectoryClient(url, explicit_acks=True, trainer_id="me") as trainer:
+        started(trainer)
+        producer.push_many([group(2, seed=seed) for seed in range(6)])
+        one, two = trainer.pull(5), trainer.pull(5)
+        assert (one.step, two.step) == (0, 1)
+        assert {lease["owner"] for lease in trainer.leases()} == {"me"} and len(trainer.leases()) == 2
+        trainer.nack(one.lease_id)
+        again = trainer.pull(5)
+        assert again.redelivered and again.step == 0 and plain(again) == plain(one)
+        assert 0 < trainer.renew(again.lease_id) <= 600
+        trainer.ack(again.lease_id)
+        trainer.ack(again.lease_id)
+        with pytest.raises(LeaseLost, match="already acknowledged"):
+            trainer.nack(again.lease_id)
+        with pytest.raises(LeaseLost, match="unknown lease"):
+            trainer.renew("nothing")
+        three = trainer.pull(5, acknowledges=two)
+        assert [lease["lease_id"] for lease in trainer.leases()] == [three.lease_id]
+
+
+def test_without_explicit_acks_the_next_pull_acknowledges(clients: tuple[TrajectoryClient, TrajectoryClient]):
+    producer, trainer = clients
+    started(trainer)
+    producer.push_many([group(2), group(2)])
+    trainer.pull(5)
+    with pytest.raises(NoBatchYet):
+        trainer.pull(0)
+    assert trainer.leases() == []
+    trainer.set_policy_version(9)
+    producer.push_many([group(4)])
+    assert trainer.pull(5).min_version == 9
+
+
+def test_an_ended_run_fences_its_producers(clients: tuple[TrajectoryClient, TrajectoryClient]):
+    producer, trainer = clients
+    started(trainer)
+    producer.register_env("aws", group_size=2, max_token_length=64)
+    assert trainer.register(**TRAINER, join=True).epoch == producer.env.epoch  # type: ignore[union-attr]
+    started(trainer)
+    with pytest.raises(StaleEpoch, match="has ended"):
+        producer.push(group(2))
+    producer.register_env("aws", group_size=2, max_token_length=64)
+    producer.push(group(2))
+    assert trainer.info()["batch_size"] == 4 and trainer.run_names() == {"group": "", "project": ""}
+
+
+def test_nobody_registered(clients: tuple[TrajectoryClient, TrajectoryClient]):
+    with pytest.raises(NotRegistered, match="Trainer not registered"):
+        clients[1].pull(5)
+
+
+def test_a_token_is_needed_and_named_in_no_error():
+    with running_server(token="secret-1") as url:
+        with TrajectoryClient(url) as client, pytest.raises(Denied, match="401"):
+            client.status()
+        with TrajectoryClient(url, token="secret-2") as client, pytest.raises(Denied) as caught:
+            client.push(group())
+        assert "secret" not in str(caught.value)
+        with TrajectoryClient(url, token="secret-1") as client:
+            assert client.push(group()).groups == 1
+
+
+def test_a_refusal_says_what_is_wrong(clients: tuple[TrajectoryClient, TrajectoryClient]):
+    with pytest.raises(Refused, match=r"422: body\.batch_size: Input should be a valid integer"):
+        clients[1].register(**(TRAINER | {"batch_size": "many"}))
+    with pytest.raises(Refused, match="used for another request"):
+        clients[0].push(group(1), idempotency_key="k")
+        clients[0].push(group(2), idempotency_key="k")
+
+
+def test_no_server_and_the_wrong_server(tmp_path: Any):
+    with TrajectoryClient("http://127.0.0.1:9", retry_for_s=0.3) as client:
+        with pytest.raises(Unreachable, match=r"http://127\.0\.0\.1:9: POST /scored_data: ConnectError"):
+            client.push(group())
+        with pytest.raises(Unreachable, match="GET /batch"):
+            client.pull(1)
+    with pytest.raises(BadAnswer, match="cannot be read"):
+        decode_batch(b"\xc1", "application/msgpack", "url")
+    with pytest.raises(BadAnswer, match="cannot be read"):
+        decode_batch(b"<html>", "text/html", "url")
+
+
+# ---- when connections break
+
+
+def test_a_push_whose_answer_was_lost_counts_once(clients: tuple[TrajectoryClient, TrajectoryClient], url: str):
+    with cutting_relay(url) as relay, TrajectoryClient(relay.url, retry_for_s=10) as producer:
+        relay.cut_answers(0, 20)
+        receipt = producer.push_many([group(2), group(2)])
+        assert receipt.replayed and receipt.groups == 2
+        assert relay.cut == 2
+        assert producer.status()["queue_size"] == 2
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_batch_that_broke_off_comes_again(
+    clients: tuple[TrajectoryClient, TrajectoryClient], url: str, explicit: bool
+):
+    """The server sent all of it and would take the next pull of the same trainer for its acknowledgement."""
+    producer, _ = clients
+    with cutting_relay(url) as relay, TrajectoryClient(relay.url, retry_for_s=10, explicit_acks=explicit) as trainer:
+        started(trainer)
+        sent = [group(2, 20, seed=seed) for seed in range(4)]
+        producer.push_many(sent)
+        relay.cut_answers(900)
+        first, second = trainer.pull(10), trainer.pull(10)
+        assert relay.cut == 1
+        assert first.redelivered and (first.step, second.step) == (0, 1)
+        assert plain(first) + plain(second) == sent
+
+
+# ---- the other client
+
+
+def test_the_async_client_is_the_same():
+    def methods(kind: type) -> dict[str, list[str]]:
+        return {name: list(inspect.signature(item).parameters) for name, item in inspect.getmembers(kind)
+                if callable(item) and not name.startswith("_")}  # fmt: skip
+
+    assert methods(AsyncTrajectoryClient) == methods(TrajectoryClient)
+    assert inspect.signature(AsyncTrajectoryClient) == inspect.signature(TrajectoryClient)
+
+
+async def test_coroutines_share_one_client(api: httpx.Client, url: str):
+    async with AsyncTrajectoryClient(url) as client:
+        await client.register(**TRAINER)
+        with pytest.raises(NoBatchYet):
+            await client.pull(0)
+        env = await client.register_env("aws", group_size=2, max_token_length=64)
+        waiting = asyncio.create_task(client.pull(10))
+        receipts = await asyncio.gather(*(client.push(group(2, seed=seed)) for seed in range(4)))
+        assert [receipt.groups for receipt in receipts] == [1] * 4
+        batch = await waiting
+        assert [item["env_id"] for item in batch.groups] == [env.env_id] * 2
+        assert await client.renew(batch.lease_id) > 0
+        await client.ack(batch.lease_id)
+        assert (await client.wait_for_room(1)).status.current_step == 1
+        await client.disconnect()
