@@ -102,7 +102,9 @@ def test_arrays_keep_their_precision():
 @pytest.mark.parametrize(("changed", "said"), [
     ({"tokens": [[1.5]]}, "tokens"), ({"tokens": [[[1]]]}, "tokens"), ({"tokens": [[2**63]]}, "tokens"),
     ({"scores": [float("nan")]}, "scores"), ({"inference_logprobs": [[float("inf")]]}, "inference_logprobs"),
-    ({"masks": None}, "masks"), ({"logprobs": [[1.0]]}, "logprobs"),     ({"images": object()}, "images"), ({"tokens": [["a"]]}, "tokens"), ({"tokens": 7}, "tokens"),
+    ({"masks": None}, "masks"), ({"logprobs": [[1.0]]}, "logprobs"),
+    ({"group_overrides": {"a": float("nan")}}, "group_overrides"), ({"images": object()}, "images"),
+    ({"tokens": [["a"]]}, "tokens"), ({"tokens": 7}, "tokens"),
 ])  # fmt: skip
 def test_a_bad_group_is_found_before_it_is_sent(binary: bool, changed: dict[str, Any], said: str):
     with pytest.raises(BadGroup, match=said):

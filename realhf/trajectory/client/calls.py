@@ -24,7 +24,7 @@ from realhf.trajectory.client.answers import (
     field_of,
     json_object,
 )
-from realhf.trajectory.client.errors import BadAnswer, LeaseLost, NoBatchYet, NotRegistered, Unreachable
+from realhf.trajectory.client.errors import BadAnswer, LeaseLost, NoBatchYet, NotRegistered
 from realhf.trajectory.client.exchange import Failed, Pause, Request, Response, Retry, Steps, answered
 from realhf.trajectory.client.pacing import Pace, pace
 
@@ -196,25 +196,16 @@ class Calls:
 
     def _pull_once(self, acknowledges: str | None) -> Steps[Batch | str]:
         """A batch, or the reason why there is none."""
-        url, retry = self._options.url, self._options.retry
         request = Request("GET", "/batch", self._pull_headers(acknowledges))
-        began, attempt = retry.clock(), 0
-        while True:
-            outcome = yield request
-            assert outcome is not None
-            if isinstance(outcome, Response) and outcome.status < 500:
-                return self._batch(checked(outcome, url))
-            attempt += 1
-            wait = retry.wait_s(attempt, outcome)
-            if retry.clock() + wait > began + retry.seconds:
-                cause = outcome.cause if isinstance(outcome, Failed) else f"status {outcome.status}"
-                raise Unreachable(url, f"GET /batch: {cause}; gave up after {attempt} attempts")
-            yield Pause(wait)
-            if isinstance(outcome, Failed) and outcome.headers.get("x-lease-id"):
-                # The server may believe that it arrived: our next pull would acknowledge what we never had.
-                yield from self._give_back(outcome.headers["x-lease-id"])
+        response = yield from answered(request, self._options.url, self._options.retry, self._give_back)
+        return self._batch(checked(response, self._options.url))
 
-    def _give_back(self, lease_id: str) -> Steps[None]:
+    def _give_back(self, outcome: Response | Failed) -> Steps[None]:
+        """A batch that broke off: the server may believe that it arrived, and would take our next pull for its
+        acknowledgement."""
+        lease_id = outcome.headers.get("x-lease-id")
+        if lease_id is None:
+            return
         try:
             yield from self.end_lease("nack", lease_id)
         except LeaseLost as error:

@@ -87,8 +87,11 @@ def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> flo
         return 0.0
 
 
-def answered(request: Request, url: str, retry: Retry) -> Steps[Response]:
-    """The first answer below 500. Raises Unreachable, with the last cause, when there is none in time."""
+def answered(
+    request: Request, url: str, retry: Retry, mend: Callable[[Response | Failed], Steps[None]] | None = None
+) -> Steps[Response]:
+    """The first answer below 500; ``mend`` is done before each new attempt. Raises Unreachable, with the last cause,
+    when there is none in time."""
     began, told, attempt = retry.clock(), retry.clock(), 0
     while True:
         outcome = yield request
@@ -105,6 +108,8 @@ def answered(request: Request, url: str, retry: Retry) -> Steps[Response]:
             told = now
             logger.warning("%s: %s %s: %s; trying again", url, request.method, request.path, cause)
         yield Pause(wait)
+        if mend is not None:
+            yield from mend(outcome)
 
 
 def _cause(outcome: Response | Failed) -> str:
