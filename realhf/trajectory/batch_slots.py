@@ -1,0 +1,36 @@
+"""The data source of a streamed run: it names the places of the next batch and knows nothing else.
+
+Which groups fill them is decided by the trajectory server when the batch is pulled, on a model worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from realhf.api.source import SampleResult, SourceItem
+
+
+class BatchSlotSource:
+    """Endless. Ids are ``slot<i>@<n>`` with n counting from 0; no values, no metadata."""
+
+    def __init__(self, seed: int) -> None:
+        del seed
+        self._drawn = 0
+
+    def next_batch(self, n: int) -> list[SourceItem]:
+        """Exactly ``n`` places."""
+        first, self._drawn = self._drawn, self._drawn + n
+        return [SourceItem(f"slot{index}@{first + index}") for index in range(n)]
+
+    def record(self, results: Sequence[SampleResult]) -> None:
+        """What became of a group is nobody's concern here: its producer has gone on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+
+    def stats(self) -> dict[str, float]:
+        return {}

@@ -1,0 +1,161 @@
+"""Tokens, resets, strict mode, metrics and the status page: specification 3.11, 3.12, test 25."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from realhf.trajectory.cli import command_line, main
+from realhf.trajectory.config import ConfigError, TrajectoryConfig, resolve
+from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start
+from tests.trajectory.groups import group
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def test_tokens_and_their_roles():
+    tokens = {"producer_token": "p", "trainer_token": "t", "admin_token": "a"}
+    with running_server(**tokens) as url, httpx.Client(base_url=url) as api:
+        assert api.get("/").status_code == api.get("/healthz").status_code == 200
+        for headers in ({}, bearer("x"), {"Authorization": "Basic p"}, {"Authorization": "Bearer"}):
+            answer = api.get("/status", headers=headers)
+            assert answer.status_code == 401
+            assert "www-authenticate" in answer.headers
+        allowed = [
+            ("GET", "/status", None, "pta"), ("GET", "/batch", None, "ta"), ("POST", "/scored_data", group(), "pa"),
+            ("POST", "/status-env", {"env_id": 0}, "pa"), ("DELETE", "/quarantine", None, "a"),
+            ("GET", "/quarantine", None, "pta"), ("GET", "/metrics", None, "pta"),
+            ("POST", "/policy_version", {"version": 1}, "ta"), ("POST", "/register", REGISTRATION, "ta"),
+        ]  # fmt: skip
+        for method, path, body, roles in allowed:
+            for token in "pta":
+                join = {"X-Join": "1"} if path == "/register" else {}
+                status = api.request(method, path, json=body, headers=bearer(token) | join).status_code
+                assert (status != 403) == (token in roles), (method, path, token)
+
+
+def test_one_token_for_both_and_guarded_resets():
+    with running_server(token="s", admin_token="a") as url, httpx.Client(base_url=url) as api:
+        assert api.post("/register", json=REGISTRATION, headers=bearer("s")).status_code == 200
+        assert api.post("/scored_data", json=group(), headers=bearer("s")).status_code == 200
+        assert api.get("/reset_data", headers=bearer("s")).status_code == 403
+        again = api.post("/register", json=REGISTRATION, headers=bearer("s"))
+        assert again.status_code == 403, "it would reset"
+        assert api.post("/register", json=REGISTRATION, headers=bearer("s") | {"X-Join": "1"}).status_code == 200
+        assert api.get("/status", headers=bearer("s")).json()["queue_size"] == 1
+        assert api.get("/reset_data", headers=bearer("a")).status_code == 200
+
+
+@pytest.mark.parametrize(("policy", "status"), [("open", 200), ("off", 403), ("token", 403)])
+def test_reset_policies_without_tokens(policy: str, status: int):
+    with running_server(reset_policy=policy, token="s") as url, httpx.Client(base_url=url, headers=bearer("s")) as api:
+        assert api.get("/reset_data").status_code == status
+
+
+def test_other_than_loopback_needs_a_token_or_insecure():
+    with pytest.raises(ConfigError, match="--insecure"):
+        TrajectoryConfig(host="0.0.0.0")
+    assert TrajectoryConfig(host="0.0.0.0", token="x").host == TrajectoryConfig(host="0.0.0.0", insecure=True).host
+    for host in ("127.0.0.1", "::1", "localhost"):
+        TrajectoryConfig(host=host)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("port", 70000), ("gzip_level", 9), ("delivery", "x"), ("reset_policy", "x"), ("lease_timeout_s", 0.0),
+    ("max_body_bytes", 3),
+])  # fmt: skip
+def test_settings_out_of_range_are_named(name: str, value: object):
+    with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
+        TrajectoryConfig(**{name: value})
+
+
+def test_flags_win_over_variables_and_unknown_ones_are_refused():
+    environment = {"REALHF_TRAJ_PORT": "9", "REALHF_TRAJ_STRICT": "1", "REALHF_TRAJ_HEARTBEAT_TIMEOUT_S": "7"}
+    config = resolve(command_line().parse_args(["--port", "11", "--weighted-fill"]), environment)
+    assert (config.port, config.strict) == (11, True)
+    options = config.state_options()
+    assert (options.heartbeat_timeout_s, options.weighted_fill, options.divisor_packing) == (7.0, True, False)
+    assert resolve(None, config.to_environment()) == config
+    for bad in ({"REALHF_TRAJ_NONSENSE": "1"}, {"REALHF_TRAJ_PORT": "x"}, {"REALHF_TRAJ_STRICT": "maybe"}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            resolve(None, bad)
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]):
+    assert main(["--host", "0.0.0.0"]) == 1
+    assert "run-api: --host 0.0.0.0 is not loopback" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "--store" in text
+    assert "REALHF_TRAJ_STRICT" in text
+
+
+def test_strict_mode_over_http():
+    with running_server(strict=True) as url, httpx.Client(base_url=url) as api:
+        api.post("/scored_data", json=group(4))
+        assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}, "as the original, before a trainer"
+        start_uuid = api.post("/register", json=REGISTRATION).json()["uuid"]
+        assert api.post("/register", json=REGISTRATION | {"batch_size": 99}).json()["uuid"] != start_uuid
+        assert api.get("/info").json()["batch_size"] == 8, "the first registration wins"
+        api.get("/batch")
+        env = register_env(api, 2, weight=5.0)
+        api.post("/scored_data", json=group(4))
+        assert api.get("/batch").json()["batch"], "what came before the registration is served, strict or not"
+        assert api.post("/scored_data", json=group(4, env_id=env)).json() == {"status": "buffered", "buffer_size": 4}
+        body = api.post("/scored_data", json=group(1) | {"tokens": [[2**70]]})
+        assert body.status_code == 200, "any integer"
+        assert api.post("/scored_data", json=group(4), headers={"X-Epoch": "77"}).status_code == 200
+        assert api.post("/scored_data", content='{"tokens":[[1]],"masks":[[1]],"scores":[NaN]}').status_code == 422
+
+
+def test_metrics_parse_and_reconcile(api: httpx.Client):
+    def read() -> dict[str, float]:
+        families = text_string_to_metric_families(api.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return {sample.name + str(sorted(sample.labels.items())): sample.value for sample in samples}
+
+    before = read()
+    start(api)
+    env = register_env(api, 4, desired_name="cloud")
+    for _ in range(3):
+        api.post("/scored_data", json=group(4, env_id=env))
+    api.post("/scored_data", json=group(16))
+    api.post("/scored_data", json=group(3, env_id=env))
+    assert api.get("/batch").json()["batch"]
+    after = read()
+
+    def grown(name: str) -> float:
+        return after.get(name, 0) - before.get(name, 0)
+
+    assert grown("trajectory_pushed_groups_total[]") == 5
+    assert grown("trajectory_formed_total[]") == 1
+    assert after["trajectory_queue_groups[('env', 'cloud_0')]"] == 1
+    assert after["trajectory_quarantined_groups[('reason', 'larger_than_batch')]"] == 1
+    assert after["trajectory_buffered_groups[('env', 'cloud_0')]"] == 1
+    assert grown("trajectory_request_seconds_count[('kind', 'push')]") == 5
+    assert after["trajectory_resident_bytes[]"] > 1e7
+
+
+def test_the_status_page_shows_the_latest_example_as_text(tmp_path: Path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"[UNK]": 0, "hello": 1, "cloud": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with running_server(tokenizer=str(tmp_path)) as url, httpx.Client(base_url=url) as api:
+        page = api.get("/ui").text
+        assert "<script" in page
+        assert "http://" not in page.replace("http://www.w3.org", ""), "nothing from elsewhere"
+        assert api.get("/ui/data").json()["example"] is None
+        api.post("/scored_data", json={"tokens": [[1, 2], [2]], "masks": [[1, 2], [2]], "scores": [1.0, 0.0]})
+        data = api.get("/ui/data").json()
+    assert data["example"]["texts"] == ["hello cloud", "cloud"]
+    assert data["example"]["lengths"] == [2, 1]
+    assert data["queue_size"] == 1
