@@ -26,8 +26,8 @@ OPEN_PATHS = frozenset({"/", "/healthz"})
 _BY_PATH = {
     "/register": Role.TRAINER, "/batch": Role.TRAINER, "/batch/ack": Role.TRAINER, "/batch/nack": Role.TRAINER,
     "/batch/renew": Role.TRAINER, "/policy_version": Role.TRAINER, "/register-env": Role.PRODUCER,
-    "/disconnect-env": Role.PRODUCER, "/status-env": Role.PRODUCER, "/scored_data": Role.PRODUCER, "/scored_data_list": Role.PRODUCER,
-    "/quarantine/requeue": Role.ADMIN,
+    "/disconnect-env": Role.PRODUCER, "/status-env": Role.PRODUCER, "/scored_data": Role.PRODUCER,
+    "/scored_data_list": Role.PRODUCER, "/quarantine/requeue": Role.ADMIN,
 }  # fmt: skip
 """Whom each path is for; the administrator may use all of them. Others may be read with any token."""
 
