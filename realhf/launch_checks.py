@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, run_folder
+from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, StreamConfig, run_folder
 
 BUILTIN = "builtin"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,14 +25,15 @@ AT_LEAST: dict[str, float] = {
     "actor.optimizer.weight_decay": 0,
 }
 POSITIVE = ("actor.optimizer.lr", "warm_start.optimizer.lr", "gen.temperature", "rollout.message_timeout_s",
-            "rpc.connect_timeout_s", "rpc.control_timeout_s", "rpc.call_timeout_s", "rpc.heartbeat_s",
-            "rpc.dead_after_s")
-PORTS = ("env.port", "env.ministack_base_port")
+            "stream.wait_s", "rpc.connect_timeout_s", "rpc.control_timeout_s", "rpc.call_timeout_s",
+            "rpc.heartbeat_s", "rpc.dead_after_s")
+PORTS = ("env.port", "env.ministack_base_port", "stream.port")
 
 
 def check_config(config: ExperimentConfig) -> None:
     """Raise ConfigError that lists everything wrong with the values themselves."""
-    problems = [*_ranges(config), *_names(config), *_sizes(config), *_model_path("actor", config.actor)]
+    problems = [*_ranges(config), *_names(config), *_sizes(config), *_model_path("actor", config.actor),
+                *_stream(config.stream)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -106,6 +107,15 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
         yield f"rpc.dead_after_s={config.rpc.dead_after_s}: must be longer than rpc.heartbeat_s"
     if config.recover_mode is RecoverMode.resume and not (run_folder(config) / "checkpoints").is_dir():
         yield f"recover_mode=resume: no checkpoint in {run_folder(config)}"
+
+
+def _stream(stream: StreamConfig) -> Iterator[str]:
+    if stream.url is not None and not re.match(r"https?://[^/]", stream.url):
+        yield f"stream.url={stream.url}: give http://host:port"
+    if stream.token_file is not None and not Path(stream.token_file).expanduser().is_file():
+        yield f"stream.token_file={stream.token_file}: no such file"
+    if stream.max_staleness is not None and stream.max_staleness < 0:
+        yield f"stream.max_staleness={stream.max_staleness}: must be at least 0"
 
 
 def _model_path(role: str, model: ModelConfig) -> Iterator[str]:

@@ -26,7 +26,7 @@ from realhf.scheduler.failure import describe
 from realhf.scheduler.process_control import adopt_orphans
 
 RESULTS = ("checkpoints", "metrics.jsonl", "evaluations.json", "summary.json", "episodes.txt", "nonfinite.jsonl",
-           "tensorboard", "policy", "logs", "learning.png", "time.png")
+           "tensorboard", "policy", "logs", "learning.png", "time.png", "trajectory")
 
 
 class Interrupted(Exception):

@@ -22,6 +22,8 @@ MASTER = "master"
 STOP_GRACE_S = 4.0
 LEAVE_TIMEOUT_S = 15.0
 TAIL_LINES = 8
+SECTIONS = {"env": "env", "trajectory": "stream"}
+"""Kinds of servers, and the section of the configuration that holds their flags."""
 
 
 class LaunchError(RuntimeError):
@@ -96,8 +98,9 @@ def failure_message(exit_: WorkerExit) -> str:
     """One line about the cause, and for a process that could not speak the last lines of its log."""
     where = f"(log: {exit_.log})"
     cause = failure_cause(exit_.log) if exit_.exit_code > 0 else None
-    if cause and exit_.name.startswith("env/"):
-        cause = _as_options(cause)
+    section = SECTIONS.get(exit_.name.partition("/")[0])
+    if cause and section:
+        cause = _as_options(cause, section)
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
     tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES))
@@ -105,9 +108,9 @@ def failure_message(exit_: WorkerExit) -> str:
     return f"{exit_.name} ended before the run did: {exit_.reason} {where}{told}"
 
 
-def _as_options(text: str) -> str:
-    """Flags of the environment server (``--pool-size``) by the names they have here (``env.pool_size``)."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda flag: "env." + flag[1].replace("-", "_"), text)
+def _as_options(text: str, section: str) -> str:
+    """Flags of a server (``--pool-size``) by the names they have here (``env.pool_size``)."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), text)
 
 
 def _blame(exit_: WorkerExit) -> tuple[bool, bool]:
@@ -132,6 +135,9 @@ def _workers(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
         argv = ("--name", "env/0", "--host", env.host, "--port", str(env.port), "--pool-size", str(env.pool_size),
                 "--ministack-base-port", str(env.ministack_base_port), "--max-steps", str(env.max_steps), *join)
         workers.append(WorkerSpec("env/0", "workers.env_worker", argv, _log(spec, "env/0")))
+    for service in spec.services:
+        argv = ("--name", service.name, *service.argv, *join)
+        workers.append(WorkerSpec(service.name, service.module, argv, _log(spec, service.name)))
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"

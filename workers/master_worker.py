@@ -67,7 +67,8 @@ class MasterWorker:
     # ---- start
 
     async def _workers_ready(self) -> None:
-        names = [*self._model_workers, *(["env/0"] if self._spec.needs_env else [])]
+        services = [service.name for service in self._spec.services]
+        names = [*self._model_workers, *(["env/0"] if self._spec.needs_env else []), *services]
         self._events.emit("phase", text=f"waiting for {', '.join(names)}")
         await asyncio.to_thread(write_graph_files, self._graph, self._spec.run_dir)
         for warning in self._graph.warnings:
@@ -205,6 +206,7 @@ class MasterWorker:
         except Exception as error:
             raise self._checkpoints.failed(step, draft, error) from error
         await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
+        await self._on_model_workers("committed")
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")

@@ -22,7 +22,7 @@ from realhf.transport.data_plane import DataPlane
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.tensor_store import TensorStore
 
-HOST_HANDLERS = ("call", "load", "clear", "evaluate", "save", "restore", "export", "stats")
+HOST_HANDLERS = ("call", "load", "clear", "evaluate", "save", "restore", "committed", "export", "stats")
 
 
 class ModelWorker:

@@ -101,7 +101,7 @@ class PolicyGradientInterface:
         stats = {
             "reward_mean": float(scores[valid].double().mean()) if bool(valid.any()) else 0.0,
             "groups_with_signal": float(signal.sum()),
-            "n_groups": float(len(sample)),
+            "n_groups": float(len(torch.unique(tokens.group))),
             "n_sequences": float(tokens.n_sequences),
             "n_invalid": float((~valid).sum()),
             "n_tokens": float(mask.sum()),

@@ -204,6 +204,21 @@ class EvaluationConfig:
 
 
 @dataclass
+class StreamConfig:
+    """The trajectory server that groups come from: one that runs already (``url``; its bearer token is read from
+    ``token_file``), or one that the launcher starts on ``host`` and ``port`` (0: any free port), whose queue lies in
+    the run folder. ``max_staleness``: policy versions that a group may lie behind. ``wait_s``: how long a step waits
+    for its batch."""
+
+    url: str | None = None
+    token_file: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_staleness: int | None = None
+    wait_s: float = 900.0
+
+
+@dataclass
 class CheckpointConfig:
     """ckpt_freq_steps: recovery checkpoint; keep: how many stay."""
 
@@ -262,6 +277,7 @@ class ExperimentConfig:
     mb_spec: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     exp_ctrl: CheckpointConfig = field(default_factory=CheckpointConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)

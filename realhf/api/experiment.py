@@ -75,6 +75,17 @@ class JobSpec:
 
 
 @dataclass(frozen=True)
+class ServiceSpec:
+    """A further worker of a run, e.g. a trajectory server: ``python -m module --name name --master ... --run-id ...
+    *argv``. It registers with the master, which waits for it, and its address reaches every call
+    (``CallContext.endpoints``). ``name`` is ``<kind>/<number>``."""
+
+    name: str
+    module: str
+    argv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ExperimentSpec:
     """The resolved experiment. ``before`` holds whole experiments that run first, each skipped when its
     ``artifact`` exists; ``jobs`` are single processes that run first."""
@@ -90,6 +101,7 @@ class ExperimentSpec:
     save_freq_steps: int = 0
     evaluation: EvaluationSpec | None = None
     needs_env: bool = False
+    services: tuple[ServiceSpec, ...] = ()
     jobs: tuple[JobSpec, ...] = ()
     before: tuple[ExperimentSpec, ...] = ()
     export_role: str | None = None

@@ -159,6 +159,9 @@ class ModelInterface(Protocol):
     ``generate``/``inference``: (model, sample, context) -> SequenceSample of new keys with the same ids in
     the same order, and optionally a statistics dict: returns ``(sample, stats)``.
     ``train_step``/``evaluate``: (model, sample, context) -> stats. Inputs are never mutated.
+
+    An interface may also have ``committed()``, called when the checkpoint with its last ``state_dict`` is complete,
+    and ``close()``.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

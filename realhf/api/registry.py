@@ -64,6 +64,7 @@ interfaces = Registry(
         "logprob": "realhf.algorithms.logprob:LogprobInterface",
         "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
         "sft": "realhf.algorithms.sft:SFTInterface",
+        "trajectory_stream": "realhf.trajectory.stream_interface:TrajectoryStreamInterface",
     },
 )
 backends = Registry("backend", {"torch": "realhf.backends.torch_backend:TorchBackend"})
@@ -72,6 +73,7 @@ sources = Registry(
     {
         "task_curriculum": "realhf.env.task_source:TaskCurriculumSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
+        "trajectory_slots": "realhf.trajectory.batch_slots:BatchSlotSource",
     },
 )
 datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})

@@ -73,6 +73,7 @@ class ModelHost:
             "evaluate": self.evaluate,
             "save": self.save,
             "restore": self.restore,
+            "committed": self.committed,
             "export": self.export,
             "stats": self.stats,
         }
@@ -220,6 +221,15 @@ class ModelHost:
         for name, (_, interface) in self._interfaces.items():
             interface.load_state_dict(states.get(name, {}))
         return {"roles": list(payload["roles"])}
+
+    def committed(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint that the last ``save`` belongs to is complete; tell the interfaces that want to know."""
+        del payload
+        for _, interface in self._interfaces.values():
+            tell = getattr(interface, "committed", None)
+            if tell is not None:
+                tell()
+        return {}
 
     def export(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Write {role} in Hugging Face format into {folder}."""
