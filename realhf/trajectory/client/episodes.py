@@ -1,0 +1,41 @@
+"""Episodes of the rollout pools as groups for the trajectory server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from realhf.api.env import RolloutOutcome
+
+TRUNCATED_STATUSES = ("max_turns", "token_budget")
+
+
+def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, Any] | None:
+    """The valid episodes of one task as a group; None if there are none. A failed episode has no reward, so it is no
+    part of the group, which then is smaller than the others. ``about`` goes into ``group_overrides``."""
+    valid = [outcome for outcome in outcomes if outcome.valid]
+    if not valid:
+        return None
+    versions = [version for outcome in valid for version in outcome.versions if version >= 0]
+    rows = [_rows(outcome) for outcome in valid]
+    return {
+        "tokens": [tokens for tokens, _, _ in rows], "masks": [masks for _, masks, _ in rows],
+        "inference_logprobs": [logprobs for _, _, logprobs in rows],
+        "scores": [float(outcome.reward or 0.0) for outcome in valid],
+        "overrides": [{"truncated": outcome.status in TRUNCATED_STATUSES, "achieved": outcome.achieved}
+                      for outcome in valid],
+        "group_overrides": {"task_id": valid[0].task_id, "tier": valid[0].tier, "seed": valid[0].seed, **about},
+        **({"policy_version": min(versions)} if versions else {}),
+    }  # fmt: skip
+
+
+def _rows(outcome: RolloutOutcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, masks (-100: not trained) and log-probabilities (1.0 there) of one episode."""
+    tokens = np.array([*outcome.prompt_ids, *outcome.completion_ids], np.int32)
+    trained = np.zeros(len(tokens), bool)
+    trained[len(outcome.prompt_ids) :] = outcome.loss_mask
+    logprobs = np.ones(len(tokens), np.float32)
+    logprobs[len(outcome.prompt_ids) :] = outcome.logprobs
+    return tokens, np.where(trained, tokens, -100).astype(np.int32), np.where(trained, logprobs, np.float32(1.0))

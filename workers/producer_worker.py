@@ -1,0 +1,140 @@
+"""A producer: plays AWS episodes with a policy of its own and pushes them to a trajectory server.
+
+    aws-env --port 8100 --pool-size 8 &
+    python -m workers.producer_worker --server http://127.0.0.1:8000 --env-url http://127.0.0.1:8100 --policy FOLDER
+
+It paces itself by the server's numbers, waits for the trainer, and registers again when a new run begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from realhf.api.config import GenConfig
+from realhf.api.env import RolloutOutcome
+from realhf.api.experiment import ModelSpec
+from realhf.api.model import Model
+from realhf.api.registry import backends
+from realhf.api.source import SampleResult, SourceItem
+from realhf.env.task_source import TaskCurriculumSource
+from realhf.rollout.interface import EnginePolicy
+from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.scheduler.failure import run_guarded
+from realhf.trajectory.client import Pace, StaleEpoch, TrajectoryClient
+from realhf.trajectory.client.episodes import group_of
+
+logger = logging.getLogger(__name__)
+
+ROOM_TIMEOUT_S = 60.0
+
+
+class Producer:
+    """One policy, one pool of sessions, one curriculum, one client."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        spec = ModelSpec("producer", options.policy)
+        engine = backends.get("torch")().build(spec, seed=options.seed, total_train_steps=1)
+        self._model = Model("producer", engine, engine.tokenizer)
+        self._gen = GenConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+        self._tasks = TaskCurriculumSource(options.seed, options.tiers, tags=options.tags)
+        self._pool = MultiTurnEnvPool(
+            options.env_url, options.sessions, max_turns=options.max_turns, max_total_tokens=options.max_total_tokens,
+            turn_tokens=options.max_new_tokens, retry_capacity_s=60.0)  # fmt: skip
+        token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
+        self._client = TrajectoryClient(options.server, token=token, retry_for_s=options.patience_s)
+        self._rounds = 0
+
+    def run(self) -> int:
+        """Play until ``groups`` are pushed (0: until the run has enough). Returns how many were. Raises
+        TrajectoryError."""
+        pushed = 0
+        with self._client, self._pool:
+            self._register()
+            while not self._options.groups or pushed < self._options.groups:
+                try:
+                    pace = self._client.wait_for_room(ROOM_TIMEOUT_S)
+                    if pace.done:
+                        break
+                    if not pace.pause:
+                        pushed += self._produce(self._wanted(pace, pushed))
+                except StaleEpoch:
+                    logger.info("a new run has begun")
+                    self._register()
+            self._client.disconnect()
+        return pushed
+
+    def _register(self) -> None:
+        options = self._options
+        env = self._client.register_env(
+            options.name, group_size=options.group_size, max_token_length=options.max_total_tokens,
+            wait_s=options.patience_s)  # fmt: skip
+        logger.info("environment %s (%d) of a run of %d steps", env.wandb_name, env.env_id, env.num_steps)
+
+    def _wanted(self, pace: Pace, pushed: int) -> int:
+        """Groups of the next round: what the sessions can play at once, and no more than is asked for."""
+        at_once = max(1, self._options.sessions // self._options.group_size)
+        left = self._options.groups - pushed if self._options.groups else at_once
+        return max(1, min(at_once, left, pace.workers))
+
+    def _produce(self, count: int) -> int:
+        items = self._tasks.next_batch(count)
+        self._rounds += 1
+        policy = EnginePolicy(self._model, self._gen, self._options.seed * 1_000_003 + self._rounds)
+        played = self._pool.run_groups(
+            [{"task": json.loads(item.metadata["task"]), "chaos": False} for item in items], policy,
+            group_size=self._options.group_size, seeds=[int(item.metadata["task_seed"]) for item in items])  # fmt: skip
+        self._tasks.record([_result(item, outcomes) for item, outcomes in zip(items, played, strict=True)])
+        groups = [group for item, outcomes in zip(items, played, strict=True)
+                  if (group := group_of(outcomes, template=item.metadata["template"])) is not None]  # fmt: skip
+        self._client.push_many(groups)
+        scores = [score for group in groups for score in group["scores"]]
+        logger.info("pushed %d groups, mean score %.3f", len(groups), sum(scores) / max(1, len(scores)))
+        return len(groups)
+
+
+def _result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> SampleResult:
+    rewards = [outcome.reward if outcome.valid else None for outcome in outcomes]
+    return SampleResult(item.id, item.metadata, rewards, [outcome.achieved for outcome in outcomes])
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--server", required=True, help="URL of the trajectory server")
+    add("--token-file", default="", help="file with the server's bearer token")
+    add("--env-url", required=True, help="URL of an environment server (aws-env)")
+    add("--policy", required=True, help="folder or hub id of a policy with the trainer's tokenizer")
+    add("--name", default="aws", help="name of this environment at the server")
+    add("--groups", type=int, default=0, help="groups to push; 0: until the run has enough")
+    add("--group-size", type=int, default=8, help="episodes of one task")
+    add("--sessions", type=int, default=8, help="environment sessions played at once")
+    add("--max-turns", type=int, default=4)
+    add("--max-total-tokens", type=int, default=640)
+    add("--max-new-tokens", type=int, default=40)
+    add("--temperature", type=float, default=1.0, help="must be the trainer's gen.temperature")
+    add("--tiers", nargs="+", default=["warmup", "beginner", "intermediate"])
+    add("--tags", nargs="*", default=["starter"])
+    add("--patience-s", type=float, default=600.0, help="how long to wait for the server and the trainer, seconds")
+    add("--seed", type=int, default=1)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = command_line().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+    def work() -> None:
+        print(f"pushed {Producer(options).run()} groups", flush=True)
+
+    return run_guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

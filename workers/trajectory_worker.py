@@ -1,0 +1,83 @@
+"""The trajectory server as a process of a training run.
+
+    python -m workers.trajectory_worker --master tcp://... --run-id ... --name trajectory/0 [flags of run-api]
+
+It registers its address with the master and ends with the run. To serve alone, use ``run-api``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import uvicorn
+
+from realhf.scheduler.failure import run_guarded
+from realhf.trajectory.cli import uvicorn_config
+from realhf.trajectory.config import ConfigError, TrajectoryConfig, add_arguments, resolve
+from realhf.transport.rpc_worker import RpcWorker
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the master says bye. Returns the exit code."""
+    arguments = command_line().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return run_guarded(lambda: serve(resolve(arguments), arguments.master, arguments.run_id, arguments.name))
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Flags of the server, and those that a launcher gives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser.add_argument_group("settings"))
+    run = parser.add_argument_group("the training run")
+    run.add_argument("--master", required=True, help="endpoint of the master worker")
+    run.add_argument("--run-id", required=True, help="run that the master belongs to")
+    run.add_argument("--name", default="trajectory/0", help="name of this worker in the roster")
+    return parser
+
+
+def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None:
+    """Serve in a thread, follow the master in this one. Raises OSError (port taken), RuntimeError (the store does not
+    open) or MasterLost."""
+    index = name.rpartition("/")[2]
+    if not index.isdigit():
+        raise ConfigError(f"--name is {name!r}; it must end in /<number>")
+    from realhf.trajectory.server import create_app
+
+    settings = uvicorn_config(config, create_app(config))
+    listener = settings.bind_socket()
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, args=([listener],), name="trajectory-server")
+    thread.start()
+    try:
+        _wait_until_started(server, thread)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"trajectory server at {url}", flush=True)
+        worker = RpcWorker(name, "trajectory", int(index), run_id, master, ordered={}, endpoints={"trajectory": url})
+        threading.Thread(target=lambda: (thread.join(), worker.stop()), name="watch-server", daemon=True).start()
+        worker.run()
+        if not thread.is_alive():
+            raise RuntimeError("the HTTP server ended unexpectedly; its log tells why")
+    finally:
+        server.should_exit = True
+        thread.join(STOP_TIMEOUT_S)
+
+
+def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > deadline:
+            raise RuntimeError("the server did not start; its log tells why")
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
