@@ -97,6 +97,7 @@ def main() -> int:
     parser.add_argument("--index", type=int, required=True)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
     def work() -> None:
         plan = RunPlan.read(args.run_dir)

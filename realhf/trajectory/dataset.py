@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.api.sample import SequenceSample
-from realhf.trajectory.client import LeaseLost, TrajectoryClient, TrajectoryError
+from realhf.trajectory.client import LeaseLost, NotRegistered, TrajectoryClient, TrajectoryError
 from realhf.trajectory.lease_keeper import LeaseKeeper
 from realhf.trajectory.stream_sample import Rescore, RowLimits, groups_to_sample
 
@@ -46,15 +46,13 @@ class TrajectoryDataset:
         consumed: Sequence[str] = (),
     ) -> None:
         self._client, self._limits = client, limits
-        self._keeper = LeaseKeeper(renewing)
         self._held: list[str] = []
-        if self._is_ours(run):
+        self._keeper = LeaseKeeper(renewing)
+        if not run.fresh and self._is_ours(run):
             logger.info("the server knows this run; it goes on")
             self._settle(consumed)
         else:
-            client.register(
-                batch_size=run.batch_size, max_token_len=run.max_tokens, num_steps=run.num_steps, starting_step=step,
-                wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness)  # fmt: skip
+            self._begin(run, step)
 
     @property
     def held(self) -> list[str]:
@@ -101,9 +99,17 @@ class TrajectoryDataset:
         self._client.close()
 
     def _is_ours(self, run: StreamRun) -> bool:
-        if run.fresh or self._client.run_names() != {"group": run.group, "project": run.project}:
+        if self._client.run_names() != {"group": run.group, "project": run.project}:
             return False
         return self._client.info() == {"batch_size": run.batch_size, "max_token_len": run.max_tokens}
+
+    def _begin(self, run: StreamRun, step: int) -> None:
+        self._client.register(
+            batch_size=run.batch_size, max_token_len=run.max_tokens, num_steps=run.num_steps, starting_step=step,
+            wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness)  # fmt: skip
+        if not self._is_ours(run):
+            raise NotRegistered(self._client.url, f"it keeps the run {self._client.run_names()} and batches of "
+                                f"{self._client.info()['batch_size']} sequences; is it strict?")  # fmt: skip
 
     def _settle(self, consumed: Sequence[str]) -> None:
         """After a restart: what a checkpoint holds is acknowledged, what was in hand beyond it comes again."""

@@ -4,66 +4,77 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from realhf.trajectory.client import LeaseLost, TrajectoryClient, TrajectoryError
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 60.0
+_RETRY_S = 1.0
+_JOIN_S = 5.0
 
 
 class LeaseKeeper:
-    """``client`` belongs to the keeper, which closes it. A lease is renewed when it comes in and whenever a third of
-    its time has gone by."""
+    """``client`` belongs to the keeper, which closes it. A lease is renewed when it comes in, which tells how long it
+    lasts, and whenever a third of that has gone by."""
 
     def __init__(self, client: TrajectoryClient) -> None:
         self._client = client
-        self._held: set[str] = set()
+        self._due: dict[str, float] = {}
         self._changed = threading.Condition()
-        self._new, self._closed = False, False
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
         self._thread.start()
 
     def keep(self, lease_id: str) -> None:
         with self._changed:
-            self._held.add(lease_id)
-            self._new = True
+            self._due[lease_id] = time.monotonic()
             self._changed.notify()
 
     def release(self, lease_id: str) -> None:
         """Renew it no longer."""
         with self._changed:
-            self._held.discard(lease_id)
+            self._due.pop(lease_id, None)
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(5.0)
+        self._thread.join(_JOIN_S)
         self._client.close()
 
     def _run(self) -> None:
-        wait = _LONGEST_WAIT_S
-        while True:
+        while (lease_id := self._next()) is not None:
+            wait = self._renewed(lease_id)
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._new, wait)
-                if self._closed:
-                    return
-                self._new = False
-                held = sorted(self._held)
-            wait = min([_LONGEST_WAIT_S, *(self._renewed(lease_id) / 3 for lease_id in held)])
+                if lease_id not in self._due:
+                    continue
+                if wait is None:
+                    del self._due[lease_id]
+                else:
+                    self._due[lease_id] = time.monotonic() + wait
 
-    def _renewed(self, lease_id: str) -> float:
-        """Seconds that the lease has from now on."""
+    def _next(self) -> str | None:
+        """The lease that is to be renewed now; None when the keeper is closed."""
+        with self._changed:
+            while not self._closed:
+                lease_id = min(self._due, key=self._due.__getitem__, default=None)
+                wait = None if lease_id is None else self._due[lease_id] - time.monotonic()
+                if lease_id is not None and wait is not None and wait <= 0:
+                    return lease_id
+                self._changed.wait(wait)
+        return None
+
+    def _renewed(self, lease_id: str) -> float | None:
+        """Seconds until the next renewal; None if the lease has ended."""
         try:
-            return self._client.renew(lease_id)
+            return self._client.renew(lease_id) / 3
         except LeaseLost as error:
             with self._changed:
-                lost = lease_id in self._held
-                self._held.discard(lease_id)
-            if lost:
-                logger.warning("the batch of a lease may be trained on twice: %s", error)
+                wanted = lease_id in self._due
+            if wanted:
+                logger.warning("somebody else may train on a batch of ours: %s", error)
+            return None
         except TrajectoryError as error:
-            logger.warning("a lease was not renewed: %s", error)
-            return 3.0
-        return 3 * _LONGEST_WAIT_S
+            logger.warning("a lease was not renewed, and is tried again: %s", error)
+            return _RETRY_S

@@ -30,6 +30,10 @@ class AsyncTrajectoryClient:
         self._http = httpx.AsyncClient(base_url=url.rstrip("/"), timeout=request_timeout_s)
 
     @property
+    def url(self) -> str:
+        return self._calls.url
+
+    @property
     def trainer_id(self) -> str:
         return self._calls.trainer_id
 

@@ -61,6 +61,10 @@ class Calls:
 
     # ---- both
 
+    @property
+    def url(self) -> str:
+        return self._options.url
+
     def get(self, path: str) -> Steps[dict[str, Any]]:
         response = yield from self._send(Request("GET", path, self._headers()))
         return json_object(response, self._options.url)

@@ -52,5 +52,5 @@ class NoBatchYet(TrajectoryError):
     """No batch until the deadline. ``reason``: the server's last ``X-Batch-Reason``."""
 
     def __init__(self, url: str, waited_s: float, reason: str) -> None:
-        super().__init__(url, f"no batch within {waited_s:g} s ({reason})")
+        super().__init__(url, f"no batch within {waited_s:.1f} s ({reason})")
         self.reason = reason

@@ -52,6 +52,11 @@ class TrajectoryClient:
         self._http = httpx.Client(base_url=url.rstrip("/"), timeout=request_timeout_s)
 
     @property
+    def url(self) -> str:
+        """Of the server."""
+        return self._calls.url
+
+    @property
     def trainer_id(self) -> str:
         """Name under which this client's batches are leased."""
         return self._calls.trainer_id
