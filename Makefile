@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
 
-.PHONY: screenshots red-team install train test lint help clean-venv test-openenv test-trl
+.PHONY: bench-trajectory crash-ledger fuzz-trajectory screenshots red-team install train test lint help clean-venv test-openenv test-trl
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -12,6 +12,8 @@ help:
 	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make red-team play every attack of the table against a real environment and print what was observed"
 	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
+	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
+	@echo "make crash-ledger  kill trajectory servers for two minutes while clients push and pull, and balance the books"
 	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our tool class"
 	@echo "make install  make .venv and install the project into it"
@@ -49,6 +51,16 @@ test-trl: install
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets; }
 	$(BIN)/python -m pytest -q -rs tests/trl
+
+bench-trajectory: install
+	@test -x .venv-atropos/bin/uvicorn || { $(PYTHON) -m venv .venv-atropos \
+	  && .venv-atropos/bin/python -m pip install --quiet --no-deps atroposlib==0.4.0 \
+	  && .venv-atropos/bin/python -m pip install --quiet -c constraints.txt fastapi 'uvicorn[standard]' pydantic; }
+	$(BIN)/python benchmarks/trajectory.py $(ARGS)
+
+crash-ledger: install
+	$(BIN)/python -m tests.trajectory.crash_ledger --store sqlite --duration 60
+	$(BIN)/python -m tests.trajectory.crash_ledger --store redis --duration 60
 
 red-team: install
 	$(BIN)/python -m tests.env.red_team

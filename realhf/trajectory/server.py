@@ -5,6 +5,7 @@ of the environment variables. Source: trajectory specification 1.1, 2.1.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.lax_groups import MAX_ERRORS, shown
 
 logger = logging.getLogger(__name__)
+_SWITCH_INTERVAL_S = 0.001
+"""A thread that encodes rows gives the event loop its turn after so long."""
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
@@ -33,11 +36,14 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.open()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
+            await service.open()
             yield
         finally:
             await service.close()
+            sys.setswitchinterval(interval)
 
     app = FastAPI(
         title="realhf trajectory server", version="1.0", lifespan=lifespan, strict_content_type=False,

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Engine, parser process, tokens and metrics of one configuration."""
+    """Engine, parser process, tokens and metrics of one configuration. ``parsing``: one body at a time, so that
+    between two groups the event loop serves everybody else."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
         self.config = config
@@ -33,6 +34,7 @@ class Service:
         self.offload = Offload()
         self.metrics = Metrics(self.engine)
         self.ready = False
+        self.parsing = asyncio.Semaphore(1)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:

@@ -17,8 +17,8 @@ from realhf.trajectory.queue_index import Lane, QueueIndex, Unit
 
 
 def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
-    """Packs of any environments together, until their sizes sum to the batch; overshooting gives none. With equal
-    times in ``fair`` that is the order of arrival."""
+    """Groups of packs of any environments, until their sizes sum to the batch; overshooting gives none. With no shares
+    in ``fair`` that is the order of arrival."""
     if index.sequences < batch_size:
         return NotSelected("not_enough_sequences" if index.groups else "empty")
     largest, by_size = index.max_group_size(), {}
@@ -27,9 +27,9 @@ def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Select
             by_size.setdefault(size, []).append(lane)
     sources = [chunks(_merged(lanes), largest // size) for size, lanes in by_size.items()]
     ledger, chosen, room = Ledger(fair), [], batch_size
-    for pack in _draws(sources, ledger, arrival=not fair.shares):
-        chosen += pack
-        room -= largest
+    for unit in (unit for pack in _draws(sources, ledger, arrival=not fair.shares) for unit in pack):
+        chosen.append(unit)
+        room -= unit.size
         if room <= 0:
             break
     return NotSelected("no_complete_packs") if room else _batch(chosen, ledger)
