@@ -22,8 +22,8 @@ IDLE_REASONS = {
     "warm_start.": "a warm start belongs to actor.path=builtin",
     "builtin.": "it describes the model of actor.path=builtin",
     "ref.": "without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model",
-    "stream.host": "the server runs elsewhere (stream.url)",
-    "stream.port": "the server runs elsewhere (stream.url)",
+    "stream.host": "this run starts no trajectory server",
+    "stream.port": "this run starts no trajectory server",
     "ppo.kl_estimator": "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ from realhf.transport.rpc_worker import RpcWorker
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+BACKLOG = 2048
+REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where processes of this machine find a server that listens everywhere."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,21 +48,21 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None:
-    """Serve in a thread, follow the master in this one. Raises OSError (port taken), RuntimeError (the store does not
-    open) or MasterLost."""
+    """Serve in a thread, follow the master in this one. Raises RuntimeError (port taken, the store does not open) or
+    MasterLost."""
     index = name.rpartition("/")[2]
     if not index.isdigit():
         raise ConfigError(f"--name is {name!r}; it must end in /<number>")
     from realhf.trajectory.server import create_app
 
-    settings = uvicorn_config(config, create_app(config))
-    listener = settings.bind_socket()
-    server = uvicorn.Server(settings)
+    listener = listen(config.host, config.port)
+    server = uvicorn.Server(uvicorn_config(config, create_app(config)))
     thread = threading.Thread(target=server.run, args=([listener],), name="trajectory-server")
     thread.start()
     try:
         _wait_until_started(server, thread)
         host, port = listener.getsockname()[:2]
+        host = str(REACHED_AT.get(host, host))
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"trajectory server at {url}", flush=True)
         worker = RpcWorker(name, "trajectory", int(index), run_id, master, ordered={}, endpoints={"trajectory": url})
@@ -69,6 +73,16 @@ def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None
     finally:
         server.should_exit = True
         thread.join(STOP_TIMEOUT_S)
+        listener.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket. Raises RuntimeError that names the flag."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise RuntimeError(f"cannot listen on {host}:{port} (--port): {error.strerror}") from None
 
 
 def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:

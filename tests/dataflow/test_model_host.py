@@ -116,6 +116,15 @@ def test_an_unknown_role_is_named(tmp_path: Path) -> None:
         Host(tmp_path).call(["s1"], role="critic")
 
 
+def test_interfaces_hear_of_a_complete_checkpoint_if_they_want_to(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    assert host.host.handlers()["committed"]({}) == {}
+    told: list[str] = []
+    host.interface.committed = lambda: told.append("committed")  # pyright: ignore
+    host.host.committed({})
+    assert told == ["committed"] * 2, "once for each call that has the interface"
+
+
 def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     first, second = Host(tmp_path), Host(tmp_path)
     first.model.engine.weight = 0.1 + 0.2  # pyright: ignore

@@ -38,6 +38,20 @@ def test_reinforce_and_sft():
     assert sft.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
 
 
+def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there_is_one():
+    made = built("experiment=grpo_stream_http")
+    assert made.graph.topological_levels() == [["stream_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
+    assert made.graph.required_dataset_keys() == []
+    [service] = made.spec.services
+    assert service.module == "workers.trajectory_worker" and str(made.spec.run_dir) in service.argv[-1]
+    assert not made.spec.needs_env
+    call = made.graph["stream_gen"]
+    # 16 groups of 8, which may come as 64 groups of the least size that teaches anything.
+    assert call.interface_args["batch_size"] == 128 and {mfc.n_seqs for mfc in made.graph.mfcs} == {64}
+    assert spec("experiment=grpo_stream_http", "stream.url=http://queue:8000").services == ()
+    assert set(spec("experiment=grpo_stream_http", "ppo.kl_loss_coef=0").models) == {"actor"}
+
+
 def test_the_reference_and_the_actor_start_from_the_warm_start():
     made = spec("experiment=grpo_aws", "ref.workers=[1]")
     assert made.models["actor"].path == made.models["ref"].path == str(made.before[0].artifact)

@@ -62,6 +62,10 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
     (["recover_mode=resume", "fileroot=/tmp/does-not-exist"], "recover_mode=resume: no checkpoint in"),
     (["ppo.algo=grop"], "ppo.algo='grop' is not known; did you mean 'grpo'?"),
     (["ref.workers=[2]"], "[1] of 0..2 hold no model"),
+    (["stream.url=localhost:8000"], "stream.url=localhost:8000: give http://host:port"),
+    (["stream.token_file=/nowhere/token"], "stream.token_file=/nowhere/token: no such file"),
+    (["stream.max_staleness=-1"], "stream.max_staleness=-1: must be at least 0"),
+    (["stream.port=70000"], "stream.port=70000: a port lies between 0"),
 ])
 def test_mistakes_across_options(capsys, arguments: list[str], expected: str):
     assert expected in errors(capsys, "experiment=grpo_aws", *arguments)
@@ -74,6 +78,11 @@ def test_mistakes_across_options(capsys, arguments: list[str], expected: str):
     (["experiment=grpo_aws", "actor.path=owner/name", "builtin.hidden_size=64"], "option builtin.hidden_size has no"),
     (["experiment=sft_aws", "ppo.group_size=4"], "option ppo.group_size has no effect in experiment sft_aws"),
     (["experiment=reinforce_aws", "ref.workers=[0]"], "option ref.workers has no effect"),
+    (["experiment=grpo_aws", "stream.wait_s=9"], "option stream.wait_s has no effect in experiment grpo_aws"),
+    (["experiment=grpo_stream_http", "evaluation.every_steps=2"], "option evaluation.every_steps has no effect"),
+    (["experiment=grpo_stream_http", "stream.url=http://a:1", "stream.port=2"],
+     "option stream.port has no effect in experiment grpo_stream_http: this run starts no trajectory server"),
+    (["experiment=grpo_stream_http", "stream.wait_s=1800"], "stream.wait_s=1800.0: must be shorter than rpc.call_tim"),
 ])
 def test_options_without_effect(capsys, arguments: list[str], expected: str):
     assert expected in errors(capsys, *arguments, "mode=check")

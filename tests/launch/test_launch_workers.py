@@ -31,3 +31,6 @@ def test_flags_of_the_environment_server_are_named_as_options(tmp_path: Path):
     log = tmp_path / "e.log"
     log.write_text("env_worker: cannot listen on 127.0.0.1:1 (--ministack-base-port): in use\n")
     assert "(env.ministack_base_port)" in failure_message(WorkerExit("env/0", 1, log))
+    log.write_text("FATAL: cannot listen on 127.0.0.1:1 (--port): in use\n")
+    assert "(stream.port)" in failure_message(WorkerExit("trajectory/0", 1, log))
+    assert "(--port)" in failure_message(WorkerExit("model_worker/0", 1, log))

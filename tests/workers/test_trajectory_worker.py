@@ -1,0 +1,44 @@
+"""The trajectory server as a member of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from realhf.trajectory.client import AsyncTrajectoryClient
+from realhf.transport.rpc_master import RpcMaster
+
+GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
+
+
+async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path: Path) -> None:
+    master = RpcMaster("run-1")
+    await master.start()
+    command = [sys.executable, "-m", "workers.trajectory_worker", "--port", "0", "--store", f"sqlite:{tmp_path}",
+               "--master", master.endpoint, "--run-id", "run-1", "--name", "trajectory/0"]
+    process = subprocess.Popen(command)
+    try:
+        await master.wait_for(["trajectory/0"], 60)
+        info = master.roster["trajectory/0"]
+        assert (info.kind, info.index, info.pid) == ("trajectory", 0, process.pid)
+        async with AsyncTrajectoryClient(info.endpoints["trajectory"]) as client:
+            await client.push(GROUP)
+            assert (await client.status())["queue_size"] == 1
+    finally:
+        await master.close()
+    assert await asyncio.to_thread(process.wait, 15) == 0
+
+
+def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags, said in ((["--port", str(port)], f"cannot listen on 127.0.0.1:{port} (--port)"),
+                            (["--port", "0", "--gzip-level", "9"], "--gzip-level is 9")):
+            command = [sys.executable, "-m", "workers.trajectory_worker", "--master", "tcp://127.0.0.1:1",
+                       "--run-id", "r", "--store", f"sqlite:{tmp_path}", *flags]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 1
+            assert done.stderr.splitlines()[-1].startswith(f"FATAL: {said}"), done.stderr
