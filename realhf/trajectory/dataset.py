@@ -48,11 +48,11 @@ class TrajectoryDataset:
         self._client, self._limits = client, limits
         self._held: list[str] = []
         self._keeper = LeaseKeeper(renewing)
-        if not run.fresh and self._is_ours(run):
+        known = not run.fresh and self._is_ours(run)
+        self._register(run, step, join=known)
+        if known:
             logger.info("the server knows this run; it goes on")
             self._settle(consumed)
-        else:
-            self._begin(run, step)
 
     @property
     def held(self) -> list[str]:
@@ -103,10 +103,10 @@ class TrajectoryDataset:
             return False
         return self._client.info() == {"batch_size": run.batch_size, "max_token_len": run.max_tokens}
 
-    def _begin(self, run: StreamRun, step: int) -> None:
+    def _register(self, run: StreamRun, step: int, *, join: bool) -> None:
         self._client.register(
             batch_size=run.batch_size, max_token_len=run.max_tokens, num_steps=run.num_steps, starting_step=step,
-            wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness)  # fmt: skip
+            wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness, join=join)  # fmt: skip
         if not self._is_ours(run):
             raise NotRegistered(self._client.url, f"it keeps the run {self._client.run_names()} and batches of "
                                 f"{self._client.info()['batch_size']} sequences; is it strict?")  # fmt: skip

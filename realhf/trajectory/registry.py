@@ -28,11 +28,13 @@ Answer = tuple[dict[str, Any], dict[str, str]]
 def register(
     state: TrajectoryState, now: float, request: Mapping[str, Any], join: bool, may_reset: bool = True
 ) -> Answer:
-    """A trainer. A second registration begins a new epoch, unless it joins or the first one wins (strict). Raises
-    Refusal 403 when it would and must not."""
+    """A trainer. A second registration begins a new epoch, unless it joins (and at most prolongs the run) or the first
+    one wins (strict). Raises Refusal 403 when it would and must not."""
     number = uuid.uuid4().int
     answer: Answer = {"uuid": number}, {"X-Trainer-Id": str(number)}
     if state.run.registered:
+        if join and request["num_steps"] > state.run.num_steps:
+            state.put_run(msgspec.structs.replace(state.run, num_steps=request["num_steps"]))
         if join or not state.options.reregister_resets:
             return answer
         if not may_reset:

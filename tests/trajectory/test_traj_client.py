@@ -201,8 +201,9 @@ def test_pacing_follows_the_specification():
 # ---- against a server
 
 
-@pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize("coding", ["none", "gzip", "auto"])
+@pytest.mark.parametrize(("binary", "coding"), [
+    (True, "none"), (True, "gzip"), (True, "zstd"), (True, "auto"), (False, "none"), (False, "gzip"), (False, "auto"),
+])  # fmt: skip
 def test_groups_come_back_as_they_were_sent(api: httpx.Client, url: str, binary: bool, coding: str):
     sent = [group(2, 300, seed=seed) for seed in range(2)]
     with TrajectoryClient(url, binary=binary, compression=coding) as client:

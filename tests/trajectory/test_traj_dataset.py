@@ -138,6 +138,14 @@ def test_a_fresh_run_begins_anew_and_another_size_is_another_run(make: Maker, ur
         assert leases(url) == []
 
 
+def test_a_run_that_goes_on_for_longer_tells_its_producers(make: Maker, url: str, tmp_path: Any):
+    for steps in (9, 12, 10):
+        push(url, 1, 2)
+        generate(make(num_steps=steps), 0, url, tmp_path)
+    with TrajectoryClient(url) as client:
+        assert client.register_env("aws", group_size=2, max_token_length=16).num_steps == 12
+
+
 def test_a_long_step_keeps_its_batch(tmp_path: Any):
     with running_server(lease_timeout_s=0.6) as url:
         interface = TrajectoryStreamInterface(**RUN)
