@@ -12,8 +12,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 ROOM_TIMEOUT_S = 60.0
 
 
-class Producer:
-    """One policy, one pool of sessions, one curriculum, one client."""
+class Episodes:
+    """A policy that plays tasks of a curriculum in a pool of sessions. Use as a context manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -46,27 +47,55 @@ class Producer:
         self._pool = MultiTurnEnvPool(
             options.env_url, options.sessions, max_turns=options.max_turns, max_total_tokens=options.max_total_tokens,
             turn_tokens=options.max_new_tokens, retry_capacity_s=60.0)  # fmt: skip
-        token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
-        self._client = TrajectoryClient(options.server, token=token, retry_for_s=options.patience_s)
         self._rounds = 0
+
+    def __enter__(self) -> Episodes:
+        self._pool.connect()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def play(self, count: int) -> list[Mapping[str, Any]]:
+        """Groups of ``count`` tasks; a task whose episodes all failed gives none."""
+        items = self._tasks.next_batch(count)
+        self._rounds += 1
+        policy = EnginePolicy(self._model, self._gen, self._options.seed * 1_000_003 + self._rounds)
+        played = self._pool.run_groups(
+            [{"task": json.loads(item.metadata["task"]), "chaos": False} for item in items], policy,
+            group_size=self._options.group_size, seeds=[int(item.metadata["task_seed"]) for item in items])  # fmt: skip
+        self._tasks.record([_result(item, outcomes) for item, outcomes in zip(items, played, strict=True)])
+        return [group for item, outcomes in zip(items, played, strict=True)
+                if (group := group_of(outcomes, template=item.metadata["template"])) is not None]  # fmt: skip
+
+
+class Producer:
+    """Pushes what ``play(count)`` makes, as an environment of whatever run the server has."""
+
+    def __init__(
+        self, client: TrajectoryClient, play: Callable[[int], list[Mapping[str, Any]]], options: argparse.Namespace
+    ) -> None:
+        self._client, self._play, self._options = client, play, options
 
     def run(self) -> int:
         """Play until ``groups`` are pushed (0: until the run has enough). Returns how many were. Raises
         TrajectoryError."""
-        pushed = 0
-        with self._client, self._pool:
-            self._register()
-            while not self._options.groups or pushed < self._options.groups:
-                try:
-                    pace = self._client.wait_for_room(ROOM_TIMEOUT_S)
-                    if pace.done:
-                        break
-                    if not pace.pause:
-                        pushed += self._produce(self._wanted(pace, pushed))
-                except StaleEpoch:
-                    logger.info("a new run has begun")
-                    self._register()
-            self._client.disconnect()
+        pushed, played = 0, []
+        self._register()
+        while not self._options.groups or pushed < self._options.groups:
+            try:
+                pace = self._client.wait_for_room(ROOM_TIMEOUT_S)
+                if pace.done:
+                    break
+                if not pace.pause:
+                    played = played or self._play(self._wanted(pace, pushed))
+                    self._client.push_many(played)
+                    pushed += self._tell(played)
+                    played = []
+            except StaleEpoch:
+                logger.info("a new run has begun; what was just played goes there")
+                self._register()
+        self._client.disconnect()
         return pushed
 
     def _register(self) -> None:
@@ -82,17 +111,8 @@ class Producer:
         left = self._options.groups - pushed if self._options.groups else at_once
         return max(1, min(at_once, left, pace.workers))
 
-    def _produce(self, count: int) -> int:
-        items = self._tasks.next_batch(count)
-        self._rounds += 1
-        policy = EnginePolicy(self._model, self._gen, self._options.seed * 1_000_003 + self._rounds)
-        played = self._pool.run_groups(
-            [{"task": json.loads(item.metadata["task"]), "chaos": False} for item in items], policy,
-            group_size=self._options.group_size, seeds=[int(item.metadata["task_seed"]) for item in items])  # fmt: skip
-        self._tasks.record([_result(item, outcomes) for item, outcomes in zip(items, played, strict=True)])
-        groups = [group for item, outcomes in zip(items, played, strict=True)
-                  if (group := group_of(outcomes, template=item.metadata["template"])) is not None]  # fmt: skip
-        self._client.push_many(groups)
+    @staticmethod
+    def _tell(groups: Sequence[Mapping[str, Any]]) -> int:
         scores = [score for group in groups for score in group["scores"]]
         logger.info("pushed %d groups, mean score %.3f", len(groups), sum(scores) / max(1, len(scores)))
         return len(groups)
@@ -131,7 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     def work() -> None:
-        print(f"pushed {Producer(options).run()} groups", flush=True)
+        token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
+        with (
+            Episodes(options) as episodes,
+            TrajectoryClient(options.server, token=token, retry_for_s=options.patience_s) as client,
+        ):
+            print(f"pushed {Producer(client, episodes.play, options).run()} groups", flush=True)
 
     return run_guarded(work)
 

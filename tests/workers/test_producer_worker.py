@@ -1,0 +1,89 @@
+"""How a producer follows the server: it waits, paces itself, goes over to a new run and stops when there is enough."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from realhf.trajectory.client import NoBatchYet, NotRegistered, TrajectoryClient
+from tests.trajectory.conftest import running_server
+from workers.producer_worker import Producer, command_line
+
+FLAGS = ["--server", "", "--env-url", "", "--policy", "", "--group-size", "2", "--sessions", "4"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+class Games:
+    """Plays nothing, but counts; ``before`` is called ahead of every round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+        self.before = lambda: None
+
+    def play(self, count: int) -> list[dict[str, Any]]:
+        self.rounds.append(count)
+        self.before()
+        return [{"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0],
+                 "group_overrides": {"round": len(self.rounds)}} for _ in range(count)]  # fmt: skip
+
+
+def trainer(url: str, steps: int) -> TrajectoryClient:
+    """A registered trainer that has asked once."""
+    client = TrajectoryClient(url)
+    client.register(batch_size=4, max_token_len=64, num_steps=steps)
+    with suppress(NoBatchYet):
+        client.pull(0)
+    return client
+
+
+def run(url: str, games: Games, *flags: str) -> int:
+    with TrajectoryClient(url) as client:
+        return Producer(client, games.play, command_line().parse_args([*FLAGS, *flags])).run()
+
+
+def test_it_stops_when_the_queue_holds_the_rest_of_the_run(url: str):
+    games = Games()
+    with trainer(url, steps=2) as client:
+        assert run(url, games) == 6
+        assert games.rounds == [2, 2, 2] and client.status()["queue_size"] == 6
+
+
+def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url: str):
+    games, got = Games(), []
+    with trainer(url, steps=99) as client:
+        thread = threading.Thread(target=lambda: got.append(run(url, games, "--groups", "11")))
+        thread.start()
+        rounds = [item["group_overrides"]["round"] for _ in range(5) for item in client.pull(20).groups]
+        thread.join(20)
+        assert got == [11] and sum(games.rounds) == 11 and games.rounds[-1] == 1
+        assert rounds == sorted(rounds) and client.status()["queue_size"] == 1
+
+
+def test_what_was_played_for_a_run_that_ended_goes_to_the_next(url: str):
+    games, runs = Games(), [trainer(url, steps=99)]
+
+    def restart_once() -> None:
+        if len(games.rounds) == 2:
+            runs.append(trainer(url, steps=99))
+
+    games.before = restart_once
+    assert run(url, games, "--groups", "6") == 6
+    with runs[0], runs[1] as client:
+        assert client.status()["queue_size"] == 4
+        assert [item["group_overrides"]["round"] for item in client.pull(5).groups] == [2, 2]
+
+
+def test_its_patience_with_the_trainer_ends(url: str):
+    with TrajectoryClient(url) as client:
+        client.register(batch_size=4, max_token_len=64, num_steps=1)
+    with pytest.raises(NotRegistered, match="waited 0 s for the trainer"):
+        run(url, Games(), "--patience-s", "0.2")
