@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
 
-.PHONY: bench-trajectory crash-ledger fuzz-trajectory screenshots red-team install train test lint help clean-venv test-openenv test-trl
+.PHONY: test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -13,6 +13,7 @@ help:
 	@echo "make red-team play every attack of the table against a real environment and print what was observed"
 	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
+	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
 	@echo "make crash-ledger  kill trajectory servers for two minutes while clients push and pull, and balance the books"
 	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our tool class"
@@ -52,11 +53,17 @@ test-trl: install
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets; }
 	$(BIN)/python -m pytest -q -rs tests/trl
 
-bench-trajectory: install
-	@test -x .venv-atropos/bin/uvicorn || { $(PYTHON) -m venv .venv-atropos \
-	  && .venv-atropos/bin/python -m pip install --quiet --no-deps atroposlib==0.4.0 \
-	  && .venv-atropos/bin/python -m pip install --quiet -c constraints.txt fastapi 'uvicorn[standard]' pydantic; }
+.venv-atropos/.installed:
+	$(PYTHON) -m venv .venv-atropos
+	.venv-atropos/bin/python -m pip install --quiet --no-deps atroposlib==0.4.0
+	.venv-atropos/bin/python -m pip install --quiet -c constraints.txt fastapi 'uvicorn[standard]' pydantic pyyaml requests tenacity pytest
+	@touch $@
+
+bench-trajectory: install .venv-atropos/.installed
 	$(BIN)/python benchmarks/trajectory.py $(ARGS)
+
+test-atropos: install .venv-atropos/.installed
+	$(BIN)/python -m pytest -q -rs tests/atropos
 
 crash-ledger: install
 	$(BIN)/python -m tests.trajectory.crash_ledger --store sqlite --duration 60

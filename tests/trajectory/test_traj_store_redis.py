@@ -173,6 +173,80 @@ async def test_payloads_stay_after_their_commit_and_go_when_freed(address: str):
     await engine.close()
 
 
+async def test_a_payload_that_vanished_before_its_commit_is_not_acknowledged(address: str):
+    store = RedisStore(address)
+    engine = Engine(store, StateOptions())
+    await engine.open()
+    groups = [Incoming(b"x", Encoding.JSON, 7, 0, 4, None, None) for _ in range(2)]
+    refs = await store.stage([b"x", b"x"])
+    with redis.Redis.from_url(address) as client:
+        client.delete(f"realhf:p:{refs[1]}")
+    with pytest.raises(StoreFailure, match="no longer there"):
+        await engine.write(push.push, groups, refs, True)
+    await asyncio.sleep(0.6)
+    assert (await engine.read(views.status))["queue_size"] == 0
+    await engine.close()
+
+
+async def test_a_redis_that_lost_commits_is_noticed(address: str):
+    one, two = RedisStore(address), RedisStore(address)
+    await one.open()
+    await one.begin()
+    await one.commit(run_of(1))
+    with redis.Redis.from_url(address) as client:
+        client.flushall()
+    await two.open()
+    await two.begin()
+    await two.commit(run_of(2))
+    with pytest.raises(StateLost):
+        await one.follow()
+    assert (await one.reload())["run"] == [RunRecord(epoch=2)]
+    for store in (one, two):
+        await store.close()
+
+
+class Cut:
+    """Stands between a store and Redis, and breaks the connection after a commit went through, before its reply."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.armed = False
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up, down = await asyncio.open_connection("127.0.0.1", self._port)
+        while data := await reader.read(1 << 20):
+            down.write(data)
+            reply = await up.read(1 << 20)
+            if self.armed and b"EVALSHA" in data and b":version" in data and b"wandb" not in reply and b"cut" in data:
+                self.armed = False
+                break
+            writer.write(reply)
+        writer.close()
+        down.close()
+
+
+async def test_a_commit_whose_reply_was_lost_counts_once(server: RedisServer, address: str):
+    relay = Cut(server.port)
+    engine = Engine(RedisStore(await relay.start()), StateOptions())
+    await engine.open()
+    await engine.write(registry.register, TRAINER | {"wandb_group": "cut"}, False)
+    relay.armed = True
+    group = Incoming(b"x", Encoding.JSON, 7, 0, 4, None, None)
+    refs = await engine.store.stage([b"x"])
+    await engine.write(push.push, [group], refs, False)
+    assert not relay.armed, "the reply was cut off"
+    assert (await engine.read(views.status))["queue_size"] == 1
+    other = Engine(RedisStore(address), StateOptions())
+    await other.open()
+    assert other.state.tables == engine.state.tables
+    for each in (engine, other):
+        await each.close()
+
+
 async def test_two_servers_interleaved_are_one(address: str):
     """Random pushes, pulls and acks on two engines: nothing lost, nothing twice, equal states."""
     engines = [Engine(RedisStore(address), StateOptions(), tidy_every_s=0.05) for _ in range(2)]
@@ -188,7 +262,8 @@ async def test_two_servers_interleaved_are_one(address: str):
             groups = [Incoming(b"x", Encoding.JSON, 7, 0, 4, None, None) for _ in range(rng.randint(1, 3))]
             refs = await engine.store.stage([group.data for group in groups])
             await engine.write(push.push, groups, refs, True, f"{name}-{number}", "f")
-            again, _ = await rng.choice(engines).write(push.push, groups, refs, True, f"{name}-{number}", "f")
+            second = await engine.store.stage([group.data for group in groups])
+            again, _ = await rng.choice(engines).write(push.push, groups, second, True, f"{name}-{number}", "f")
             assert again["groups_processed"] == len(groups)
             pushed += len(groups)
 

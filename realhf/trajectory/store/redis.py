@@ -18,11 +18,13 @@ from urllib.parse import parse_qs, urlsplit, urlunsplit
 import msgspec
 from isal import isal_zlib
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef
+from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef, Place, RunRecord
 from realhf.trajectory.store.base import Changes, Key, Snapshot, StateLost, StoreFailure
 
 LOCK_MS = 3000
@@ -35,15 +37,23 @@ _REF_RANGE = 1000
 # Take the lock, and read what was logged since.
 _BEGIN = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
-  return {redis.call('GET', KEYS[2]) or '0', redis.call('XRANGE', KEYS[3], ARGV[3], '+')}
+  local log = redis.call('XRANGE', KEYS[3], ARGV[3], '+')
+  return {redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', log}
 end
 return false
 """
-# Under the lock: rows, payloads that stay, payloads that go, the log entry; then let the lock go. ARGV: token,
-# log entry, prefix, log length, cleared, then counted lists of (table, key, row), (table, key), kept and freed refs.
+# Under the lock: payloads that stay, rows, payloads that go, the log entry; then let the lock go. ARGV: token, log
+# entry, prefix, log length, cleared, then counted lists of kept refs, (table, key, row), (table, key), freed refs.
+# 0: the lock was lost. -1: a payload is not there any more. Nothing is written then.
 _COMMIT = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local prefix, at = ARGV[3], 6
+for i = 1, tonumber(ARGV[6]) do
+  if redis.call('EXISTS', prefix .. ':p:' .. ARGV[6 + i]) == 0 then
+    redis.call('DEL', KEYS[1])
+    return -1
+  end
+end
 local function list(width, each)
   local n = tonumber(ARGV[at]); at = at + 1
   for _ = 1, n do each(); at = at + width end
@@ -53,12 +63,13 @@ if ARGV[5] == '1' then
     redis.call('UNLINK', prefix .. ':t:' .. table)
   end
 end
+list(1, function() redis.call('PERSIST', prefix .. ':p:' .. ARGV[at]) end)
 list(3, function() redis.call('HSET', prefix .. ':t:' .. ARGV[at], ARGV[at + 1], ARGV[at + 2]) end)
 list(2, function() redis.call('HDEL', prefix .. ':t:' .. ARGV[at], ARGV[at + 1]) end)
-list(1, function() redis.call('PERSIST', prefix .. ':p:' .. ARGV[at]) end)
 list(1, function() redis.call('UNLINK', prefix .. ':p:' .. ARGV[at]) end)
 local version = redis.call('INCR', KEYS[2])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], version .. '-0', 't', ARGV[1], 'c', ARGV[2])
+redis.call('SET', KEYS[4], ARGV[1])
 redis.call('DEL', KEYS[1])
 return version
 """
@@ -89,11 +100,14 @@ class RedisStore:
             raise ValueError(f"--store {parts.scheme}://...: unknown option {next(iter(query))!r}; known is prefix")
         self._url = urlunsplit(parts._replace(query=""))
         self.name = f"{parts.scheme}://{parts.hostname or parts.path}:{parts.port or 6379}"
-        self._redis: Redis = Redis.from_url(self._url, socket_timeout=5, socket_connect_timeout=2)
-        self._keys = [f"{self._prefix}:{name}" for name in ("lock", "version", "log")]
+        # A client that repeated a commit by itself would find the lock gone, and call a commit lost that was made.
+        self._redis: Redis = Redis.from_url(self._url, socket_timeout=5, socket_connect_timeout=2,
+                                            retry=Retry(NoBackoff(), 0))  # fmt: skip
+        self._keys = [f"{self._prefix}:{name}" for name in ("lock", "version", "log", "last")]
         self._scripts = {script: self._redis.register_script(script) for script in (_BEGIN, _COMMIT, _SETTLE)}
         self._version = 0
         self._token = b""
+        self._last = b""
         self._refs = range(0)
         self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
 
@@ -103,13 +117,13 @@ class RedisStore:
     async def reload(self) -> Snapshot:
         try:
             async with self._redis.pipeline(transaction=True) as together:
-                together.get(self._keys[1])
+                together.mget(self._keys[1], self._keys[3])
                 for table in TABLES:
                     together.hvals(self._table(table))
-                version, *tables = await together.execute()
+                (version, last), *tables = await together.execute()
         except (RedisError, OSError) as error:
             raise self._failure(error) from error
-        self._version = int(version or 0)
+        self._version, self._last = int(version or 0), last or b""
         return {table: [self._decoders[table].decode(row) for row in rows]
                 for table, rows in zip(TABLES, tables, strict=True)}  # fmt: skip
 
@@ -144,7 +158,7 @@ class RedisStore:
             answer = await self._run(_BEGIN, self._token, LOCK_MS, f"{self._version + 1}-0")
             if answer:
                 try:
-                    return self._seen(int(answer[0]), answer[1])
+                    return self._seen(int(answer[0]), answer[1], answer[2])
                 except StateLost:
                     await self.abandon()
                     raise
@@ -155,12 +169,12 @@ class RedisStore:
     async def follow(self) -> list[Changes]:
         try:
             async with self._redis.pipeline(transaction=True) as together:
-                together.get(self._keys[1])
+                together.mget(self._keys[1], self._keys[3])
                 together.execute_command("XRANGE", self._keys[2], f"{self._version + 1}-0", "+")
-                version, entries = await together.execute()
+                (version, last), entries = await together.execute()
         except (RedisError, OSError) as error:
             raise self._failure(error) from error
-        return self._seen(int(version or 0), entries)
+        return self._seen(int(version or 0), last or b"", entries)
 
     async def abandon(self) -> None:
         await self._run(_SETTLE, self._token, "+")
@@ -171,18 +185,19 @@ class RedisStore:
         entry = msgspec.msgpack.encode(LogEntry(changes.cleared, rows))
         puts = [(table, key, row) for table, key, row in rows if row is not None]
         deletes = [(table, key) for table, key, row in rows if row is None]
-        kept = [record.payload.ref for record in changes.rows.values() if isinstance(record, GroupRecord)]
         lists: list[Any] = []
-        for items in (puts, deletes, [(ref,) for ref in kept], [(ref,) for ref in changes.freed]):
+        for items in ([(ref,) for ref in _referred(changes)], puts, deletes, [(ref,) for ref in changes.freed]):
             lists += [len(items), *(value for item in items for value in item)]
         cleared = int(changes.cleared)
         try:
             version = await self._run(_COMMIT, self._token, entry, self._prefix, LOG_LENGTH, cleared, *lists)
         except _ReplyLost:
             version = await self._settle()
+        if version < 0:
+            raise StoreFailure(f"{self.name}: a payload of this push is no longer there")
         if not version:
             raise StateLost(f"{self.name}: the write lock ran out before the commit")
-        self._version = int(version)
+        self._version, self._last = version, self._token
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -213,19 +228,21 @@ class RedisStore:
                 raise self._failure(error) from error
         raise AssertionError("unreachable")
 
-    def _seen(self, version: int, entries: Sequence[Any]) -> list[Changes]:
-        """Changes of log entries that follow what is known. Raises StateLost where some are missing."""
+    def _seen(self, version: int, last: bytes, entries: Sequence[Any]) -> list[Changes]:
+        """Changes of log entries that follow what is known. Raises StateLost where some are missing, or where Redis
+        lost commits and others took their numbers."""
         found = []
         for name, fields in entries:
             number = int(bytes(name).partition(b"-")[0])
             if number != self._version + 1:
                 raise StateLost(f"{self.name}: commits after {self._version} are no longer in the log")
-            entry = msgspec.msgpack.decode(_fields(fields)[b"c"], type=LogEntry)
+            read = _fields(fields)
+            entry = msgspec.msgpack.decode(read[b"c"], type=LogEntry)
             rows = {(table, key): None if row is None else self._decoders[table].decode(row)
                     for table, key, row in entry.rows}  # fmt: skip
             found.append(Changes(rows=rows, cleared=entry.cleared))
-            self._version = number
-        if self._version != version:
+            self._version, self._last = number, read[b"t"]
+        if (self._version, self._last) != (version, last):
             raise StateLost(f"{self.name} is at version {version}, this server at {self._version}")
         return found
 
@@ -245,6 +262,17 @@ class RedisStore:
 
     def _failure(self, error: Exception) -> StoreFailure:
         return StoreFailure(f"{self.name}: {error}")
+
+
+def _referred(changes: Changes) -> set[PayloadRef]:
+    """Payloads that the rows refer to and that must be there; those of a batch were, when its groups came."""
+    found = set()
+    for record in changes.rows.values():
+        if isinstance(record, GroupRecord) and record.place is not Place.LEASED:
+            found.add(record.payload.ref)
+        elif isinstance(record, RunRecord) and record.latest is not None:
+            found.add(record.latest.payload.ref)
+    return found
 
 
 class _ReplyLost(Exception):
