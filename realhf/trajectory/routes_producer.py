@@ -85,9 +85,8 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
     with service.metrics.timed("push"):
         body = request.scope.get("traj.body", b"")
         key, fingerprint = idempotency(request, body)
-        async with service.parsing:
-            groups = await parse_groups(body, request.headers.get("content-type"), listed=listed,
-                                        int64=not service.config.strict, offload=service.offload)  # fmt: skip
+        groups = await parse_groups(body, request.headers.get("content-type"), listed=listed,
+                                    int64=not service.config.strict, offload=service.offload)  # fmt: skip
         groups = _versioned(groups, integer_header(request, "x-policy-version"))
         refs = await service.engine.store.stage([group.data for group in groups])
         try:

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Engine, parser process, tokens and metrics of one configuration. ``parsing``: one body at a time, so that
-    between two groups the event loop serves everybody else."""
+    """Engine, parser process, tokens and metrics of one configuration."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
         self.config = config
@@ -34,7 +33,6 @@ class Service:
         self.offload = Offload()
         self.metrics = Metrics(self.engine)
         self.ready = False
-        self.parsing = asyncio.Semaphore(1)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:

@@ -15,8 +15,12 @@ from isal import isal_zlib
 from realhf.trajectory.refusal import Refusal
 
 INLINE_BYTES = 256 << 10
-"""Compressed bodies up to here are inflated on the event loop; larger ones in a thread, without the GIL."""
-_CHUNK = 1 << 20
+"""Compressed bodies up to here are tried on the event loop; larger ones in a thread, without the GIL."""
+INLINE_PLAIN_BYTES = 2 << 20
+"""What turns out to be larger is begun again in a thread."""
+MOST_MEMBERS = 10_000
+"""Each member of a stream costs a new decoder and a copy of the slice that it began in."""
+_SLICE = 256 << 10
 _MOST_AT_ONCE = 32 << 20
 _ZSTD_SLICE = 256
 """Four bytes of a Zstandard stream may mean 128 KiB, and its reader does not stop in between."""
@@ -42,57 +46,72 @@ async def read_body(
         inflate = unzstd
     else:
         return body
+    plain = None
     if len(body) <= INLINE_BYTES:
-        return inflate(body, max_bytes)
-    return await asyncio.to_thread(inflate, body, max_bytes)
+        plain = inflate(body, min(INLINE_PLAIN_BYTES, max_bytes))
+    if plain is None:
+        plain = await asyncio.to_thread(inflate, body, max_bytes)
+    if plain is None:
+        raise _too_large(max_bytes)
+    return plain
 
 
-def gunzip(body: bytes, max_bytes: int) -> bytes:
-    """Inflate one or more gzip members. Raises Refusal 400 (not gzip, truncated, corrupt) or 413.
+def gunzip(body: bytes, max_bytes: int) -> bytes | None:
+    """Inflate one or more gzip members; None where they hold more than ``max_bytes``. Raises Refusal 400 (not gzip,
+    truncated, corrupt).
 
     The last four bytes say how long the plain body is; if that is true, one step does, and if not, several."""
-    if not body:
-        return b""
-    parts, size = [], 0
-    step = max(_CHUNK, min(int.from_bytes(body[-4:], "little") + 1, max_bytes, _MOST_AT_ONCE))
+    step = max(1 << 20, min(int.from_bytes(body[-4:], "little") + 1, max_bytes, _MOST_AT_ONCE))
+    parts, size, members, position, fed = [], 0, 0, 0, b""
     try:
-        while body:
+        while position < len(body) or fed:
             member = isal_zlib.decompressobj(31)
+            members += 1
             while not member.eof:
-                part = member.decompress(body, step)
-                body = member.unconsumed_tail
+                if not fed:
+                    fed = body[position : position + _SLICE]
+                    position += len(fed)
+                part = member.decompress(fed, step)
+                if not part and not fed and not member.eof:
+                    raise Refusal(400, "the gzip body is truncated")
+                fed = member.unconsumed_tail
                 size += len(part)
                 if size > max_bytes:
-                    raise _too_large(max_bytes)
+                    return None
                 parts.append(part)
-                if not part and not body and not member.eof:
-                    raise Refusal(400, "the gzip body is truncated")
-            body = member.unused_data
+            fed = member.unused_data
+            _count(members)
     except _BAD_GZIP as error:
         raise Refusal(400, f"the body is not valid gzip: {error}") from error
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def unzstd(body: bytes, max_bytes: int) -> bytes:
-    """Inflate Zstandard frames. Raises Refusal 400 or 413."""
-    parts, size = [], 0
+def unzstd(body: bytes, max_bytes: int) -> bytes | None:
+    """Inflate Zstandard frames; None where they hold more than ``max_bytes``. Raises Refusal 400."""
+    parts, size, frames, position = [], 0, 0, 0
     try:
-        while body:
+        while position < len(body):
             frame = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
-            for start in range(0, len(body), _ZSTD_SLICE):
-                part = frame.decompress(body[start : start + _ZSTD_SLICE])
+            frames += 1
+            while not frame.eof:
+                if position >= len(body):
+                    raise Refusal(400, "the zstd body is truncated")
+                part = frame.decompress(body[position : position + _ZSTD_SLICE])
+                position += min(_ZSTD_SLICE, len(body) - position)
                 size += len(part)
                 if size > max_bytes:
-                    raise _too_large(max_bytes)
+                    return None
                 parts.append(part)
-                if frame.eof:
-                    body = frame.unused_data + body[start + _ZSTD_SLICE :]
-                    break
-            else:
-                raise Refusal(400, "the zstd body is truncated")
+            position -= len(frame.unused_data)
+            _count(frames)
     except zstandard.ZstdError as error:
         raise Refusal(400, f"the body is not valid zstd: {error}") from error
     return b"".join(parts)
+
+
+def _count(members: int) -> None:
+    if members > MOST_MEMBERS:
+        raise Refusal(400, f"the compressed body has more than {MOST_MEMBERS} members")
 
 
 def _too_large(max_bytes: int) -> Refusal:

@@ -30,14 +30,30 @@ def to_json(present: int, data: bytes) -> bytes:
 def to_msgpack(data: bytes) -> bytes:
     """MessagePack pairs of a group that was pushed as JSON: i4 or i8 for integers, f8 for floats. An integer beyond
     64 bits, which MessagePack cannot say, becomes its decimal text."""
+    try:
+        return _pairs(json.loads(data))
+    except OverflowError:
+        return _pairs(json.loads(data, parse_int=_integer_or_text))
+
+
+def _pairs(values: dict[str, Any]) -> bytes:
     parts = []
-    for name, value in json.loads(data).items():
+    for name, value in values.items():
         if value is not None and name in INTEGER_ROWS:
-            value = integer_tensor(value)
+            value = integer_tensor(value) if _all_integers(value) else value
         elif value is not None and name in FLOAT_ROWS:
             value = _tensor(value, np.dtype("<f8"))
-        parts += (msgspec.msgpack.encode(name), _packed(value))
+        parts += (msgspec.msgpack.encode(name), msgspec.msgpack.encode(value))
     return b"".join(parts)
+
+
+def _all_integers(values: Sequence[Sequence[Any]]) -> bool:
+    return all(type(number) is int for row in values for number in row)
+
+
+def _integer_or_text(digits: str) -> int | str:
+    number = int(digits)
+    return number if -(2**63) <= number < 2**64 else digits
 
 
 def rows(tensor: Tensor) -> list[list[int]] | list[list[float]]:
@@ -59,18 +75,3 @@ def _tensor(values: Sequence[Sequence[float]], dtype: np.dtype[Any]) -> dict[str
     flat = [number for row in values for number in row]
     return {"__t__": 1, "dtype": dtype.str[1:], "lens": np.array([len(row) for row in values], "<u4").tobytes(),
             "data": np.array(flat, dtype).tobytes()}  # fmt: skip
-
-
-def _packed(value: Any) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except OverflowError:
-        return msgspec.msgpack.encode(_with_texts(value))
-
-
-def _with_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_texts(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_texts(item) for item in value]
-    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value

@@ -17,30 +17,53 @@ from realhf.trajectory.wire.splice import Piece
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"
 INLINE_BYTES = 64 << 10
+"""So much is deflated on the event loop; a thread costs more."""
+RUN_BYTES = 128 << 10
+"""Smaller pieces are handed to a thread together."""
 
 
-def segment(piece: Piece, level: int) -> bytes:
-    """Raw deflate of one piece, ending in a full flush: a self-contained run of blocks."""
-    deflater = isal_zlib.compressobj(level, isal_zlib.DEFLATED, -15)
-    return deflater.compress(piece) + deflater.flush(isal_zlib.Z_FULL_FLUSH)
+def segment(pieces: Sequence[Piece], level: int) -> tuple[bytes, int, int]:
+    """Raw deflate of some pieces, ending in a full flush: a self-contained run of blocks. Beside it the checksum and
+    the number of bytes of what is in it."""
+    deflater, checksum = isal_zlib.compressobj(level, isal_zlib.DEFLATED, -15), 0
+    packed = []
+    for piece in pieces:
+        packed.append(deflater.compress(piece))
+        checksum = isal_zlib.crc32(piece, checksum)
+    packed.append(deflater.flush(isal_zlib.Z_FULL_FLUSH))
+    return b"".join(packed), checksum, sum(map(len, pieces))
 
 
 async def gzip_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
     """One gzip member of all pieces together. ``level``: 0 to 3."""
     if sum(map(len, pieces)) <= INLINE_BYTES:
-        segments = [segment(piece, level) for piece in pieces]
+        segments = [segment(pieces, level)]
     else:
-        segments = await asyncio.gather(*(asyncio.to_thread(segment, piece, level) for piece in pieces))
+        segments = await asyncio.gather(*(asyncio.to_thread(segment, run, level) for run in runs(pieces)))
     checksum, size = 0, 0
+    for _, part, length in segments:
+        checksum = isal_zlib.crc32_combine(checksum, part, length)
+        size += length
+    tail = struct.pack("<II", checksum, size & 0xFFFFFFFF)
+    return [_HEADER, *(packed for packed, _, _ in segments), _LAST_BLOCK, tail]
+
+
+def runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Neighbours together, until they are worth a thread."""
+    found: list[list[Piece]] = []
+    room = 0
     for piece in pieces:
-        checksum = isal_zlib.crc32(piece, checksum)
-        size += len(piece)
-    return [_HEADER, *segments, _LAST_BLOCK, struct.pack("<II", checksum, size & 0xFFFFFFFF)]
+        if room <= 0:
+            found.append([])
+            room = RUN_BYTES
+        found[-1].append(piece)
+        room -= len(piece)
+    return found
 
 
 async def zstd_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
-    """One Zstandard frame for each piece; readers take them as one stream."""
-    return list(await asyncio.gather(*(asyncio.to_thread(_zstd, piece, level) for piece in pieces)))
+    """One Zstandard frame for each run of pieces; readers take them as one stream."""
+    return list(await asyncio.gather(*(asyncio.to_thread(_zstd, b"".join(run), level) for run in runs(pieces))))
 
 
 def _zstd(piece: Piece, level: int) -> bytes:

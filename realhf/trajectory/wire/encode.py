@@ -20,8 +20,10 @@ async def encode_batch(
 ) -> tuple[list[bytes | memoryview], str]:
     """Pieces of a batch response and their Content-Encoding. ``coding``: what the client accepts best (gzip, zstd or
     nothing); ``level``: 0 to 3."""
-    parts = [(payload.present, await converted(payload, group, msgpack=msgpack))
-             for payload, group in zip(payloads, data, strict=True)]  # fmt: skip
+    if all((payload.encoding == Encoding.MSGPACK) == msgpack for payload in payloads):
+        parts = [(payload.present, group) for payload, group in zip(payloads, data, strict=True)]
+    else:
+        parts = await asyncio.to_thread(_converted, payloads, data, msgpack)
     pieces: list[bytes | memoryview] = splice.msgpack_pieces(parts) if msgpack else splice.json_pieces(parts)
     if not coding or sum(map(len, pieces)) < GZIP_FROM_BYTES:
         return pieces, ""
@@ -32,14 +34,18 @@ async def encode_batch(
 
 async def encode_group(payload: Payload, data: bytes, *, msgpack: bool) -> bytes:
     """One group with all stock keys."""
-    part = payload.present, await converted(payload, data, msgpack=msgpack)
+    if (payload.encoding == Encoding.MSGPACK) == msgpack:
+        part = payload.present, data
+    else:
+        [part] = await asyncio.to_thread(_converted, [payload], [data], msgpack)
     return splice.msgpack_group(part) if msgpack else splice.json_group(part)
 
 
-async def converted(payload: Payload, data: bytes, *, msgpack: bool) -> bytes:
-    """Canonical bytes of a group in the encoding of the response."""
-    if (payload.encoding == Encoding.MSGPACK) == msgpack:
-        return data
-    if msgpack:
-        return await asyncio.to_thread(convert.to_msgpack, data)
-    return await asyncio.to_thread(convert.to_json, payload.present, data)
+def _converted(payloads: Sequence[Payload], data: Sequence[bytes], msgpack: bool) -> list[splice.Part]:
+    """Canonical bytes of each group in the encoding of the response."""
+    parts = []
+    for payload, group in zip(payloads, data, strict=True):
+        if (payload.encoding == Encoding.MSGPACK) != msgpack:
+            group = convert.to_msgpack(group) if msgpack else convert.to_json(payload.present, group)
+        parts.append((payload.present, group))
+    return parts

@@ -15,7 +15,11 @@ from realhf.trajectory.wire.offload import Offload
 YIELD_BYTES = 128 << 10
 """Between groups of a body the event loop gets a turn after so many bytes."""
 INLINE_BYTES = 4 << 20
-"""Bodies beyond this are validated in another process."""
+"""Bodies beyond this are validated in another process,"""
+INLINE_LAX_BYTES = 32 << 10
+"""so are those with a group beyond this that needs the lax path, which is twenty times slower,"""
+INLINE_NESTS = 50_000
+"""and those with more objects and arrays than this."""
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
@@ -32,20 +36,29 @@ async def parse_groups(
     msgpack = is_msgpack(content_type)
     if not msgpack:
         check_json_type(content_type)
-    if len(body) > INLINE_BYTES:
-        found = await offload.run(parse_all, body, msgpack, listed, int64)
-        if isinstance(found, Refused):
-            raise Refusal(found[0], found[1])
-        return found
+    if len(body) <= INLINE_BYTES and (msgpack or body.count(b"{") + body.count(b"[") <= INLINE_NESTS):
+        async with offload.turn:
+            groups = await _parse_here(body, msgpack, listed, int64)
+        if groups is not None:
+            return groups
+    found = await offload.run(parse_all, body, msgpack, listed, int64)
+    if isinstance(found, Refused):
+        raise Refusal(found[0], found[1])
+    return found
+
+
+async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> list[Incoming] | None:
+    """None: this would take too long on the event loop."""
     loc: list[str | int] = ["body"]
-    if not listed:
-        return [_read(body, loc, msgpack, int64)]
-    items = _split(body, loc, msgpack)
+    items = _split(body, loc, msgpack) if listed else [body]
     if items is None:
-        return lax_groups.read_lax_list(body, loc, int64=int64)
+        return lax_groups.read_lax_list(body, loc, int64=int64) if len(body) <= INLINE_LAX_BYTES else None
     groups, since = [], 0
     for index, item in enumerate(items):
-        groups.append(_read(item, [*loc, index], msgpack, int64))
+        group = _read_fast(item, [*loc, index] if listed else loc, msgpack)
+        if group is None and len(item) > INLINE_LAX_BYTES:
+            return None
+        groups.append(group or lax_groups.read_lax(item, [*loc, index] if listed else loc, int64=int64))
         since += len(item)
         if since > YIELD_BYTES:
             since = 0
@@ -61,12 +74,12 @@ def parse_all(body: bytes, msgpack: bool, listed: bool, int64: bool) -> list[Inc
     """The same in one go, for a process of its own."""
     loc: list[str | int] = ["body"]
     try:
-        if not listed:
-            return [_read(body, loc, msgpack, int64)]
-        items = _split(body, loc, msgpack)
+        items = _split(body, loc, msgpack) if listed else [body]
         if items is None:
             return lax_groups.read_lax_list(body, loc, int64=int64)
-        return [_read(item, [*loc, index], msgpack, int64) for index, item in enumerate(items)]
+        places = [[*loc, index] for index in range(len(items))] if listed else [loc]
+        return [_read_fast(item, place, msgpack) or lax_groups.read_lax(item, place, int64=int64)
+                for item, place in zip(items, places, strict=True)]  # fmt: skip
     except Refusal as refusal:
         return Refused((refusal.status, refusal.detail))
 
@@ -81,11 +94,10 @@ def check_json_type(content_type: str | None) -> None:
                              "msg": f"Content-Type is {kind[:80]!r}; send application/json"}])  # fmt: skip
 
 
-def _read(data: bytes, loc: list[str | int], msgpack: bool, int64: bool) -> Incoming:
+def _read_fast(data: bytes, loc: list[str | int], msgpack: bool) -> Incoming | None:
     if msgpack:
         return msgpack_groups.read_group(data, loc)
-    found = json_groups.read_group(data)
-    return lax_groups.read_lax(data, loc, int64=int64) if found is None else found
+    return json_groups.read_group(data) or json_groups.read_known(data)
 
 
 def _split(body: bytes, loc: list[str | int], msgpack: bool) -> list[bytes] | None:

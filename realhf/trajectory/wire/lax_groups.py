@@ -8,21 +8,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-import msgspec
 from isal import isal_zlib
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from realhf.trajectory.records import FIELDS, Encoding
 from realhf.trajectory.refusal import Refusal, invalid
 from realhf.trajectory.wire.incoming import Incoming
-from realhf.trajectory.wire.json_groups import FREE_FIELDS, complete_messages, read_group
+from realhf.trajectory.wire.json_groups import FREE_FIELDS, complete_messages
 
 MAX_ERRORS = 20
 
 Loc = list[str | int]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""One error for each list, so that a million bad numbers do not become a million errors."""
 
 
 class ScoredData(BaseModel):
@@ -30,20 +32,20 @@ class ScoredData(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    tokens: list[list[int]]
-    masks: list[list[int]] = Field(description="-100: not trained")
-    scores: list[FiniteFloat]
-    advantages: list[list[FiniteFloat]] | None = None
-    ref_logprobs: list[list[FiniteFloat]] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
+    tokens: Items[Items[int]]
+    masks: Items[Items[int]] = Field(description="-100: not trained")
+    scores: Items[FiniteFloat]
+    advantages: Items[Items[FiniteFloat]] | None = None
+    ref_logprobs: Items[Items[FiniteFloat]] | None = None
+    messages: Items[Items[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[FiniteFloat]] | None = Field(None, description="1.0 at masked positions")
-    overrides: list[dict[str, Any]] | None = None
+    inference_logprobs: Items[Items[FiniteFloat]] | None = Field(None, description="1.0 at masked positions")
+    overrides: Items[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: Int64 | None = None
-    distill_token_ids: list[list[list[int]]] | None = None
-    distill_logprobs: list[list[list[FiniteFloat]]] | None = None
+    distill_token_ids: Items[Items[Items[int]]] | None = None
+    distill_logprobs: Items[Items[Items[FiniteFloat]]] | None = None
     policy_version: Int64 | None = None
 
     @field_validator("messages")
@@ -56,9 +58,6 @@ class ScoredData(BaseModel):
 
 def read_lax(data: bytes, loc: Loc, *, int64: bool) -> Incoming:
     """The group in ``data``. ``int64``: tokens and masks must fit signed 64 bit. Raises Refusal 422 with ``loc``."""
-    known = _known_fields_only(data)
-    if known is not None and (found := read_group(known)) is not None:
-        return found
     return from_object(parse(data, loc), loc, int64=int64)
 
 
@@ -88,11 +87,13 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
         if int64:
             _check_int64(group, loc)
         chosen = {name: getattr(group, name) for name in FIELDS if name in group.model_fields_set}
-        data = json.dumps(chosen, separators=(",", ":"), allow_nan=False).encode()
+        data = json.dumps(chosen, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
     except ValidationError as error:
         raise Refusal(422, problems(error, loc)) from None
     except RecursionError:
         raise invalid(loc, "the group is nested too deeply", "recursion_loop") from None
+    except UnicodeEncodeError as error:
+        raise invalid(loc, f"a text holds half of a surrogate pair: {error}", "string_unicode") from None
     except (OverflowError, ValueError) as error:
         raise invalid(loc, f"a number cannot be kept: {error}") from None
     present = sum(1 << bit for bit, name in enumerate(FIELDS) if name in chosen)
@@ -103,8 +104,8 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
 def problems(error: ValidationError, loc: Loc) -> list[dict[str, Any]]:
     """The contract's list of errors; inputs are shown where they are short and JSON-able."""
     found = error.errors(include_url=False, include_context=False)[:MAX_ERRORS]
-    return [{"type": item["type"], "loc": [*loc, *item["loc"]], "msg": item["msg"], "input": shown(item["input"])}
-            for item in found]  # fmt: skip
+    return [{"type": item["type"], "loc": [*loc, *map(shown, item["loc"])], "msg": item["msg"],
+             "input": shown(item["input"])} for item in found]  # fmt: skip
 
 
 def shown(value: Any) -> Any:
@@ -120,46 +121,36 @@ def shown(value: Any) -> Any:
     return f"a {type(value).__name__}"
 
 
-def _known_fields_only(data: bytes) -> bytes | None:
-    """The same object without unknown and repeated keys, if it is well-formed."""
-    try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    pairs = [b'"%s":%s' % (name.encode(), bytes(raw)) for name, raw in fields.items() if name in FIELDS]
-    return b"{" + b",".join(pairs) + b"}"
-
-
 def _check_free_fields(group: ScoredData, loc: Loc) -> None:
     for name in FREE_FIELDS:
-        for where in _not_finite(getattr(group, name), [*loc, name]):
-            raise invalid(where, "Input should be a finite number", "finite_number")
+        for where in _not_finite(getattr(group, name)):
+            raise invalid([*loc, name, *map(shown, where)], "Input should be a finite number", "finite_number")
 
 
-def _not_finite(value: Any, loc: Loc) -> Iterator[Loc]:
+def _not_finite(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Paths of the numbers that JSON does not know."""
     if isinstance(value, float):
         if not math.isfinite(value):
-            yield loc
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _not_finite(item, [*loc, key])
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _not_finite(item, [*loc, index])
+            yield ()
+    elif isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            for where in _not_finite(item):
+                yield (key, *where)
 
 
 def _check_int64(group: ScoredData, loc: Loc) -> None:
     for name in ("tokens", "masks", "distill_token_ids"):
-        for where, number in _integers(getattr(group, name), [*loc, name]):
-            if not -(2**63) <= number < 2**63:
-                raise invalid(where, "Input should fit a signed 64 bit integer", "int_range")
+        for where in _beyond_int64(getattr(group, name) or []):
+            raise invalid([*loc, name, *where], "Input should fit a signed 64 bit integer", "int_range")
 
 
-def _integers(value: Any, loc: Loc) -> Iterator[tuple[Loc, int]]:
-    for index, item in enumerate(value or ()):
+def _beyond_int64(values: list[Any]) -> Iterator[tuple[int, ...]]:
+    """Paths of the integers beyond signed 64 bit in nested lists."""
+    if values and isinstance(values[0], int) and min(values) >= -(2**63) and max(values) < 2**63:
+        return
+    for index, item in enumerate(values):
         if isinstance(item, list):
-            yield from _integers(item, [*loc, index])
-        else:
-            yield [*loc, index], item
-
-
+            for where in _beyond_int64(item):
+                yield (index, *where)
+        elif not -(2**63) <= item < 2**63:
+            yield (index,)

@@ -126,19 +126,25 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
 
 def _check_plain(value: Any, loc: Loc) -> None:
     """Only what JSON can say too: no binary, no extension types, no NaN."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise invalid(loc, "Input should be a finite number", "finite_number")
+    if isinstance(value, list):
+        if _finite_floats(value):
+            return
+        for index, item in enumerate(value):
+            _check_plain(item, [*loc, index])
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise invalid(loc, "keys must be text")
             _check_plain(item, [*loc, key])
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_plain(item, [*loc, index])
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise invalid(loc, "Input should be a finite number", "finite_number")
     elif value is not None and not isinstance(value, (str, int)):
         raise invalid(loc, f"a value of type {type(value).__name__} has no JSON form")
+
+
+def _finite_floats(values: list[Any]) -> bool:
+    return bool(values) and set(map(type, values)) == {float} and all(map(math.isfinite, values))
 
 
 def split_list(body: bytes, loc: Loc) -> list[bytes]:
