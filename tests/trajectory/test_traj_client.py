@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import threading
@@ -274,7 +275,29 @@ def test_without_explicit_acks_the_next_pull_acknowledges(clients: tuple[Traject
     assert trainer.leases() == []
     trainer.set_policy_version(9)
     producer.push_many([group(4)])
-    assert trainer.pull(5).min_version == 9
+    batch = trainer.pull(5)
+    assert batch.min_version == 9
+    trainer.nack(batch.lease_id)
+    again = trainer.pull(5)
+    assert again.redelivered and plain(again) == plain(batch), "what was given back is not acknowledged"
+
+
+def test_a_batch_that_went_to_another_trainer_meanwhile_stops_nobody(caplog: pytest.LogCaptureFixture):
+    with (
+        running_server(lease_timeout_s=0.1) as url, TrajectoryClient(url) as slow, TrajectoryClient(url) as other,
+    ):  # fmt: skip
+        started(slow)
+        slow.push_many([group(4, seed=1), group(4, seed=2)])
+        first = slow.pull(5)
+        while True:
+            taken = other.pull(10)
+            if taken.redelivered:
+                break
+        assert plain(taken) == plain(first)
+        other.ack(taken.lease_id)
+        slow.push(group(4, seed=3))
+        assert slow.pull(5).step > first.step
+        assert "redelivered to another trainer" in caplog.text
 
 
 def test_an_ended_run_fences_its_producers(clients: tuple[TrajectoryClient, TrajectoryClient]):
@@ -353,6 +376,44 @@ def test_a_batch_that_broke_off_comes_again(
         assert relay.cut == 1
         assert first.redelivered and (first.step, second.step) == (0, 1)
         assert plain(first) + plain(second) == sent
+
+
+def test_a_batch_of_which_nothing_arrived_is_not_acknowledged_by_the_next_pull():
+    """Not even the name of its lease did; it comes again when the lease has expired."""
+    with (
+        running_server(lease_timeout_s=0.3) as url, cutting_relay(url) as relay, TrajectoryClient(url) as producer,
+        TrajectoryClient(relay.url, retry_for_s=10) as trainer,
+    ):  # fmt: skip
+        started(trainer)
+        sent = [group(2, 20, seed=seed) for seed in range(4)]
+        producer.push_many(sent)
+        relay.cut_answers(0)
+        batches = [trainer.pull(10), trainer.pull(10)]
+        assert relay.cut == 1
+        batches.sort(key=lambda batch: batch.step)
+        assert [(batch.step, batch.redelivered) for batch in batches] == [(0, True), (1, False)]
+        assert plain(batches[0]) + plain(batches[1]) == sent
+        with pytest.raises(NoBatchYet):
+            trainer.pull(0)
+        assert trainer.leases() == []
+
+
+async def test_a_pull_that_was_cancelled_is_not_acknowledged_by_the_next():
+    """Whenever it is cancelled: what it did not return comes again."""
+    with running_server(lease_timeout_s=0.3) as url:
+        async with AsyncTrajectoryClient(url) as trainer:
+            await trainer.register(**TRAINER)
+            with pytest.raises(NoBatchYet):
+                await trainer.pull(0)
+            sent = [group(4, 20, seed=seed) for seed in range(8)]
+            await trainer.push_many(sent)
+            got = []
+            for wait_s in [0.001 * number for number in range(12)] + [10.0] * len(sent):
+                with contextlib.suppress(asyncio.TimeoutError, NoBatchYet):
+                    got += plain(await asyncio.wait_for(trainer.pull(5 if wait_s == 10.0 else 0), wait_s))
+                if len(got) == len(sent):
+                    break
+            assert sorted(map(str, got)) == sorted(map(str, sent))
 
 
 # ---- the other client

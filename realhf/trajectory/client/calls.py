@@ -38,7 +38,7 @@ _TELL_EVERY_S = 10.0
 class ClientOptions:
     """``url`` of the server; ``token``: bearer; ``trainer_id``: the name under which batches are leased (empty: a new
     one for each client); ``binary``: MessagePack with tensors instead of JSON; ``compression``: auto, none, gzip or
-    zstd; ``retry``: for how long; ``explicit_acks``: a batch ends by ``ack`` and not by the next pull."""
+    zstd; ``retry``: for how long; ``explicit_acks``: a batch ends by ``ack`` only and not by the next pull, too."""
 
     url: str
     token: str
@@ -58,6 +58,7 @@ class Calls:
         self._options = options
         self._compression = encoding.choose_compression(options.compression, options.url, binary=options.binary)
         self._epoch: int | None = None
+        self._in_hand: set[str] = set()
 
     # ---- both
 
@@ -185,9 +186,12 @@ class Calls:
         """One attempt at least; asks again while there is none, and gives back what arrived in pieces."""
         url, clock = self._options.url, self._options.retry.clock
         began, poll, told = clock(), _POLL_S, clock()
+        yield from self._acknowledge_returned()
         while True:
             outcome = yield from self._pull_once(acknowledges)
             if isinstance(outcome, Batch):
+                if not self._options.explicit_acks:
+                    self._in_hand.add(outcome.lease_id)
                 return outcome
             waited = clock() - began
             if waited + poll > timeout_s:
@@ -198,6 +202,15 @@ class Calls:
             yield Pause(poll)
             poll = min(_LONGEST_POLL_S, poll * 1.5)
 
+    def _acknowledge_returned(self) -> Steps[None]:
+        """The batches that earlier pulls returned. The server would also count those whose answers never arrived."""
+        for lease_id in list(self._in_hand):
+            try:
+                yield from self.end_lease("ack", lease_id)
+            except LeaseLost as error:
+                logger.warning("the acknowledgement of a batch came too late: %s", error)
+                self._in_hand.discard(lease_id)
+
     def _pull_once(self, acknowledges: str | None) -> Steps[Batch | str]:
         """A batch, or the reason why there is none."""
         request = Request("GET", "/batch", self._pull_headers(acknowledges))
@@ -205,8 +218,7 @@ class Calls:
         return self._batch(checked(response, self._options.url))
 
     def _give_back(self, outcome: Response | Failed) -> Steps[None]:
-        """A batch that broke off: the server may believe that it arrived, and would take our next pull for its
-        acknowledgement."""
+        """A batch that broke off: the server may believe that it arrived, and would keep it until its lease expires."""
         lease_id = outcome.headers.get("x-lease-id")
         if lease_id is None:
             return
@@ -233,17 +245,20 @@ class Calls:
     def _pull_headers(self, acknowledges: str | None) -> dict[str, str]:
         headers = self._headers(fenced=True) | {"X-Trainer-Id": self.trainer_id}
         headers["Accept-Encoding"] = encoding.accepted_codings(self._compression)
+        headers["X-Ack-Mode"] = "explicit"
         if self._options.binary:
             headers["Accept"] = encoding.MSGPACK
-        if self._options.explicit_acks:
-            headers["X-Ack-Mode"] = "explicit"
         if acknowledges is not None:
             headers["X-Ack"] = acknowledges
         return headers
 
     def end_lease(self, verb: str, lease_id: str) -> Steps[dict[str, Any]]:
         """``ack``, ``nack`` or ``renew``."""
+        if verb == "nack":
+            self._in_hand.discard(lease_id)
         response = yield from self._post(f"/batch/{verb}", {"lease_id": lease_id})
+        if verb == "ack":
+            self._in_hand.discard(lease_id)
         return json_object(response, self._options.url)
 
     def set_policy_version(self, version: int) -> Steps[None]:
