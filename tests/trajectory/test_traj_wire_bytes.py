@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import random
 import resource
 import zlib
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from realhf.trajectory.records import Encoding, Payload
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.wire import convert, deflate, splice
-from realhf.trajectory.wire.body import read_body
+from realhf.trajectory.wire.body import MOST_MEMBERS, read_body
 from realhf.trajectory.wire.encode import encode_batch, encode_group
 from realhf.trajectory.wire.incoming import Incoming
 from realhf.trajectory.wire.intake import parse_groups
@@ -104,6 +105,22 @@ def test_zstd_bodies():
         with pytest.raises(Refusal) as refusal:
             read(bad, "zstd", allow_zstd=True)
         assert refusal.value.status == 400
+
+
+def test_floods_of_members_are_400():
+    flood = [gzip.compress(b"") * (MOST_MEMBERS + 1), zstandard.compress(b"") * (MOST_MEMBERS + 1)]
+    for encoding, body in zip(("gzip", "zstd"), flood, strict=True):
+        with pytest.raises(Refusal) as refusal:
+            read(body, encoding, cap=1 << 30, pieces=1 << 20, allow_zstd=True)
+        assert (refusal.value.status, str(MOST_MEMBERS) in refusal.value.detail) == (400, True)
+
+
+@pytest.mark.parametrize("plain", [random.Random(1).randbytes(700_000), bytes(3 << 20), b"ab" * 130_000])
+def test_members_end_anywhere_in_a_body(plain: bytes):
+    parts = [plain[:1], plain[1:300_000], b"", plain[300_000:]]
+    assert read(b"".join(map(gzip.compress, parts)), cap=1 << 22, pieces=1 << 20) == plain
+    packed = b"".join(map(zstandard.compress, parts))
+    assert read(packed, "zstd", cap=1 << 22, pieces=1 << 20, allow_zstd=True) == plain
 
 
 def test_batches_are_the_groups_joined():
@@ -204,6 +221,24 @@ def test_integers_that_messagepack_cannot_say_become_text():
     [incoming] = parse(encoded(group(images=[10**30, 1])))
     packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
     assert packed["images"] == [str(10**30), 1]
+
+
+@pytest.mark.parametrize("depth", [10, 600, 930])
+def test_whatever_was_accepted_can_be_pulled(depth: int):
+    """A pull that fails would come back to the head of the queue for ever."""
+    nest = "[" * depth + str(10**30) + "]" * depth
+    plain = f'{{"tokens": [[1]], "masks": [[1]], "scores": [1], "advantages": [[{10**25}]], "images": {nest}}}'
+    [incoming] = parse(plain.encode())
+    packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
+    assert np.frombuffer(packed["advantages"]["data"], "<f8").tolist() == [1e25]
+
+
+def test_tokens_beyond_64_bits_become_text_for_binary_readers():
+    body = encoded({"tokens": [[2**70, 5]], "masks": [[1, 2]], "scores": [1]})
+    [incoming] = asyncio.run(parse_groups(body, None, listed=False, int64=False, offload=Offload()))
+    packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
+    assert packed["tokens"] == [[str(2**70), 5]]
+    assert packed["masks"]["dtype"] == "i4"
 
 
 def test_mixed_encodings_in_one_batch():

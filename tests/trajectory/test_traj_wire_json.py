@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.wire import json_groups, lax_groups, splice
 from realhf.trajectory.wire.incoming import Incoming
-from realhf.trajectory.wire.intake import parse_groups
+from realhf.trajectory.wire.intake import INLINE_NESTS, parse_groups
 from realhf.trajectory.wire.offload import Offload
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
@@ -168,6 +169,32 @@ def test_a_large_body_is_validated_elsewhere_with_the_same_result():
     assert parse(big)[0] == json_groups.read_group(big)
     assert parse(b"[" + big + b"]", listed=True)[0].size == 8
     assert refused(big[:-1] + b',"masks":[["x"]]}')[0]["loc"] == ["body", "masks", 0, 0]
+
+
+def test_what_the_process_beside_returns_is_what_was_sent():
+    """Spans of the body for groups kept as they came, bytes for those that were encoded again."""
+    group_8k = group(8, 1024)
+    texts = encoded(group_8k | {"masks": [["1"] * 9_000]})
+    body = b" [" + b" ,\n".join([encoded(group_8k), texts, encoded(group_8k)[:-1] + b',"unknown":1}']) + b"]"
+    first, second, third = parse(body, listed=True)
+    assert first.data == third.data == encoded(group_8k)
+    assert json.loads(second.data)["masks"] == [[1] * 9_000]
+    assert [zlib.crc32(item.data) for item in (first, second, third)] == [first.crc, second.crc, third.crc]
+    nests = b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"images":[' + b"{}," * INLINE_NESTS + b"1]}"
+    assert parse(nests)[0].data == nests
+
+
+@pytest.mark.parametrize("free", ['"\\ud800"', '{"\\udfff": 1}', '{"\\ud800": NaN}', '["ok", {"a": "\\udc00x"}]'])
+def test_half_a_surrogate_pair_is_refused(free: str):
+    for path in (["images"], ["group_overrides", "x"]):
+        problems = refused(with_value(path, free))
+        json.dumps(problems, ensure_ascii=False).encode()
+
+
+def test_a_million_bad_numbers_are_one_error():
+    bad = ",".join(['"x"'] * 8_000)
+    body = f'{{"tokens":[[{bad}]],"masks":[[1],[{bad}]],"scores":[1,{bad}]}}'.encode()
+    assert [problem["loc"][1:] for problem in refused(body)] == [["tokens", 0, 0], ["masks", 1, 0], ["scores", 1]]
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=64) | st.integers(-(2**40), 2**40)

@@ -16,7 +16,7 @@ from realhf.trajectory.refusal import Refusal
 
 INLINE_BYTES = 256 << 10
 """Compressed bodies up to here are tried on the event loop; larger ones in a thread, without the GIL."""
-INLINE_PLAIN_BYTES = 2 << 20
+INLINE_PLAIN_BYTES = 1 << 20
 """What turns out to be larger is begun again in a thread."""
 MOST_MEMBERS = 10_000
 """Each member of a stream costs a new decoder and a copy of the slice that it began in."""

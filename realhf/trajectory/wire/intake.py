@@ -6,6 +6,11 @@ Source: trajectory specification 2.1, 2.6, 3.8.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO, TypeAlias
+
+import msgspec
 
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.wire import json_groups, lax_groups, msgpack_groups
@@ -20,6 +25,8 @@ INLINE_LAX_BYTES = 32 << 10
 """so are those with a group beyond this that needs the lax path, which is twenty times slower,"""
 INLINE_NESTS = 50_000
 """and those with more objects and arrays than this."""
+Placed: TypeAlias = tuple[Incoming, tuple[int, int] | None]
+"""A group, and where its bytes are in the body; without such a place it has them itself."""
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
@@ -41,10 +48,7 @@ async def parse_groups(
             groups = await _parse_here(body, msgpack, listed, int64)
         if groups is not None:
             return groups
-    found = await offload.run(parse_all, body, msgpack, listed, int64)
-    if isinstance(found, Refused):
-        raise Refusal(found[0], found[1])
-    return found
+    return await _parse_elsewhere(body, msgpack, listed, int64, offload)
 
 
 async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> list[Incoming] | None:
@@ -66,22 +70,60 @@ async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> 
     return groups
 
 
+async def _parse_elsewhere(body: bytes, msgpack: bool, listed: bool, int64: bool, offload: Offload) -> list[Incoming]:
+    """There through a file, and back come places in the body: pickles of it would hold the event loop as well."""
+    try:
+        file = await asyncio.to_thread(_spilled, body)
+    except OSError as error:
+        raise Refusal(503, f"no room for a large body: {error.strerror}", {"Retry-After": "1"}) from error
+    with file:
+        found = await offload.run(parse_file, file.name, msgpack, listed, int64)
+    if isinstance(found, Refused):
+        raise Refusal(found[0], found[1])
+    groups = []
+    for incoming, span in found:
+        groups.append(incoming if span is None else msgspec.structs.replace(incoming, data=body[span[0] : span[1]]))
+        await asyncio.sleep(0)
+    return groups
+
+
+def _spilled(body: bytes) -> IO[bytes]:
+    file = NamedTemporaryFile(prefix="trajectory-body-")  # noqa: SIM115 - the caller closes it
+    try:
+        file.write(body)
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 class Refused(tuple[int, object]):
     """A Refusal on its way back from another process."""
 
 
-def parse_all(body: bytes, msgpack: bool, listed: bool, int64: bool) -> list[Incoming] | Refused:
-    """The same in one go, for a process of its own."""
+def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Placed] | Refused:
+    """Groups of the body in a file, in one go, for a process of its own."""
     loc: list[str | int] = ["body"]
+    body = Path(path).read_bytes()
     try:
         items = _split(body, loc, msgpack) if listed else [body]
         if items is None:
-            return lax_groups.read_lax_list(body, loc, int64=int64)
-        places = [[*loc, index] for index in range(len(items))] if listed else [loc]
-        return [_read_fast(item, place, msgpack) or lax_groups.read_lax(item, place, int64=int64)
-                for item, place in zip(items, places, strict=True)]  # fmt: skip
+            return [(group, None) for group in lax_groups.read_lax_list(body, loc, int64=int64)]
+        placed, position = [], 0
+        for index, item in enumerate(items):
+            place = [*loc, index] if listed else loc
+            group = _read_fast(item, place, msgpack) or lax_groups.read_lax(item, place, int64=int64)
+            start = body.index(item, position)
+            position = start + len(item)
+            at = body.find(group.data, start, position)
+            if at < 0:
+                placed.append((group, None))
+            else:
+                placed.append((msgspec.structs.replace(group, data=b""), (at, at + len(group.data))))
     except Refusal as refusal:
         return Refused((refusal.status, refusal.detail))
+    return placed
 
 
 def check_json_type(content_type: str | None) -> None:

@@ -27,30 +27,32 @@ class Offload:
         self._pool: ProcessPoolExecutor | None = None
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Result of ``function(*args)``. Raises Refusal 503 when the child died or took too long."""
-        pool, work = self._submit(function, *args)
+        """Result of ``function(*args)``. A child that died is replaced once: it may have died before. Raises Refusal
+        503 when the next one died too, or took too long."""
         try:
-            return await asyncio.wait_for(work, DEADLINE_S)
+            return await self._attempt(function, *args)
+        except BrokenProcessPool:
+            pass
+        except TimeoutError as error:
+            raise _failed("it took too long") from error
+        try:
+            return await self._attempt(function, *args)
         except (BrokenProcessPool, TimeoutError) as error:
-            self._give_up(pool)
-            raise Refusal(503, f"the parser process failed on this body: {type(error).__name__}",
-                          {"Retry-After": "1"}) from error  # fmt: skip
+            raise _failed("it died") from error
 
     def close(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, function: Callable[..., T], *args: Any) -> tuple[ProcessPoolExecutor, asyncio.Future[T]]:
-        """A child that died while it had nothing to do is replaced."""
-        loop = asyncio.get_running_loop()
+    async def _attempt(self, function: Callable[..., T], *args: Any) -> T:
         pool = self._started()
         try:
-            return pool, loop.run_in_executor(pool, function, *args)
-        except BrokenProcessPool:
+            work = asyncio.get_running_loop().run_in_executor(pool, function, *args)
+            return await asyncio.wait_for(work, DEADLINE_S)
+        except (BrokenProcessPool, TimeoutError):
             self._give_up(pool)
-            pool = self._started()
-            return pool, loop.run_in_executor(pool, function, *args)
+            raise
 
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
@@ -63,6 +65,10 @@ class Offload:
         if self._pool is pool:
             self._pool = None
         pool.shutdown(wait=False)
+
+
+def _failed(how: str) -> Refusal:
+    return Refusal(503, f"the parser process failed on this body: {how}", {"Retry-After": "1"})
 
 
 def _end_with_the_server() -> None:
