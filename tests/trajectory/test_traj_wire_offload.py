@@ -20,7 +20,8 @@ import asyncio, os, sys, time
 from realhf.trajectory.wire.offload import Offload
 
 async def main():
-    print(await Offload().run(os.getpid), flush=True)
+    offload = Offload()
+    print(await offload.run(os.getpid), flush=True)
     time.sleep(60)
 
 if __name__ == "__main__":

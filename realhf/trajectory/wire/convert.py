@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from realhf.trajectory.records import FIELDS
+from realhf.trajectory.wire.json_groups import Int64
 from realhf.trajectory.wire.msgpack_groups import FLOAT_ROWS, INTEGER_ROWS, Tensor, decoders
 
 
@@ -30,25 +32,24 @@ def to_json(present: int, data: bytes) -> bytes:
 def to_msgpack(data: bytes) -> bytes:
     """MessagePack pairs of a group that was pushed as JSON: i4 or i8 for integers, f8 for floats. An integer beyond
     64 bits, which MessagePack cannot say, becomes its decimal text."""
-    try:
-        return _pairs(json.loads(data))
-    except OverflowError:
-        return _pairs(json.loads(data, parse_int=_integer_or_text))
-
-
-def _pairs(values: dict[str, Any]) -> bytes:
     parts = []
-    for name, value in values.items():
-        if value is not None and name in INTEGER_ROWS:
-            value = integer_tensor(value) if _all_integers(value) else value
-        elif value is not None and name in FLOAT_ROWS:
-            value = _tensor(value, np.dtype("<f8"))
-        parts += (msgspec.msgpack.encode(name), msgspec.msgpack.encode(value))
+    for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+        parts += (msgspec.msgpack.encode(name), _packed(name, bytes(raw)))
     return b"".join(parts)
 
 
-def _all_integers(values: Sequence[Sequence[Any]]) -> bool:
-    return all(type(number) is int for row in values for number in row)
+def _packed(name: str, raw: bytes) -> bytes:
+    value: Any
+    try:
+        if raw == b"null" or name not in (*INTEGER_ROWS, *FLOAT_ROWS):
+            value = json.loads(raw)
+        elif name in INTEGER_ROWS:
+            value = integer_tensor(msgspec.json.decode(raw, type=list[list[Int64]]))
+        else:
+            value = _tensor(msgspec.json.decode(raw, type=list[list[float]]), np.dtype("<f8"))
+        return msgspec.msgpack.encode(value)
+    except (OverflowError, msgspec.ValidationError):
+        return msgspec.msgpack.encode(json.loads(raw, parse_int=_integer_or_text))
 
 
 def _integer_or_text(digits: str) -> int | str:
@@ -72,6 +73,6 @@ def integer_tensor(values: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def _tensor(values: Sequence[Sequence[float]], dtype: np.dtype[Any]) -> dict[str, Any]:
-    flat = [number for row in values for number in row]
+    flat = np.fromiter(chain.from_iterable(values), dtype)
     return {"__t__": 1, "dtype": dtype.str[1:], "lens": np.array([len(row) for row in values], "<u4").tobytes(),
-            "data": np.array(flat, dtype).tobytes()}  # fmt: skip
+            "data": flat.tobytes()}  # fmt: skip

@@ -6,6 +6,7 @@ Source: trajectory specification 2.1, 2.6, 3.8.
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, TypeAlias
@@ -24,7 +25,7 @@ INLINE_BYTES = 4 << 20
 INLINE_LAX_BYTES = 32 << 10
 """so are those with a group beyond this that needs the lax path, which is twenty times slower,"""
 INLINE_NESTS = 50_000
-"""and those with more objects and arrays than this."""
+"""and those whose free fields hold more objects and arrays than this."""
 Placed: TypeAlias = tuple[Incoming, tuple[int, int] | None]
 """A group, and where its bytes are in the body; without such a place it has them itself."""
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
@@ -43,7 +44,7 @@ async def parse_groups(
     msgpack = is_msgpack(content_type)
     if not msgpack:
         check_json_type(content_type)
-    if len(body) <= INLINE_BYTES and (msgpack or body.count(b"{") + body.count(b"[") <= INLINE_NESTS):
+    if len(body) <= INLINE_BYTES:
         async with offload.turn:
             groups = await _parse_here(body, msgpack, listed, int64)
         if groups is not None:
@@ -59,7 +60,7 @@ async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> 
         return lax_groups.read_lax_list(body, loc, int64=int64) if len(body) <= INLINE_LAX_BYTES else None
     groups, since = [], 0
     for index, item in enumerate(items):
-        group = _read_fast(item, [*loc, index] if listed else loc, msgpack)
+        group = _read_fast(item, [*loc, index] if listed else loc, msgpack, INLINE_NESTS)
         if group is None and len(item) > INLINE_LAX_BYTES:
             return None
         groups.append(group or lax_groups.read_lax(item, [*loc, index] if listed else loc, int64=int64))
@@ -128,7 +129,7 @@ def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Plac
 
 def check_json_type(content_type: str | None) -> None:
     """A body without a type is taken for JSON; any other type than JSON is a 422."""
-    if content_type is None:
+    if not content_type:
         return
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -136,10 +137,10 @@ def check_json_type(content_type: str | None) -> None:
                              "msg": f"Content-Type is {kind[:80]!r}; send application/json"}])  # fmt: skip
 
 
-def _read_fast(data: bytes, loc: list[str | int], msgpack: bool) -> Incoming | None:
+def _read_fast(data: bytes, loc: list[str | int], msgpack: bool, most_nests: int = sys.maxsize) -> Incoming | None:
     if msgpack:
         return msgpack_groups.read_group(data, loc)
-    return json_groups.read_group(data) or json_groups.read_known(data)
+    return json_groups.read_group(data, most_nests) or json_groups.read_known(data, most_nests)
 
 
 def _split(body: bytes, loc: list[str | int], msgpack: bool) -> list[bytes] | None:

@@ -6,6 +6,7 @@ None, and the lax path decides. Source: trajectory specification 2.6, 3.8, 3.11.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Annotated, Any
 
@@ -50,8 +51,9 @@ def _decoders() -> tuple[msgspec.json.Decoder[_Group], dict[str, msgspec.json.De
     }
 
 
-def read_group(data: bytes) -> Incoming | None:
-    """The group in ``data`` (one JSON object, white space around it allowed), or None: ask the lax path."""
+def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
+    """The group in ``data`` (one JSON object, white space around it allowed), or None: ask the lax path. So is one
+    whose free fields hold more than ``most_nests`` objects and arrays."""
     group_decoder, free_decoders = _decoders()
     data = data.strip(WHITE_SPACE)
     try:
@@ -66,6 +68,8 @@ def read_group(data: bytes) -> Incoming | None:
             if name in free_decoders:
                 raw = bytes(value)
                 quotes += raw.count(b'"')
+                if raw.count(b"{") + raw.count(b"[") > most_nests:
+                    return None
                 value = free_decoders[name].decode(raw)
                 if name == "messages" and not complete_messages(value):
                     return None
@@ -80,14 +84,14 @@ def read_group(data: bytes) -> Incoming | None:
     )  # fmt: skip
 
 
-def read_known(data: bytes) -> Incoming | None:
+def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
     """The group without its unknown and repeated keys, the last of which counts; None: ask the lax path."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     pairs = [b'"%s":%s' % (name.encode(), bytes(raw)) for name, raw in fields.items() if name in FIELDS]
-    return read_group(b"{" + b",".join(pairs) + b"}")
+    return read_group(b"{" + b",".join(pairs) + b"}", most_nests)
 
 
 def complete_messages(rows: list[list[dict[str, Any]]] | None) -> bool:
