@@ -74,6 +74,7 @@ red-team: install
 
 screenshots: install
 	$(BIN)/python -m tests.env.web.screenshots
+	$(BIN)/python -m tests.trajectory.status_picture
 
 clean-venv:
 	rm -rf $(VENV)

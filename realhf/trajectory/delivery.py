@@ -11,7 +11,8 @@ import msgspec
 
 from realhf.trajectory.formation import form
 from realhf.trajectory.packs import NotSelected
-from realhf.trajectory.records import ClosedLease, GroupRecord, LeaseRecord, Place
+from realhf.trajectory.quarantine import isolate
+from realhf.trajectory.records import ClosedLease, GroupRecord, LeaseRecord, PayloadRef, Place
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.state import TrajectoryState
 
@@ -100,6 +101,21 @@ def _present(state: TrajectoryState, batch: Batch) -> LeaseRecord | None:
     """The lease of a response that has just ended, if this is still its last attempt."""
     lease = state.leases.get(batch.lease_id)
     return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
+
+
+def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozenset[PayloadRef]) -> None:
+    """Some payloads of a batch cannot be read any more: those groups go to quarantine, the others back to the queue,
+    so that nobody is held up by them for ever."""
+    lease = state.leases.get(batch.lease_id)
+    if lease is None:
+        return
+    state.delete("leases", lease.lease_id)
+    state.put("closed", lease.lease_id, ClosedLease(lease.lease_id, "superseded", now))
+    for group in [state.groups[key] for key in lease.groups]:
+        if group.payload.ref in lost:
+            isolate(state, group, "payload_lost")
+        else:
+            state.put("groups", group.id, msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order()))
 
 
 def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from realhf.trajectory.exact_selection import select_exact
 from realhf.trajectory.fair_share import FairShare
 from realhf.trajectory.minimum_selection import select_with_minimums
 from realhf.trajectory.packs import NotSelected, Selected
-from realhf.trajectory.quarantine import isolate
+from realhf.trajectory.quarantine import isolate, unservable_reason
 from realhf.trajectory.queue_index import QueueIndex
-from realhf.trajectory.records import GroupRecord, Place
+from realhf.trajectory.records import GroupRecord
 from realhf.trajectory.registry import is_alive, shares
 from realhf.trajectory.state import TrajectoryState
 from realhf.trajectory.strict_selection import select_strict, select_strict_with_minimums
 
-STALE_PER_BATCH = 1000
+STALE_PER_BATCH = 250
 """Stale groups set aside in one go, so that no pull takes long."""
 
 
@@ -34,7 +34,7 @@ def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
         return NotSelected("empty")
     selected = _select(state, state.queue, now)
     if isinstance(selected, NotSelected) and state.stale:
-        selected = _select(state, _with_stale(state), now)
+        selected = _select(state, state.with_stale, now)
     if isinstance(selected, Selected):
         _charge(state, selected)
         return selected.groups
@@ -45,20 +45,23 @@ def _set_stale_aside(state: TrajectoryState) -> bool:
     """Take groups beyond the bound out of the queue; True while there are more of them."""
     stale, more = state.take_stale(STALE_PER_BATCH)
     for group in stale:
+        _release(state, state.queue.companions(group))
         if state.options.stale_policy == "quarantine":
             isolate(state, group, "too_stale")
         else:
-            state.put("groups", group.id, msgspec.structs.replace(group, reason="too_stale"))
+            state.put("groups", group.id, msgspec.structs.replace(group, bundle=None, reason="too_stale"))
     return more
 
 
-def _with_stale(state: TrajectoryState) -> QueueIndex:
-    """A queue of everything, for a batch that fresh groups alone do not fill."""
-    index = QueueIndex()
-    for group in sorted((group for group in state.groups.values() if group.place is Place.QUEUE),
-                        key=lambda group: group.order):  # fmt: skip
-        index.add(group)
-    return index
+def _release(state: TrajectoryState, members: list[GroupRecord]) -> None:
+    """A set lost a member: each of the others stands for itself now."""
+    for member in members:
+        alone = msgspec.structs.replace(member, bundle=None, order=state.next_order())
+        reason = unservable_reason(state, member.size)
+        if reason:
+            isolate(state, alone, reason)
+        else:
+            state.put("groups", member.id, alone)
 
 
 def _select(state: TrajectoryState, index: QueueIndex, now: float) -> Selected | NotSelected:

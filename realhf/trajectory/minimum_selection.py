@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -63,7 +64,8 @@ def _packable(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes
 
 @dataclass
 class _Attempt:
-    """One try with one set of sizes. ``lanes`` shrink as units are chosen."""
+    """One try with one set of sizes. ``lanes`` shrink as units are chosen; ``left`` counts, by size, the units that
+    are not chosen yet."""
 
     batch_size: int
     ledger: Ledger
@@ -71,9 +73,13 @@ class _Attempt:
     chosen: list[Pack] = field(default_factory=list)
     taken: dict[int | None, int] = field(default_factory=dict)
     room: int = field(init=False)
+    left: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.room = self.batch_size
+        for lanes in self.lanes.values():
+            for size, units in lanes.items():
+                self.left[size] += len(units)
 
     def run(self, need: dict[int, int], recheck: bool) -> Selected | NotSelected:
         for env_id in need:
@@ -105,7 +111,7 @@ class _Attempt:
         used = dict.fromkeys(lanes, 0)
         while heads and self.taken.get(env_id, 0) < wanted:
             _, size, position = heapq.heappop(heads)
-            if self.room - size < later:
+            if self.room - size < later or not self._fillable(size):
                 continue
             self._choose([lanes[size][position]])
             used[size] = position + 1
@@ -122,15 +128,35 @@ class _Attempt:
                 draw.offer(_single(units))
         while self.room and (drawn := draw.draw()):
             pack, source = drawn
-            if pack[0].size > self.room:
+            if not self._fillable(pack[0].size):
                 draw.skip(pack)
                 continue
             draw.charge(pack)
             self._choose(pack, charge=False)
             draw.offer(source)
 
+    def _fillable(self, size: int) -> bool:
+        """Whether what is left can fill the room exactly once a unit of this size is taken."""
+        room = self.room - size
+        if room < 0:
+            return False
+        left = dict(self.left)
+        left[size] -= 1
+        smallest = min(left)
+        if room % smallest == 0 and left[smallest] * smallest >= room:
+            return True
+        reachable, mask = 1, (1 << (room + 1)) - 1
+        for other, number in left.items():
+            step = 1
+            while number > 0:
+                step = min(step, number)
+                reachable |= reachable << (other * step) & mask
+                number, step = number - step, step * 2
+        return bool(reachable >> room & 1)
+
     def _choose(self, pack: Pack, charge: bool = True) -> None:
         for unit in pack:
+            self.left[unit.size] -= 1
             if charge:
                 self.ledger.charge(unit.env_id, unit.size)
             self.room -= unit.size

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+MOST_BITS = 1 << 25
+"""Groups times target that an exact search looks at; a few milliseconds. Of a larger buffer it sees the oldest part."""
+
 
 def find_set(sizes: Sequence[int], target: int) -> list[int]:
     """Ascending indices of sizes that sum to ``target``, or none. First in order of arrival, skipping what does not
@@ -36,6 +39,7 @@ def _in_order(sizes: Sequence[int], target: int) -> list[int]:
 
 def _exactly(sizes: Sequence[int], target: int) -> list[int]:
     """Subset sum over bit sets: bit j of ``reachable[i]`` says that the first i sizes can sum to j."""
+    sizes = sizes[: max(1, MOST_BITS // (target + 1))]
     mask = (1 << (target + 1)) - 1
     reachable = [1]
     for size in sizes:

@@ -50,6 +50,7 @@ class FairDraw:
         self.ledger = ledger
         self._heads: dict[int | None, list[tuple[int, int, Pack, Iterator[Pack]]]] = {}
         self._turns: list[tuple[float, int, int, int | None]] = []
+        self._current: dict[int | None, tuple[float, int]] = {}
         self._ticket = count()
 
     def offer(self, source: Iterator[Pack]) -> None:
@@ -66,9 +67,10 @@ class FairDraw:
         """The next pack and the source it came from, which no longer takes part until it is offered again."""
         while self._turns:
             time, order, _, key = heapq.heappop(self._turns)
-            heads = self._heads.get(key)
-            if not heads:
+            if self._current.get(key) != (time, order):
                 continue
+            del self._current[key]
+            heads = self._heads[key]
             if (time, order) != (self.ledger.time(key), heads[0][0]):
                 self._queue_turn(key)
                 continue
@@ -89,8 +91,14 @@ class FairDraw:
         self._queue_turn(self.ledger.key(pack[0].env_id))
 
     def _queue_turn(self, key: int | None) -> None:
-        if heads := self._heads.get(key):
-            heapq.heappush(self._turns, (self.ledger.time(key), heads[0][0], next(self._ticket), key))
+        """One turn for each environment that has packs; one that was overtaken is not ``_current`` any more."""
+        if not (heads := self._heads.get(key)):
+            self._current.pop(key, None)
+            return
+        turn = self.ledger.time(key), heads[0][0]
+        if self._current.get(key) != turn:
+            self._current[key] = turn
+            heapq.heappush(self._turns, (*turn, next(self._ticket), key))
 
 
 def delivered(packs: list[Pack], ledger: Ledger) -> Selected:

@@ -82,8 +82,7 @@ def _route(
     version = state.run.current_version if incoming.policy_version is None else incoming.policy_version
     env = None if incoming.env_id is None else state.envs.get(incoming.env_id)
     group = GroupRecord(state.next_id(), 0, Place.QUEUE, incoming.env_id, incoming.size, payload, version, now)
-    if env is not None:
-        _wake_env(state, env)
+    _wake(state, env)
     if env is None or incoming.size == max(1, env.group_size):
         reason = unservable_reason(state, incoming.size)
         if reason:
@@ -101,10 +100,15 @@ def _route(
     return sum(held.size for held in state.buffers.get(env.env_id, {}).values())
 
 
-def _wake_env(state: TrajectoryState, env: EnvRecord) -> None:
-    """An environment that had nothing queued starts at the present virtual time: no burst to catch up (3.6)."""
-    if env.virtual_time < state.run.clock and env.env_id not in state.queue.env_sequences():
-        state.put("envs", env.env_id, msgspec.structs.replace(env, virtual_time=state.run.clock))
+def _wake(state: TrajectoryState, env: EnvRecord | None) -> None:
+    """Whoever had nothing queued starts at the present virtual time: no burst to catch up (3.6). Groups without a
+    known environment (None) are one."""
+    clock, queued = state.run.clock, state.queue.env_sequences()
+    if env is not None:
+        if env.virtual_time < clock and env.env_id not in queued:
+            state.put("envs", env.env_id, msgspec.structs.replace(env, virtual_time=clock))
+    elif state.run.other_time < clock and all(env_id in state.envs for env_id in queued):
+        state.put_run(msgspec.structs.replace(state.run, other_time=clock))
 
 
 def _unbufferable(state: TrajectoryState, env: EnvRecord, size: int) -> str | None:

@@ -52,7 +52,7 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
         if group is None:
             unknown.append(key)
             continue
-        reason = unservable_reason(state, group.size) or ("too_stale" if _too_stale(state, group) else None)
+        reason = unservable_reason(state, group.size) or _still(state, group)
         if reason:
             refused[str(key)] = reason
             continue
@@ -62,9 +62,12 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
     return {"requeued": requeued, "unknown": unknown, "refused": refused}
 
 
-def _too_stale(state: TrajectoryState, group: GroupRecord) -> bool:
+def _still(state: TrajectoryState, group: GroupRecord) -> str | None:
+    """What keeps a group in quarantine, whatever its size."""
     bound = state.max_staleness
-    return bound is not None and state.run.current_version - group.policy_version > bound
+    if bound is not None and state.run.current_version - group.policy_version > bound:
+        return "too_stale"
+    return "payload_lost" if group.reason == "payload_lost" else None
 
 
 def clear(state: TrajectoryState, now: float) -> dict[str, Any]:

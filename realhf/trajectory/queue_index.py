@@ -86,7 +86,7 @@ class QueueIndex:
         self._env_sizes: dict[int | None, Counter[int]] = {}
         self._env_sequences: dict[int | None, int] = {}
         self._open: dict[int, list[GroupRecord]] = {}
-        self._bundles: dict[int, int] = {}
+        self._bundles: dict[int, Bundle] = {}
 
     def add(self, record: GroupRecord) -> None:
         """To the tail. Orders grow from call to call; a bundle becomes a unit when its last member is here."""
@@ -100,8 +100,8 @@ class QueueIndex:
         if len(held) == members:
             del self._open[first]
             size = sum(member.size for member in held)
-            self._bundles[first] = size
-            self._lane(record.env_id, size).append(Bundle(first, size, record.env_id, tuple(held)))
+            self._bundles[first] = Bundle(first, size, record.env_id, tuple(held))
+            self._lane(record.env_id, size).append(self._bundles[first])
 
     def remove(self, record: GroupRecord) -> None:
         """Out of the queue; the first member that leaves ends its bundle."""
@@ -110,13 +110,18 @@ class QueueIndex:
             self._discard(record.env_id, record.size, record.order)
             return
         first = record.bundle[0]
-        size = self._bundles.pop(first, None)
-        if size is not None:
-            self._discard(record.env_id, size, first)
+        bundle = self._bundles.pop(first, None)
+        if bundle is not None:
+            self._discard(record.env_id, bundle.size, first)
         elif first in self._open:
             self._open[first].remove(record)
             if not self._open[first]:
                 del self._open[first]
+
+    def companions(self, record: GroupRecord) -> list[GroupRecord]:
+        """The other members of a queued group's bundle."""
+        bundle = self._bundles.get(record.bundle[0]) if record.bundle else None
+        return [member for member in bundle.members if member.id != record.id] if bundle else []
 
     def sizes(self) -> KeysView[int]:
         """Sizes of the queued groups, in sequences."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -11,6 +13,7 @@ from realhf.trajectory.batch_response import BatchResponse
 from realhf.trajectory.delivery import Batch, NoBatch, PullRequest
 from realhf.trajectory.models import Lease, PolicyVersion, Registration
 from realhf.trajectory.service import Service, answer, idempotency
+from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.wire.encode import encode_batch
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
 
@@ -37,11 +40,17 @@ def router(service: Service) -> APIRouter:
         """The next batch, or null and the reason in ``X-Batch-Reason``."""
         with service.metrics.timed("pull"):
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
-            pulled = await engine.write(delivery.pull, _pull_request(request))
-            if isinstance(pulled, NoBatch):
-                return answer(_NOT_REGISTERED if pulled.unregistered else {"batch": None},
-                              {"X-Batch-Reason": pulled.reason})  # fmt: skip
-            return await _respond(service, request, pulled)
+            wanted = _pull_request(request)
+            while True:
+                pulled = await engine.write(delivery.pull, wanted)
+                if isinstance(pulled, NoBatch):
+                    body = _NOT_REGISTERED if pulled.unregistered else {"batch": None}
+                    return answer(body, {"X-Batch-Reason": pulled.reason})
+                try:
+                    return await _respond(service, request, pulled)
+                except PayloadLost as error:
+                    await engine.write(delivery.give_up_lost, pulled, error.refs)
+                    wanted = replace(wanted, ack=None)
 
     @routes.post("/batch/ack")
     async def ack(lease: Lease) -> Response:
@@ -81,6 +90,8 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
         data = await service.engine.store.read(payloads)
         pieces, used = await encode_batch(payloads, data, msgpack=msgpack, coding=coding,
                                           level=service.config.gzip_level)  # fmt: skip
+    except PayloadLost:
+        raise
     except BaseException:
         await service.engine.write(delivery.mark_lost, batch)
         raise

@@ -32,7 +32,8 @@ class TrajectoryState:
     """Tables, indexes and the changes since the last ``take_changes``. Not thread-safe: the event loop owns it.
 
     ``queue`` holds what may be packed; ``buffers`` the mix buffer of each environment, oldest first; ``quarantine``
-    likewise; ``stale`` queued groups that only fill a batch nothing fresher fills. ``counters`` count events since
+    likewise; ``stale`` queued groups that only fill a batch nothing fresher fills, and ``with_stale`` (only with that
+    policy) all queued groups, those at the end. ``counters`` count events since
     the start of the process."""
 
     def __init__(self, options: StateOptions) -> None:
@@ -45,6 +46,7 @@ class TrajectoryState:
     def _empty(self) -> None:
         self.tables: dict[str, dict[Any, Any]] = {table: {} for table in TABLES}
         self.queue = QueueIndex()
+        self.with_stale = QueueIndex()
         self.stale: dict[int, GroupRecord] = {}
         self.buffers: dict[int | None, dict[int, GroupRecord]] = {}
         self.quarantine: dict[int, GroupRecord] = {}
@@ -209,8 +211,11 @@ class TrajectoryState:
             self.buffers.setdefault(group.env_id, {})[group.id] = group
         elif group.reason:
             self.stale[group.id] = group
+            self.with_stale.add(group)
         else:
             self.queue.add(group)
+            if self.options.stale_policy == "last":
+                self.with_stale.add(group)
             if self.max_staleness is not None:
                 heapq.heappush(self._versions, (group.policy_version, group.order, group.id))
 
@@ -228,8 +233,11 @@ class TrajectoryState:
                 del self.buffers[group.env_id]
         elif group.reason:
             del self.stale[group.id]
+            self.with_stale.remove(group)
         else:
             self.queue.remove(group)
+            if self.options.stale_policy == "last":
+                self.with_stale.remove(group)
 
     def _run_changed(self, old: RunRecord, new: RunRecord) -> None:
         if new.latest is not None:

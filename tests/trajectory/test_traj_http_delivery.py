@@ -220,6 +220,18 @@ def test_everything_survives_a_restart(tmp_path: Path):
         assert api.get("/latest_example").json()["group_overrides"] == {"id": 5}
 
 
+def test_a_damaged_payload_goes_to_quarantine_and_the_others_are_served(tmp_path: Path):
+    with running_server(store=f"sqlite:{tmp_path}") as url, httpx.Client(base_url=url) as api:
+        start(api)
+        pushed(api, 3)
+        [segment] = tmp_path.glob("*.seg")
+        with segment.open("r+b") as file:
+            file.seek(10)
+            file.write(b"?")
+        assert sorted(ids(api.get("/batch"))) == [1, 2]
+        assert api.get("/quarantine").json()["by_reason"] == {"payload_lost": 1}
+
+
 def test_a_second_server_on_the_same_folder_fails_clearly(tmp_path: Path):
     import subprocess
     import sys

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from realhf.trajectory import maintenance, quarantine, views
+from realhf.trajectory import delivery, maintenance, quarantine, views
+from realhf.trajectory.delivery import NoBatch
 from realhf.trajectory.refusal import Refusal
 from tests.trajectory.driver import Driver, ids, sizes
 
@@ -244,6 +245,49 @@ def test_stale_groups_are_set_aside_when_a_batch_is_formed():
     assert reasons(driver) == {"too_stale": 1}
     held = views.quarantine(driver.state, driver.now, 1, None)["items"][0]["id"]
     assert quarantine.requeue(driver.state, driver.now, [held])["refused"] == {str(held): "too_stale"}
+
+
+def test_a_stale_member_of_a_set_does_not_strand_the_others():
+    driver = started(max_staleness=2)
+    env = driver.env(group_size=4)
+    driver.push(2, env=env, version=0)
+    driver.push(1, env=env, version=5)
+    driver.push(1, env=env, version=5)
+    assert {group.bundle for group in driver.state.groups.values()} != {None}
+    driver.at_version(5)
+    assert isinstance(driver.pull(), NoBatch)
+    assert reasons(driver) == {"too_stale": 1}
+    for _ in range(3):
+        driver.push(2, version=5)
+    assert sorted(sizes(driver.batch())) == [1, 1, 2, 2, 2]
+
+
+def test_groups_of_nobody_get_no_burst_after_a_pause():
+    driver = started(batch_size=2)
+    env = driver.env(group_size=2)
+    for _ in range(80):
+        driver.push(2, env=env)
+    for _ in range(40):
+        driver.batch()
+    for _ in range(40):
+        driver.push(2)
+    owners = [driver.batch().groups[0].env_id for _ in range(20)]
+    assert 9 <= owners.count(None) <= 11
+
+
+def test_payloads_that_are_lost_hold_nobody_up():
+    driver = started()
+    for _ in range(3):
+        driver.push(4)
+    batch = driver.batch(sent=False)
+    state = driver.state
+    lost = batch.groups[0]
+    unique = type(lost.payload)(b"gone", 4, lost.payload.encoding, 7, 0)
+    state.put("groups", lost.id, msgspec.structs.replace(lost, payload=unique))
+    delivery.give_up_lost(state, driver.now, batch, frozenset([b"gone"]))
+    assert reasons(driver) == {"payload_lost": 1}
+    assert sorted(ids(driver.batch())) == sorted([batch.groups[1].id, *(set(state.groups) - set(ids(batch)))])
+    assert quarantine.requeue(state, driver.now, [lost.id])["refused"] == {str(lost.id): "payload_lost"}
 
 
 def test_stale_groups_may_fill_what_nothing_fresher_fills():

@@ -6,6 +6,7 @@ The references below are slow and written from the specification's sentences, no
 from __future__ import annotations
 
 from collections import Counter
+from heapq import heappush
 from itertools import combinations
 from typing import Any
 
@@ -167,6 +168,46 @@ def test_minimums_are_met_scaled_or_missed():
     assert select_batch([group(2, None)] * 4 + [group(2, 1)] * 4, 8, [env(1, 1.0, 0.25)])[0], "nobody's groups fill"
 
 
+def test_minimums_do_not_jam_on_units_that_leave_a_gap():
+    batch, _, _ = select_batch([group(2, 1)] * 2 + [group(3, 0)] * 4, 6, [env(0, 1.0, 0.5), env(1, 5.0)])
+    assert sizes(batch) == [3, 3]
+
+
+def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, int]) -> bool:
+    """Whether any subset of complete packs (all sizes present) sums to the batch and meets the needs."""
+    from math import lcm
+
+    usable = [item for item in groups if batch_size % len(item["tokens"]) == 0]
+    kinds = Counter((item["env_id"], len(item["tokens"])) for item in usable)
+    unit = lcm(*{size for _, size in kinds}) if kinds else 1
+    reach = {(0, *(0 for _ in needs))}
+    for (env_id, size), number in kinds.items():
+        number -= number % (unit // size)
+        step = [index + 1 for index, other in enumerate(needs) if other == env_id]
+        grown = set(reach)
+        for state in reach:
+            for taken in range(1, number + 1):
+                if state[0] + taken * size <= batch_size:
+                    more = list(state)
+                    more[0] += taken * size
+                    for index in step:
+                        more[index] += taken * size
+                    grown.add(tuple(more))
+        reach = grown
+    return any(state[0] == batch_size and all(got >= need for got, need in zip(state[1:], needs.values(), strict=True))
+               for state in reach)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(queue=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([0, 1, 2])), max_size=14),
+       minimum=st.sampled_from([0.25, 0.5, 0.75]))  # fmt: skip
+def test_one_minimum_is_met_whenever_packs_allow_it(queue: list[tuple[int, int]], minimum: float):
+    groups = [group(size, env_id) for size, env_id in queue]
+    batch, _, _ = select_batch(groups, 12, [env(0, 1.0, minimum), env(1), env(2)])
+    if exhaustive(groups, 12, {0: int(12 * minimum)}):
+        assert batch is not None
+
+
 def test_rounding_of_minimums():
     index = index_of([(1, 0)] * 8 + [(1, 1)] * 8)
     fair = FairShare({0: 0.99, 1: 0.01}, {}, 0.0, 0.01)
@@ -230,6 +271,26 @@ def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]
         assert isinstance(selected, Selected)
         seen[length] = sum(getattr(lane, "seen", 0) for lane in index.lanes.values())
     assert seen[40_000] <= seen[400] * 1.5 + 64
+
+
+def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch):
+    from realhf.trajectory import packs
+
+    pushes = 0
+
+    def counted(heap: list[Any], item: Any) -> None:
+        nonlocal pushes
+        pushes += 1
+        heappush(heap, item)
+
+    monkeypatch.setattr(packs.heapq, "heappush", counted)
+    index = index_of([(2 ** (number % 2), 0) for number in range(20_000)])
+    seen = {}
+    for batch_size in (256, 2048):
+        pushes = 0
+        assert isinstance(select_exact(index, batch_size, FairShare({0: 1.0}, {}, 0.0, 0.01)), Selected)
+        seen[batch_size] = pushes
+    assert seen[2048] <= seen[256] * 9
 
 
 @settings(max_examples=200, deadline=None)

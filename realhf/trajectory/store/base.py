@@ -17,6 +17,14 @@ class StoreFailure(RuntimeError):
     """The medium refused (disk full, server away): nothing of the commit was kept. The text names the cause."""
 
 
+class PayloadLost(StoreFailure):
+    """Payloads that cannot be read any more, or are not what was stored. ``refs`` names them."""
+
+    def __init__(self, store: str, refs: Sequence[PayloadRef]) -> None:
+        super().__init__(f"{store}: {len(refs)} payloads are missing or damaged")
+        self.refs = frozenset(refs)
+
+
 class StateLost(RuntimeError):
     """Somebody else took the write lock, or changes of others can no longer be followed: load everything anew."""
 
@@ -61,7 +69,8 @@ class Store(Protocol):
         ...
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Staged payloads whose command failed; what a command gave up itself is in ``Changes.freed``."""
+        """Staged payloads of a command that was certainly not kept; what a command gave up itself is in
+        ``Changes.freed``."""
         ...
 
     async def commit(self, changes: Changes) -> None:
@@ -69,7 +78,7 @@ class Store(Protocol):
         ...
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Bytes of staged payloads, checked against their CRC. Raises StoreFailure (unreadable or damaged)."""
+        """Bytes of staged payloads, checked against their CRC. Raises PayloadLost, StoreFailure."""
         ...
 
     async def begin(self) -> list[Changes]:

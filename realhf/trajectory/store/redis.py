@@ -25,7 +25,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef, Place, RunRecord
-from realhf.trajectory.store.base import Changes, Key, Snapshot, StateLost, StoreFailure
+from realhf.trajectory.store.base import Changes, Key, PayloadLost, Snapshot, StateLost, StoreFailure
 
 LOCK_MS = 3000
 LOCK_DEADLINE_S = 10.0
@@ -146,9 +146,11 @@ class RedisStore:
             found = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
         except (RedisError, OSError) as error:
             raise self._failure(error) from error
-        whole = [data for data in found if isinstance(data, bytes)]
-        if [isal_zlib.crc32(data) for data in whole] != [payload.crc for payload in payloads]:
-            raise StoreFailure(f"{self.name}: a payload is missing or damaged")
+        whole = [data if isinstance(data, bytes) else b"" for data in found]
+        lost = [payload.ref for payload, data in zip(payloads, whole, strict=True)
+                if isal_zlib.crc32(data) != payload.crc]  # fmt: skip
+        if lost:
+            raise PayloadLost(self.name, lost)
         return whole
 
     async def begin(self) -> list[Changes]:
@@ -243,7 +245,8 @@ class RedisStore:
             found.append(Changes(rows=rows, cleared=entry.cleared))
             self._version, self._last = number, read[b"t"]
         if (self._version, self._last) != (version, last):
-            raise StateLost(f"{self.name} is at version {version}, this server at {self._version}")
+            raise StateLost(f"{self.name} is at version {version}, this server at {self._version} or at another one of "
+                            "that number")  # fmt: skip
         return found
 
     async def _take_refs(self, count: int) -> range:

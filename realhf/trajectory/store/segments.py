@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class Segments:
         self._live: dict[int, int] = {}
         self._handles: dict[int, int] = {}
         self._waiting: dict[int, bytes] = {}
+        self._files = threading.Lock()
         self._active = 0
         self._end = 0
 
@@ -35,7 +37,7 @@ class Segments:
         for payload in payloads:
             segment = self._locate(payload)[0]
             self._live[segment] = self._live.get(segment, 0) + 1
-        found = {int(path.stem): path for path in self._folder.glob("*.seg")}
+        found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
         for segment, path in found.items():
             if segment not in self._live:
                 path.unlink(missing_ok=True)
@@ -72,7 +74,7 @@ class Segments:
         for ref, payload in staged.items():
             by_segment.setdefault(ref >> _OFFSET_BITS, []).append((ref & ((1 << _OFFSET_BITS) - 1), payload))
         for segment, items in by_segment.items():
-            handle = self._handle(segment, create=True)
+            handle = self._handle(segment)
             for start in range(0, len(items), _MAX_BUFFERS):
                 part = items[start : start + _MAX_BUFFERS]
                 _write_all(handle, part[0][0], [payload for _, payload in part])
@@ -90,35 +92,48 @@ class Segments:
     def unstage(self, refs: Iterable[int]) -> None:
         """Staged payloads that nobody will refer to."""
         for ref in refs:
-            if self._waiting.pop(ref, None) is not None:
-                self._live[ref >> _OFFSET_BITS] -= 1
+            self._waiting.pop(ref, None)
+            self._live[ref >> _OFFSET_BITS] -= 1
 
     def read(self, payload: Payload) -> bytes:
         """Bytes of one payload from its file. Raises OSError."""
         segment, offset = self._locate(payload)
-        return os.pread(self._handle(segment, create=False), payload.nbytes, offset)
+        with self._files:
+            return os.pread(self._open(segment, create=False), payload.nbytes, offset)
 
-    def free(self, refs: Iterable[int]) -> None:
-        """Nobody refers to these any more; files without a reference go, but for the one being written."""
+    def free(self, refs: Iterable[int]) -> list[int]:
+        """Nobody refers to these any more. Returns the files that nobody refers to at all, for ``remove``."""
         for ref in refs:
             segment = ref >> _OFFSET_BITS
             self._live[segment] = self._live.get(segment, 0) - 1
-        for segment in [segment for segment, live in self._live.items() if live <= 0 and segment != self._active]:
+        empty = [segment for segment, live in self._live.items() if live <= 0 and segment != self._active]
+        for segment in empty:
             del self._live[segment]
-            handle = self._handles.pop(segment, None)
-            if handle is not None:
-                os.close(handle)
+        return empty
+
+    def remove(self, segments: Sequence[int]) -> None:
+        """Delete files; that takes a while, so not on the event loop."""
+        for segment in segments:
+            with self._files:
+                handle = self._handles.pop(segment, None)
+                if handle is not None:
+                    os.close(handle)
             self._path(segment).unlink(missing_ok=True)
 
     def close(self) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
+        with self._files:
+            for handle in self._handles.values():
+                os.close(handle)
+            self._handles.clear()
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08d}.seg"
 
-    def _handle(self, segment: int, *, create: bool) -> int:
+    def _handle(self, segment: int) -> int:
+        with self._files:
+            return self._open(segment, create=True)
+
+    def _open(self, segment: int, *, create: bool) -> int:
         handle = self._handles.get(segment)
         if handle is None:
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)

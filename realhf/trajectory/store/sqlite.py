@@ -20,7 +20,7 @@ import msgspec
 from isal import isal_zlib
 
 from realhf.trajectory.records import TABLES, GroupRecord, LeaseRecord, Payload, PayloadRef, Place, RunRecord
-from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure, empty_snapshot
+from realhf.trajectory.store.base import Changes, PayloadLost, Snapshot, StoreFailure, empty_snapshot
 from realhf.trajectory.store.segments import SEGMENT_BYTES, Segments
 
 logger = logging.getLogger(__name__)
@@ -72,14 +72,13 @@ class SqliteStore:
         except (OSError, sqlite3.Error) as error:
             raise StoreFailure(f"{self.name}: {error}") from error
         self._segments.written(staged)
-        self._segments.free(ref for ref in changes.freed if isinstance(ref, int))
+        empty = self._segments.free(ref for ref in changes.freed if isinstance(ref, int))
+        if empty:
+            await self._on_writer(self._segments.remove, empty)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Bytes of payloads, checked. Raises StoreFailure."""
-        try:
-            return await asyncio.to_thread(self._read, payloads)
-        except OSError as error:
-            raise StoreFailure(f"{self.name}: {error}") from error
+        """Bytes of payloads, checked. Raises PayloadLost."""
+        return await asyncio.to_thread(self._read, payloads)
 
     async def begin(self) -> list[Changes]:
         raise AssertionError("one server has this store for itself")
@@ -159,6 +158,9 @@ class SqliteStore:
     def _forget(self, torn: set[int], snapshot: Snapshot) -> None:
         """Delete torn groups; the other groups of their batches go back to the queue."""
         changes = Changes(rows={("groups", key): None for key in torn})
+        for run in snapshot["run"]:
+            if isinstance(run, RunRecord) and run.latest is not None and run.latest.id in torn:
+                changes.rows["run", "run"] = msgspec.structs.replace(run, latest=None)
         groups = {group.id: group for group in snapshot["groups"] if isinstance(group, GroupRecord)}
         for lease in snapshot["leases"]:
             if isinstance(lease, LeaseRecord) and torn & set(lease.groups):
@@ -194,13 +196,19 @@ class SqliteStore:
             raise
 
     def _read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        found = []
+        found, lost = [], []
         for payload in payloads:
-            assert isinstance(payload.ref, int)
-            data = self._segments.waiting_bytes(payload.ref) or self._segments.read(payload)
-            if isal_zlib.crc32(data) != payload.crc:
-                raise StoreFailure(f"{self.name}: a payload of {payload.nbytes} bytes is damaged")
+            try:
+                assert isinstance(payload.ref, int)
+                data = self._segments.waiting_bytes(payload.ref) or self._segments.read(payload)
+            except OSError as error:
+                logger.error("%s: %s", self.name, error)
+                data = b""
             found.append(data)
+            if isal_zlib.crc32(data) != payload.crc:
+                lost.append(payload.ref)
+        if lost:
+            raise PayloadLost(self.name, lost)
         return found
 
     def _close_database(self) -> None:
