@@ -153,7 +153,9 @@ def test_a_list_is_checked_whole_and_errors_say_which_item():
     assert refused(good, listed=True)[0]["type"] == "list_type"
 
 
-@pytest.mark.parametrize("kind", [None, "", "application/json", "application/json; charset=utf-8", "application/x+json"])
+@pytest.mark.parametrize(
+    "kind", [None, "", "application/json", "application/json; charset=utf-8", "application/x+json"]
+)
 def test_json_types(kind: str | None):
     assert parse(encoded(group()), kind)
 
