@@ -24,9 +24,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = TEXT.split()
         ids = tokenizer_at(Path(folder), words)
-        options = {"store": f"sqlite:{folder}/data", "tokenizer": folder}
-        with running_server(**options) as url, httpx.Client(base_url=url) as api, closing(Chromium()) as page:
-            page.look(1100, 1150)
+        with running_server(tokenizer=folder) as url, httpx.Client(base_url=url) as api, closing(Chromium()) as page:
+            page.look(1100, 1060)
             page.open(url + "/ui")
             work(api, ids)
             page.wait("document.querySelectorAll('#envs tr').length === 4 && document.querySelector('#example pre')")
@@ -51,7 +50,9 @@ def work(api: httpx.Client, ids: list[int]) -> None:
             api.post("/scored_data", json=group(size, 2, env_id=env) | row | {"scores": scores})
         api.post("/scored_data", json=group(3, 2, env_id=envs[0]))
         api.get("/batch", headers={"X-Trainer-Id": "trainer-a"})
-        api.get("/batch", headers={"X-Trainer-Id": "trainer-b", "X-Ack-Mode": "explicit"})
+        held = api.get("/batch", headers={"X-Trainer-Id": "trainer-b", "X-Ack-Mode": "explicit"})
+        if second < 7:
+            api.post("/batch/ack", json={"lease_id": held.headers["x-lease-id"]})
         time.sleep(1.0)
     api.post("/scored_data", json=group(5, 2))
     row = {"tokens": [ids, ids[:9]], "masks": [ids, ids[:9]], "scores": [1.0, 0.0]}
