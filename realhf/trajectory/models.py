@@ -7,31 +7,43 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+"""JSON may say half of a surrogate pair, which no answer and no store could hold."""
 
 
 class Registration(BaseModel):
     """A trainer and its run. ``batch_size`` in sequences, lengths in tokens."""
 
-    wandb_group: str
-    wandb_project: str
+    wandb_group: Text
+    wandb_project: Text
     batch_size: Int64
     max_token_len: Int64
-    checkpoint_dir: str
+    checkpoint_dir: Text
     save_checkpoint_interval: Int64
     starting_step: Int64
     num_steps: Int64
     max_staleness: Int64 | None = Field(None, description="policy versions a group may lie behind (null: no bound)")
-    trainer_id: str | None = Field(None, description="a name of the trainer's own, for logs")
+    trainer_id: Text | None = Field(None, description="a name of the trainer's own, for logs")
 
 
 class RegisterEnv(BaseModel):
     """A rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every batch."""
 
     max_token_length: Int64
-    desired_name: str
+    desired_name: Text
     weight: FiniteFloat
     group_size: Int64
     min_batch_allocation: FiniteFloat | None = None
@@ -50,7 +62,7 @@ class PolicyVersion(BaseModel):
 class Lease(BaseModel):
     """The X-Lease-Id of a batch."""
 
-    lease_id: str
+    lease_id: Text
 
 
 class Requeue(BaseModel):

@@ -48,7 +48,7 @@ class Service:
         for task in list(self._tasks):
             task.cancel()
         await self.engine.close()
-        self.offload.close()
+        await self.offload.close()
 
     def start(self, work: Any) -> None:
         """Let something run to its end beside the requests."""

@@ -49,6 +49,14 @@ def test_registration(api: httpx.Client):
         "checkpoint_interval": 10, "num_steps": 100}  # fmt: skip
 
 
+def test_half_a_surrogate_pair_has_no_place_in_a_registration(api: httpx.Client):
+    half = json.dumps("half \ud800")
+    for path, field, values in (("/register", "wandb_group", REGISTRATION), ("/register-env", "desired_name", ENV)):
+        answer = api.post(path, content=json.dumps(values | {field: "@@"}).replace('"@@"', half))
+        assert (answer.status_code, answer.json()["detail"][0]["loc"]) == (422, ["body", field])
+    assert api.get("/wandb_info").json() == {"group": None, "project": None}
+
+
 @pytest.mark.parametrize(("method", "path", "status", "body"), [
     ("GET", "/nothing", 404, {"detail": "Not Found"}),
     ("GET", "/register", 405, {"detail": "Method Not Allowed"}),

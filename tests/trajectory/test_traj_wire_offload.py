@@ -47,7 +47,7 @@ def test_a_child_that_died_is_replaced():
                 await asyncio.sleep(0.05)
             assert await offload.run(os.getpid) not in (first, second), "idle when it died: nobody is refused"
         finally:
-            offload.close()
+            await offload.close()
 
     asyncio.run(scenario())
 

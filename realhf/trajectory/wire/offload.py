@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from realhf.trajectory.refusal import Refusal
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
+CLOSE_S = 5.0
 
 
 class Offload:
@@ -40,10 +42,13 @@ class Offload:
         except (BrokenProcessPool, TimeoutError) as error:
             raise _failed("it died") from error
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End the child; one that still works is left to end by itself after a few seconds."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+            end = asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(end, CLOSE_S)
 
     async def _attempt(self, function: Callable[..., T], *args: Any) -> T:
         pool = self._started()
