@@ -25,7 +25,7 @@ from realhf.trajectory.wire import convert, deflate, splice
 from realhf.trajectory.wire.body import MOST_MEMBERS, read_body
 from realhf.trajectory.wire.encode import encode_batch, encode_group
 from realhf.trajectory.wire.incoming import Incoming
-from realhf.trajectory.wire.intake import parse_groups
+from realhf.trajectory.wire.intake import INLINE_BYTES, parse_groups
 from realhf.trajectory.wire.offload import Offload
 from tests.trajectory.groups import EVERYTHING, binary, encoded, group, tensor
 
@@ -163,6 +163,17 @@ def test_binary_groups_in_every_dtype(integers: str, floats: str):
     assert seen["advantages"] == plain["advantages"]
     exact = [[float(np.dtype(floats).type(number)) for number in row] for row in plain["inference_logprobs"]]
     assert seen["inference_logprobs"] == exact
+
+
+def test_large_binary_lists():
+    small, large = binary(group(8, 512)), binary(group(8, 70_000))
+    head = b"\xdc" + (100).to_bytes(2, "big")
+    assert len(small) * 100 > INLINE_BYTES
+    assert len(large) > INLINE_BYTES
+    assert parse(head + small * 100, MSGPACK, listed=True) == parse(small, MSGPACK) * 100
+    first, second = parse(b"\x92" + small + large, MSGPACK, listed=True)
+    assert first == parse(small, MSGPACK)[0]
+    assert second == parse(large, MSGPACK)[0]
 
 
 def test_ragged_and_empty_rows():

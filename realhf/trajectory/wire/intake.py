@@ -22,6 +22,8 @@ YIELD_BYTES = 128 << 10
 """Between groups of a body the event loop gets a turn after so many bytes."""
 INLINE_BYTES = 4 << 20
 """Bodies beyond this are validated in another process,"""
+INLINE_BINARY_LIST_BYTES = 16 << 20
+"""(MessagePack lists beyond this: their tensors cost next to nothing,)"""
 INLINE_LAX_BYTES = 32 << 10
 """so are those with a group beyond this that needs the lax path, which is twenty times slower,"""
 INLINE_NESTS = 50_000
@@ -44,7 +46,7 @@ async def parse_groups(
     msgpack = is_msgpack(content_type)
     if not msgpack:
         check_json_type(content_type)
-    if len(body) <= INLINE_BYTES:
+    if len(body) <= (INLINE_BINARY_LIST_BYTES if msgpack and listed else INLINE_BYTES):
         async with offload.turn:
             groups = await _parse_here(body, msgpack, listed, int64)
         if groups is not None:
@@ -59,6 +61,8 @@ async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> 
     if items is None:
         return lax_groups.read_lax_list(body, loc, int64=int64) if len(body) <= INLINE_LAX_BYTES else None
     groups, since = [], 0
+    if max(map(len, items), default=0) > INLINE_BYTES:
+        return None
     for index, item in enumerate(items):
         group = _read_fast(item, [*loc, index] if listed else loc, msgpack, INLINE_NESTS)
         if group is None and len(item) > INLINE_LAX_BYTES:
