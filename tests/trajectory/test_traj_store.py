@@ -95,6 +95,26 @@ async def test_a_payload_can_be_read_before_and_after_its_commit(tmp_path: Path,
     await store.close()
 
 
+async def files(folder: Path, count: int) -> None:
+    """Wait until so many segment files are left: they are deleted beside the commits."""
+    deadline = asyncio.get_running_loop().time() + 10
+    while len(list(folder.glob("*.seg"))) != count:
+        assert asyncio.get_running_loop().time() < deadline, sorted(folder.glob("*.seg"))
+        await asyncio.sleep(0.01)
+
+
+async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path: Path):
+    store = SqliteStore(tmp_path)
+    await store.open()
+    for number in range(12_000):
+        await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=number), ("closed", f"x{number % 50}"): None}))
+    assert (tmp_path / "state.sqlite-wal").stat().st_size < 60 << 20
+    await store.close()
+    again = SqliteStore(tmp_path)
+    assert (await again.open())["run"] == [RunRecord(epoch=11_999)]
+    await again.close()
+
+
 async def test_files_go_when_everything_in_them_was_given_up(tmp_path: Path):
     store = SqliteStore(tmp_path, segment_bytes=3000)
     await store.open()
@@ -103,9 +123,9 @@ async def test_files_go_when_everything_in_them_was_given_up(tmp_path: Path):
     gone = groups[:3] + groups[4:6]
     freed = [group.payload.ref for group in gone]
     await store.commit(Changes(rows={("groups", group.id): None for group in gone}, freed=freed))
-    assert len(list(tmp_path.glob("*.seg"))) == 3
+    await files(tmp_path, 3)
     await store.commit(Changes(rows={("groups", 3): None}, freed=[groups[3].payload.ref]))
-    assert len(list(tmp_path.glob("*.seg"))) == 2
+    await files(tmp_path, 2)
     assert await store.read([groups[6].payload]) == [data(6)]
     await store.close()
     (tmp_path / "00000099.seg").write_bytes(b"left over")

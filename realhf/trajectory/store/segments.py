@@ -68,7 +68,7 @@ class Segments:
         """Payloads that are staged and not written, in order."""
         return dict(self._waiting)
 
-    def write(self, staged: dict[int, bytes], *, durable: bool) -> None:
+    def write(self, staged: dict[int, bytes], durable: bool) -> None:
         """Append staged payloads. Raises OSError; the next try writes to the same places."""
         by_segment: dict[int, list[tuple[int, bytes]]] = {}
         for ref, payload in staged.items():
