@@ -11,26 +11,31 @@ from functools import cache
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from isal import isal_zlib
 from msgspec import UNSET, UnsetType
 
 from realhf.trajectory.records import FIELDS, Encoding
 from realhf.trajectory.wire.incoming import Incoming
+from realhf.trajectory.wire.number_rows import float_rows, integer_rows
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 WHITE_SPACE = b" \t\r\n"
+_QUOTE = ord('"')
 FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_ROWS = {"tokens": integer_rows, "masks": integer_rows,
+         "advantages": float_rows, "ref_logprobs": float_rows, "inference_logprobs": float_rows}  # fmt: skip
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
-    tokens: list[list[Int64]]
-    masks: list[list[Int64]]
+    tokens: msgspec.Raw
+    masks: msgspec.Raw
     scores: list[float]
-    advantages: list[list[float]] | UnsetType | None = UNSET
-    ref_logprobs: list[list[float]] | UnsetType | None = UNSET
+    advantages: msgspec.Raw | UnsetType = UNSET
+    ref_logprobs: msgspec.Raw | UnsetType = UNSET
     messages: msgspec.Raw | UnsetType = UNSET
     generation_params: msgspec.Raw | UnsetType = UNSET
-    inference_logprobs: list[list[float]] | UnsetType | None = UNSET
+    inference_logprobs: msgspec.Raw | UnsetType = UNSET
     overrides: msgspec.Raw | UnsetType = UNSET
     group_overrides: msgspec.Raw | UnsetType = UNSET
     images: msgspec.Raw | UnsetType = UNSET
@@ -42,7 +47,10 @@ class _Group(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def _decoders() -> tuple[msgspec.json.Decoder[_Group], dict[str, msgspec.json.Decoder[Any]]]:
+    integers, floats = msgspec.json.Decoder(list[list[Int64]]), msgspec.json.Decoder(list[list[float]] | None)
     return msgspec.json.Decoder(_Group), {
+        "tokens": integers, "masks": integers,
+        "advantages": floats, "ref_logprobs": floats, "inference_logprobs": floats,
         "messages": msgspec.json.Decoder(list[list[dict[str, Any]]] | None),
         "generation_params": msgspec.json.Decoder(dict[str, Any] | None),
         "overrides": msgspec.json.Decoder(list[dict[str, Any]] | None),
@@ -54,32 +62,38 @@ def _decoders() -> tuple[msgspec.json.Decoder[_Group], dict[str, msgspec.json.De
 def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
     """The group in ``data`` (one JSON object, white space around it allowed), or None: ask the lax path. So is one
     whose free fields hold more than ``most_nests`` objects and arrays."""
-    group_decoder, free_decoders = _decoders()
+    group_decoder, decoders = _decoders()
     data = data.strip(WHITE_SPACE)
     try:
         group = group_decoder.decode(data)
-        quotes, present = 0, 0
+        quotes, present, size = 0, 0, 0
         for bit, name in enumerate(FIELDS):
             value = getattr(group, name)
             if value is UNSET:
                 continue
             present |= 1 << bit
             quotes += 2
-            if name in free_decoders:
+            if name in _ROWS:
+                raw = bytes(value)
+                rows = _ROWS[name](raw)
+                if rows is None:
+                    rows = len(decoders[name].decode(raw) or ())
+                size = rows if name == "tokens" else size
+            elif name in decoders:
                 raw = bytes(value)
                 quotes += raw.count(b'"')
                 if raw.count(b"{") + raw.count(b"[") > most_nests:
                     return None
-                value = free_decoders[name].decode(raw)
+                value = decoders[name].decode(raw)
                 if name == "messages" and not complete_messages(value):
                     return None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    if data.count(b'"') != quotes:
+    if np.count_nonzero(np.frombuffer(data, np.uint8) == _QUOTE) != quotes:
         return None  # a key came twice: then there are more quotes than those of the keys and the free fields
     version = group.policy_version
     return Incoming(
-        data, Encoding.JSON, present, isal_zlib.crc32(data), len(group.tokens),
+        data, Encoding.JSON, present, isal_zlib.crc32(data), size,
         None if group.env_id is UNSET else group.env_id, None if version is UNSET else version,
     )  # fmt: skip
 
