@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import random
 import re
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -33,48 +34,81 @@ class Answer:
 
 
 class Http:
-    """One keep-alive connection."""
+    """One keep-alive connection on a bare socket: a body is copied once, into a buffer that stays."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray(1 << 16)
+        self._filled = 0
 
-    async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
-        """One request and its whole answer, still compressed."""
-        if self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 22)
+    async def request(self, method: str, path: str, body: bytes = b"", **headers: Any) -> Answer:
+        """One request and its whole answer, still compressed. Raises ConnectionError."""
+        loop = asyncio.get_running_loop()
+        if self._socket is None:
+            self._socket = socket.socket()
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(self._socket, ("127.0.0.1", self._port))
         lines = [f"{method} {path} HTTP/1.1", "Host: bench"]
         if body:
             lines.append(f"Content-Length: {len(body)}")
             headers.setdefault("Content_Type", "application/json")
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-        self._writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
+        await loop.sock_sendall(self._socket, "\r\n".join(lines).encode() + b"\r\n\r\n")
         if body:
-            self._writer.write(body)
-        await self._writer.drain()
+            await loop.sock_sendall(self._socket, body)
         return await self._answer()
 
     async def _answer(self) -> Answer:
-        assert self._reader is not None
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        end = await self._until(b"\r\n\r\n", 0)
+        head = self._buffer[:end].decode("latin-1").split("\r\n")
         pairs = (line.partition(": ") for line in head[1:] if line)
         headers = {name.lower(): value for name, _, value in pairs}
         if "content-length" in headers:
-            body = await self._reader.readexactly(int(headers["content-length"]))
+            last = end + int(headers["content-length"])
+            await self._at_least(last)
+            body = bytes(memoryview(self._buffer)[end:last])
         else:
-            parts = []
-            while size := int(await self._reader.readuntil(b"\r\n"), 16):
-                parts.append(await self._reader.readexactly(size))
-                await self._reader.readexactly(2)
-            await self._reader.readexactly(2)
-            body = b"".join(parts)
+            body, last = await self._chunks(end)
+        assert last == self._filled, "more than the answer came"
+        self._filled = 0
         return Answer(int(head[0].split()[1]), headers, body)
 
+    async def _chunks(self, position: int) -> tuple[bytes, int]:
+        """The chunked body from ``position`` on, and where it ends."""
+        spans = []
+        while True:
+            start = await self._until(b"\r\n", position)
+            size = int(self._buffer[position : start - 2], 16)
+            position = start + size + 2
+            await self._at_least(position)
+            if not size:
+                view = memoryview(self._buffer)
+                return b"".join([view[first:last] for first, last in spans]), position
+            spans.append((start, start + size))
+
+    async def _until(self, mark: bytes, start: int) -> int:
+        """Where ``mark`` ends, at or after ``start``."""
+        while (found := self._buffer.find(mark, start, self._filled)) < 0:
+            await self._at_least(self._filled + 1)
+        return found + len(mark)
+
+    async def _at_least(self, size: int) -> None:
+        assert self._socket is not None
+        if size > len(self._buffer):
+            self._buffer += bytes(max(size, 2 * len(self._buffer)) - len(self._buffer))
+        view = memoryview(self._buffer)
+        while self._filled < size:
+            received = await asyncio.get_running_loop().sock_recv_into(self._socket, view[self._filled :])
+            if not received:
+                raise ConnectionError("the server closed the connection")
+            self._filled += received
+
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 def group_prefix(rng: random.Random, sequences: int, tokens: int, env_id: int) -> bytes:
@@ -120,22 +154,34 @@ async def set_up(port: int, *, envs: int, batch_size: int, group_size: int, toke
     http.close()
 
 
-async def push(port: int, path: str, bodies: Sequence[bytes], clients: int, **headers: str) -> float:
-    """Push all bodies over so many connections; returns seconds. 503 is honoured and tried again."""
-    waiting = deque(bodies)
+@dataclass
+class Pushed:
+    """What a push phase saw. Latencies in seconds; ``refused``: answers 503, honoured and tried again."""
+
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    refused: int = 0
+
+
+async def push(port: int, path: str, bodies: Sequence[bytes], clients: int, **headers: Any) -> Pushed:
+    """Push all bodies over so many connections."""
+    waiting, pushed = deque(bodies), Pushed()
 
     async def client() -> None:
         http = Http(port)
         while waiting:
-            body = waiting.popleft()
+            body, asked = waiting.popleft(), time.perf_counter()
             while (answer := await http.request("POST", path, body, **headers)).status == 503:
+                pushed.refused += 1
                 await asyncio.sleep(float(answer.headers.get("retry-after", 0.05)))
             assert answer.status == 200, answer
+            pushed.latencies.append(time.perf_counter() - asked)
         http.close()
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
-    return time.perf_counter() - began
+    pushed.seconds = time.perf_counter() - began
+    return pushed
 
 
 @dataclass
@@ -148,7 +194,7 @@ class Pulled:
     ids: Counter[bytes] = field(default_factory=Counter)
 
 
-async def drain(port: int, **headers: str) -> Pulled:
+async def drain(port: int, **headers: Any) -> Pulled:
     """Pull until there is nothing twice in a row; ids are counted when the clock has stopped."""
     http, pulled, bodies, nulls = Http(port), Pulled(), [], 0
     began = time.perf_counter()
@@ -171,7 +217,8 @@ async def drain(port: int, **headers: str) -> Pulled:
 
 
 class Prober:
-    """A process of its own that asks cheap questions all the time and notes how long each waits."""
+    """A process of its own that asks cheap questions all the time and notes how long each waits. Under ``"clock"`` it
+    notes how late it was itself: what a machine with other work to do adds to every wait."""
 
     def __init__(self, port: int, paths: Sequence[str], every_s: float = 0.01) -> None:
         self._ours, theirs = multiprocessing.Pipe()
@@ -195,7 +242,8 @@ def _probe(pipe: Connection, port: int, paths: list[str], every_s: float) -> Non
 
 
 async def _probing(pipe: Connection, port: int, paths: list[str], every_s: float) -> None:
-    found: dict[str, list[float]] = {path: [] for path in paths}
+    found: dict[str, list[float]] = {path: [] for path in (*paths, "clock")}
+    done = asyncio.Event()
 
     async def ask(path: str) -> None:
         http = Http(port)
@@ -206,13 +254,18 @@ async def _probing(pipe: Connection, port: int, paths: list[str], every_s: float
             found[path].append(time.perf_counter() - asked)
             await asyncio.sleep(every_s)
 
-    done = asyncio.Event()
-    asking = [asyncio.create_task(ask(path)) for path in paths]
+    async def watch_clock() -> None:
+        while not done.is_set():
+            asked = time.perf_counter()
+            await asyncio.sleep(every_s)
+            found["clock"].append(time.perf_counter() - asked - every_s)
+
+    working = [asyncio.create_task(work) for work in (*map(ask, paths), watch_clock())]
     pipe.send("ready")
     while not pipe.poll():
         await asyncio.sleep(0.005)
     done.set()
-    await asyncio.gather(*asking)
+    await asyncio.gather(*working)
     pipe.send(found)
 
 

@@ -1,0 +1,87 @@
+"""Server processes for the trajectory benchmark: the original in its side environment, and ours over each store."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+from process_tree import footprint
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER_PYTHON = ROOT / ".venv-atropos" / "bin" / "python"
+PEER = [str(PEER_PYTHON), "-m", "uvicorn", "atroposlib.api.server:app", "--loop", "uvloop", "--http", "httptools",
+        "--no-access-log", "--log-level", "warning"]  # fmt: skip
+OURS = [sys.executable, "-m", "realhf.trajectory"]
+_UP_S = 120.0
+
+
+class Server:
+    """One server and whatever processes it starts. ``kind``: original, sqlite or memory. It runs on the cores of the
+    process that starts it."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self._folder = kind, folder
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port: int = listener.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        """Start, and wait for the first answer."""
+        store = "memory" if self.kind == "memory" else f"sqlite:{self._folder / 'data'}"
+        command = PEER if self.kind == "original" else [*OURS, "--store", store]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen([*command, "--port", str(self.port)], stdout=log, stderr=log, cwd=ROOT)
+        deadline = time.monotonic() + _UP_S
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{self.port}/status", timeout=60)
+                return
+            except httpx.TransportError:
+                assert self._process.poll() is None, (self._folder / "log").read_text()[-2000:]
+                assert time.monotonic() < deadline, f"{self.kind} does not come up"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        self._process.kill()
+        self._process.wait(10)
+
+    @property
+    def memory_mb(self) -> float:
+        """Proportional set size of all its processes."""
+        return footprint(self._process.pid).pss_mb
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of all its processes since they started."""
+        root, total = psutil.Process(self._process.pid), 0.0
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+
+@contextmanager
+def running(kind: str) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(kind, Path(folder))
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def peer_versions() -> str:
+    """Versions in the side environment, in words."""
+    code = "import sys, importlib.metadata as m; print(', '.join(f'{name} {m.version(name)}' for name in sys.argv[1:]))"
+    command = [str(PEER_PYTHON), "-c", code, "atroposlib", "fastapi", "pydantic", "uvicorn"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
