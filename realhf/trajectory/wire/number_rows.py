@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import numpy as np
 
-LONGEST_INTEGER = 18
-"""Of so many characters each number fits 64 bits."""
-LONGEST_FLOAT = 300
-"""Of so many characters, and without a positive exponent, each number is finite."""
-_COMMA, _OPEN, _CLOSE, _SPACE = b",[] "
+_COMMA, _OPEN, _CLOSE, _SPACE, _ZERO = b",[] 0"
+_INTEGER_BLOCK = 8
+"""Where no aligned block of so many bytes is all digits, no integer has more than 14 of them."""
+_FLOAT_BLOCK = 128
+"""Likewise 254: without a positive exponent such a number is finite."""
 
 
 def integer_rows(raw: bytes) -> int | None:
     """Number of rows of a ``[[int]]`` whose integers surely fit 64 bits."""
-    return _rows(raw, raw.translate(None, b"0123456789-, "), LONGEST_INTEGER)
+    if raw[-17:-2].isdigit():
+        return None  # the last number may lie across the end of the last whole block
+    return _rows(raw, raw.translate(None, b"0123456789-, "), _INTEGER_BLOCK)
 
 
 def float_rows(raw: bytes) -> int | None:
     """Number of rows of a ``[[float]]`` whose numbers are surely finite; integers are welcome."""
     if b"e" in raw and raw.count(b"e") != raw.count(b"e-"):
         return None
-    return _rows(raw, raw.translate(None, b"0123456789-., e"), LONGEST_FLOAT)
+    return _rows(raw, raw.translate(None, b"0123456789-., e"), _FLOAT_BLOCK)
 
 
-def _rows(raw: bytes, brackets: bytes, longest: int) -> int | None:
+def _rows(raw: bytes, brackets: bytes, block: int) -> int | None:
     """``brackets``: what is left of ``raw`` without its numbers."""
     rows = len(brackets) // 2 - 1
     if brackets != b"[" + b"[]" * rows + b"]":
@@ -35,11 +37,8 @@ def _rows(raw: bytes, brackets: bytes, longest: int) -> int | None:
     if rows == 0:
         return 0 if raw == b"[]" else None
     data = np.frombuffer(raw, np.uint8)
-    if not raw.startswith(b"[[") or not raw.endswith(b"]]") or not _adjacent(data):
-        return None
-    commas = np.flatnonzero(data == _COMMA)
-    widest = int(np.diff(commas, prepend=-1, append=len(raw)).max()) - 1
-    return rows if widest <= longest else None
+    sure = raw.startswith(b"[[") and raw.endswith(b"]]") and _adjacent(data) and _no_block_of_digits(data, block)
+    return rows if sure else None
 
 
 def _adjacent(data: np.ndarray) -> bool:
@@ -47,3 +46,10 @@ def _adjacent(data: np.ndarray) -> bool:
     opens = np.flatnonzero(data == _OPEN)[2:]
     comma = opens - 1 - (data[opens - 1] == _SPACE)
     return bool(np.all((data[comma] == _COMMA) & (data[comma - 1] == _CLOSE)))
+
+
+def _no_block_of_digits(data: np.ndarray, block: int) -> bool:
+    """``block``: a multiple of 8 bytes."""
+    others = (data[: len(data) // block * block] - np.uint8(_ZERO)) > 9
+    words = others.view(np.uint64)
+    return bool(words.all() if block == 8 else words.reshape(-1, block // 8).any(axis=1).all())
