@@ -262,3 +262,22 @@ def test_addresses_of_no_known_form(url: str):
 def test_addresses(tmp_path: Path):
     assert isinstance(open_store("memory"), MemoryStore)
     assert open_store(f"sqlite:{tmp_path}").name == f"sqlite:{tmp_path}"
+
+
+async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path: Path):
+    store = SqliteStore(tmp_path, segment_bytes=3000)
+    await store.open()
+    groups = await put(store, range(12))
+    freed = [group.payload.ref for group in groups[:9]]
+    await store.commit(Changes(rows={("groups", group.id): None for group in groups[:9]}, freed=freed))
+    await files(tmp_path, 1)
+    later = await put(store, range(20, 24), size=900)
+    assert await store.read([group.payload for group in later]) == [data(number, 900) for number in range(20, 24)]
+    with pytest.raises(StoreFailure):
+        await store.read([groups[0].payload])
+    assert len(list(tmp_path.glob("*.spare"))) < 3
+    await store.close()
+    again = SqliteStore(tmp_path)
+    assert ids(await again.open()) == [9, 10, 11, *range(20, 24)]
+    assert not list(tmp_path.glob("*.spare"))
+    await again.close()

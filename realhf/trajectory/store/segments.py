@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 _OFFSET_BITS = 40
 _MAX_BUFFERS = 512
+_SPARE_FILES = 4
+"""Emptied files that are written again instead of new ones: their pages are there already."""
 
 
 class Segments:
@@ -29,6 +31,8 @@ class Segments:
         self._handles: dict[int, int] = {}
         self._waiting: dict[int, bytes] = {}
         self._files = threading.Lock()
+        self._spare: list[tuple[Path, int]] = []
+        self._new_names = False
         self._active = 0
         self._end = 0
 
@@ -38,9 +42,9 @@ class Segments:
             segment = self._locate(payload)[0]
             self._live[segment] = self._live.get(segment, 0) + 1
         found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
-        for segment, path in found.items():
-            if segment not in self._live:
-                path.unlink(missing_ok=True)
+        unused = [path for segment, path in found.items() if segment not in self._live]
+        for path in (*unused, *self._folder.glob("*.spare")):
+            path.unlink(missing_ok=True)
         self._active, self._end = max([self._active, *found], default=0) + 1, 0
 
     def holds(self, payload: Payload) -> bool:
@@ -80,6 +84,13 @@ class Segments:
                 _write_all(handle, part[0][0], [payload for _, payload in part])
             if durable:
                 os.fdatasync(handle)
+        if durable and self._new_names:
+            self._new_names = False
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     def written(self, staged: dict[int, bytes]) -> None:
         """These need not be kept in memory any longer."""
@@ -112,19 +123,24 @@ class Segments:
         return empty
 
     def remove(self, segments: Sequence[int]) -> None:
-        """Delete files; that takes a while, so not on the event loop."""
+        """Put files aside to be written again, or delete them; that takes a while, so not on the event loop."""
         for segment in segments:
             with self._files:
                 handle = self._handles.pop(segment, None)
-                if handle is not None:
-                    os.close(handle)
-            self._path(segment).unlink(missing_ok=True)
+            path = self._path(segment)
+            if handle is not None and len(self._spare) < _SPARE_FILES:
+                self._spare.append((path.rename(path.with_suffix(".spare")), handle))
+                continue
+            if handle is not None:
+                os.close(handle)
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         with self._files:
-            for handle in self._handles.values():
+            for handle in (*self._handles.values(), *(handle for _, handle in self._spare)):
                 os.close(handle)
             self._handles.clear()
+            self._spare.clear()
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08d}.seg"
@@ -135,6 +151,11 @@ class Segments:
 
     def _open(self, segment: int, *, create: bool) -> int:
         handle = self._handles.get(segment)
+        self._new_names |= handle is None and create
+        if handle is None and create and self._spare and not self._path(segment).exists():
+            path, handle = self._spare.pop()
+            path.rename(self._path(segment))
+            self._handles[segment] = handle
         if handle is None:
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
             handle = self._handles[segment] = os.open(self._path(segment), flags, 0o600)
