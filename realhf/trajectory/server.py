@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from realhf.trajectory import routes_producer, routes_trainer, routes_watch, status_page
+from realhf.trajectory.allocator import keep_buffers
 from realhf.trajectory.auth import AuthMiddleware
 from realhf.trajectory.config import TrajectoryConfig, resolve
 from realhf.trajectory.middleware import BodyMiddleware, CompressMiddleware, EpochMiddleware
@@ -39,6 +40,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        keep_buffers()
         try:
             await service.open()
             gc.freeze()  # a full collection through all imported modules makes everybody wait 30 ms and more
