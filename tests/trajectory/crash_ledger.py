@@ -2,10 +2,12 @@
 
     python -m tests.trajectory.crash_ledger --store sqlite --pushes 2000 --kill-every 2
     python -m tests.trajectory.crash_ledger --store redis  --pushes 2000 --kill-every 2
+    python -m tests.trajectory.crash_ledger --store original     the Atropos server, which loses what it holds
 
 Every acknowledged group must be delivered, none may come again after its acknowledgement, none may be twice in one
-batch, and every new batch has a step of its own. Trainer 0 acknowledges by asking again, as stock trainers do; the
-others acknowledge explicitly.
+batch, and every new batch has a step of its own; environments keep their ids; in the end all servers give the same
+answers. Trainer 0 acknowledges by asking again, as stock trainers do; the others acknowledge explicitly. Specification
+tests 27 and 31.
 """
 
 from __future__ import annotations
@@ -34,27 +36,30 @@ from tests.trajectory.groups import group
 GROUP_SIZE = 2
 BATCH_SIZE = 8
 DEADLINE_S = 600.0
+PEER_PYTHON = Path(__file__).resolve().parents[2] / ".venv-atropos" / "bin" / "python"
 
 
 class ServerProcess:
-    """``run-api`` on a port of its own; killed without warning and started again."""
+    """``run-api`` (``store``: an address), or the ``original``, on a port of its own; killed without warning and
+    started again."""
 
     def __init__(self, store: str, log: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._store, self._log = store, log
         self.kills = 0
+        self.forgetful = store == "original"
         self.restart_s: list[float] = []
         self.start()
 
     def start(self) -> None:
         """Start, and wait until the server is ready."""
         began = time.monotonic()
+        command = [sys.executable, "-m", "realhf.trajectory", "--store", self._store]
+        if self.forgetful:
+            command = [str(PEER_PYTHON), "-m", "uvicorn", "atroposlib.api.server:app"]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "realhf.trajectory", "--port", str(self.port), "--store", self._store],
-                stdout=log, stderr=log,
-            )  # fmt: skip
+            self._process = subprocess.Popen([*command, "--port", str(self.port)], stdout=log, stderr=log)
         while not self._ready():
             assert self._process.poll() is None, f"the server ended: {self._log.read_text()[-2000:]}"
             assert time.monotonic() - began < 60, "the server does not come up"
@@ -75,7 +80,7 @@ class ServerProcess:
 
     def _ready(self) -> bool:
         try:
-            return httpx.get(self.url + "/readyz", timeout=2).status_code == 200
+            return httpx.get(self.url + ("/" if self.forgetful else "/readyz"), timeout=2).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -141,13 +146,28 @@ class Clients:
             self._ledger.retries += 1
             await asyncio.sleep(0.05)
 
-    async def produce(self, ids: Sequence[int], duration_s: float) -> None:
+    async def register(self) -> None:
+        """Start the run; of a server that forgot it, once more."""
+        await self.ask("POST", "/register", json=REGISTRATION | {"batch_size": BATCH_SIZE},
+                       headers={"Idempotency-Key": "register"})  # fmt: skip
+
+    async def register_env(self, name: str) -> int:
+        """Id of an environment, once a trainer has asked for its first batch."""
+        env = {"max_token_length": 64, "desired_name": name, "weight": 1.0, "group_size": GROUP_SIZE}
+        while True:
+            answer = await self.ask("POST", "/register-env", json=env, headers={"Idempotency-Key": f"env {name}"})
+            if answer.json()["status"] == "success":
+                return answer.json()["env_id"]
+            await asyncio.sleep(0.05)
+
+    async def produce(self, ids: Sequence[int], duration_s: float, env_id: int | None) -> None:
         """Push groups one by one, sometimes two at once, spread over a time."""
         position = 0
         while position < len(ids):
             some = ids[position : position + self._rng.choice((1, 1, 2))]
             position += len(some)
-            groups = [group(GROUP_SIZE, 16, seed=number, group_overrides={"id": number}) for number in some]
+            groups = [group(GROUP_SIZE, 16, seed=number, group_overrides={"id": number}, env_id=env_id)
+                      for number in some]  # fmt: skip
             single = len(some) == 1
             answer = await self.ask("POST", "/scored_data" if single else "/scored_data_list",
                                     json=groups[0] if single else groups,
@@ -164,6 +184,9 @@ class Clients:
             finished = done()
             answer = await self.ask("GET", "/batch", headers=headers)
             assert answer.status_code == 200, answer.text
+            if answer.json().get("status") == "error":
+                await self.register()
+                continue
             if not explicit:
                 self._ledger.acked.update(() if _same(answer, held) else held)
             batch = answer.json()["batch"]
@@ -174,8 +197,8 @@ class Clients:
                 await asyncio.sleep(0.02)
                 continue
             held = _ids(batch)
-            self._ledger.receive(int(answer.headers["x-batch-step"]), held)
-            if explicit:
+            self._ledger.receive(int(answer.headers.get("x-batch-step", len(self._ledger.steps))), held)
+            if explicit and "x-lease-id" in answer.headers:
                 acked = await self.ask("POST", "/batch/ack", json={"lease_id": answer.headers["x-lease-id"]})
                 if acked.status_code == 200:
                     self._ledger.acked.update(held)
@@ -197,21 +220,42 @@ async def run(servers: Sequence[ServerProcess], *, pushes: int, producers: int, 
     assert pushes * GROUP_SIZE % BATCH_SIZE == 0
     ledger = Ledger()
     clients = Clients(servers, ledger, seed)
-    rng = random.Random(seed + 1)
-    await clients.ask("POST", "/register", json=REGISTRATION | {"batch_size": BATCH_SIZE},
-                      headers={"Idempotency-Key": "register"})  # fmt: skip
-    shares = [range(index, pushes, producers) for index in range(producers)]
-    pushing = asyncio.gather(*(clients.produce(share, duration_s) for share in shares))
+    await clients.register()
+    pushing = asyncio.ensure_future(_push(clients, servers, ledger, pushes, producers, duration_s))
     training = [clients.train(f"trainer-{index}", index > 0, pushing.done) for index in range(trainers)]
-    working = asyncio.gather(pushing, *training)
-    killer = asyncio.create_task(_kill(servers, kill_every_s, rng))
+    killer = asyncio.create_task(_kill(servers, kill_every_s, random.Random(seed + 1)))
     try:
-        await working
+        await asyncio.gather(pushing, *training)
     finally:
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
         await clients.close()
     return ledger
+
+
+async def _push(clients: Clients, servers: Sequence[ServerProcess], ledger: Ledger, pushes: int, producers: int,
+                duration_s: float) -> None:  # fmt: skip
+    """All producers, each with an environment of its own where the server remembers such things."""
+    envs: list[int | None] = [None] * producers
+    if not servers[0].forgetful:
+        envs = list(await asyncio.gather(*(clients.register_env(f"env{index}") for index in range(producers))))
+    shares = [range(index, pushes, producers) for index in range(producers)]
+    await asyncio.gather(*(clients.produce(share, duration_s, env)
+                           for share, env in zip(shares, envs, strict=True)))  # fmt: skip
+    if not servers[0].forgetful:
+        envs.append(await clients.register_env("one more"))
+        if {*envs} != {*range(producers + 1)}:
+            ledger.broken.append(f"environments are not numbered on: {envs}")
+
+
+def compare(servers: Sequence[ServerProcess]) -> list[str]:
+    """Where servers of one state answer differently, in words."""
+    found = []
+    for path in ("/info", "/status", "/wandb_info", "/status-env?env_id=0", "/status-env?env_id=3"):
+        answers = {httpx.get(server.url + path, timeout=20).text for server in servers}
+        if len(answers) != 1:
+            found.append(f"{path}: {sorted(answers)}")
+    return found
 
 
 async def _kill(servers: Sequence[ServerProcess], every_s: float, rng: random.Random) -> None:
@@ -232,7 +276,7 @@ def free_port() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the balance. Returns 1 when it does not balance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", choices=("sqlite", "redis"), default="sqlite")
+    parser.add_argument("--store", choices=("sqlite", "redis", "original"), default="sqlite")
     parser.add_argument("--pushes", type=int, default=2000)
     parser.add_argument("--producers", type=int, default=8)
     parser.add_argument("--trainers", type=int, default=2)
@@ -247,21 +291,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         ledger = asyncio.run(run(servers, pushes=arguments.pushes, producers=arguments.producers,
                                  trainers=arguments.trainers, duration_s=arguments.duration,
                                  kill_every_s=arguments.kill_every, seed=arguments.seed))  # fmt: skip
-        wall = time.monotonic() - began
+        wall, differences = time.monotonic() - began, compare(servers)
     again = sum(times - 1 for times in ledger.delivered.values())
     print(f"store {arguments.store}: {len(servers)} server(s), {sum(server.kills for server in servers)} kills "
           f"in {wall:.0f} s, {ledger.retries} requests tried again")  # fmt: skip
     print(f"groups acknowledged {len(ledger.pushed)}, delivered {len(ledger.delivered)}, delivered again before their "
           f"acknowledgement {again}, after it {sum('again after' in text for text in ledger.broken)}")  # fmt: skip
     print(f"steps {len(ledger.steps)}; slowest restart {max(max(server.restart_s) for server in servers):.2f} s")
-    problems = ledger.balance()
+    problems = ledger.balance() + differences
     print("\n".join(problems) or "the books balance: nothing lost, nothing twice")
     return 1 if problems else 0
 
 
 def start_servers(store: str, folder: Path, stack: ExitStack) -> list[ServerProcess]:
-    """One server over SQLite, or two over a Redis of their own; stopped with the stack."""
-    address, number = f"sqlite:{folder / 'data'}", 1
+    """One server over SQLite, two over a Redis of their own, or the original; stopped with the stack."""
+    address, number = "original" if store == "original" else f"sqlite:{folder / 'data'}", 1
     if store == "redis":
         from tests.trajectory.test_traj_store_redis import RedisServer
 

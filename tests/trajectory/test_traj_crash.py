@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trajectory.crash_ledger import Ledger, run, start_servers
+from tests.trajectory.crash_ledger import Ledger, compare, run, start_servers
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
@@ -21,6 +21,7 @@ def test_the_books_balance(tmp_path: Path, store: str):
         servers = start_servers(store, tmp_path, stack)
         ledger = asyncio.run(run(servers, pushes=240, producers=8, trainers=2, duration_s=5, kill_every_s=1.0, seed=5))
         assert sum(server.kills for server in servers) >= 3
+        assert compare(servers) == []
     assert ledger.balance() == []
     assert len(ledger.pushed) == 240
 

@@ -1,0 +1,158 @@
+"""A server killed around the single moments of a batch and of a push of several groups: specification tests 28, 29."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.trajectory.conftest import REGISTRATION
+from tests.trajectory.crash_ledger import ServerProcess
+from tests.trajectory.groups import group
+
+KILLS, LIST, BATCH = 8, 3, 8
+HEADERS = {"X-Trainer-Id": "me"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(f"sqlite:{tmp_path / 'data'}", tmp_path / "log")
+    httpx.post(process.url + "/register", json=REGISTRATION | {"batch_size": BATCH})
+    assert httpx.get(process.url + "/batch", headers=HEADERS).json() == {"batch": None}
+    yield process
+    process.stop()
+
+
+def pushed(server: ServerProcess, first: int, count: int, tokens: int = 16) -> None:
+    items = [group(4, tokens, seed=number, group_overrides={"id": number}) for number in range(first, first + count)]
+    answer = httpx.post(server.url + "/scored_data_list", json=items, timeout=30)
+    assert answer.json() == {"status": "received", "groups_processed": count}
+
+
+def pull(server: ServerProcess, trainer: str = "me") -> tuple[int, list[int]]:
+    """Step and ids of a batch; no ids where there is none."""
+    answer = httpx.get(server.url + "/batch", headers={"X-Trainer-Id": trainer}, timeout=30)
+    batch = answer.json()["batch"]
+    if batch is None:
+        return -1, []
+    return int(answer.headers["x-batch-step"]), [item["group_overrides"]["id"] for item in batch]
+
+
+def kill_and_start(server: ServerProcess) -> None:
+    server.kill()
+    server.start()
+
+
+def test_killed_in_the_middle_of_a_response(server: ServerProcess):
+    pushed(server, 0, 2, tokens=300_000)
+    pushed(server, 2, 2)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nX-Trainer-Id: me\r\nAccept-Encoding: identity\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        kill_and_start(server)
+    assert pull(server) == (0, [0, 1]), "the same batch, and the same step"
+    assert pull(server) == (1, [2, 3])
+    assert pull(server) == (-1, [])
+
+
+def test_killed_after_the_last_byte_the_batch_stays_with_its_trainer(server: ServerProcess):
+    pushed(server, 0, 4)
+    assert pull(server) == (0, [0, 1])
+    kill_and_start(server)
+    assert pull(server, "another") == (1, [2, 3]), "the first one was sent, it is not given to others"
+    assert pull(server) == (-1, [])
+
+
+@dataclass
+class Asked:
+    """What came of requests that run into a kill."""
+
+    batch: httpx.Response | None = None
+    push: httpx.Response | None = None
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def add(self, name: str, **request: Any) -> None:
+        client = httpx.Client(timeout=20, verify=False)
+        self.threads.append(threading.Thread(target=self._ask, args=(name, client, request)))
+
+    def go(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def _ask(self, name: str, client: httpx.Client, request: dict[str, Any]) -> None:
+        with client, suppress(httpx.TransportError):
+            setattr(self, name, client.request(**request))
+
+
+def test_killed_around_a_batch_and_a_push(server: ServerProcess):
+    """A batch that arrived is never given to another trainer and never again after the next pull; one that did not
+    arrive comes again; a list of groups is there whole or not at all."""
+    rng = random.Random(3)
+    lists = {n: [n * LIST + i for i in range(LIST)] for n in range(KILLS + 1)}
+    bodies = {n: json.dumps([group(4, 64, seed=i, group_overrides={"id": i}) for i in ids]) for n, ids in lists.items()}
+    certain = {0}
+    assert httpx.post(server.url + "/scored_data_list", content=bodies[0]).status_code == 200
+    received: dict[int, list[int]] = {}
+    for round_ in range(1, KILLS + 1):
+        asked = Asked()
+        asked.add("push", method="POST", url=server.url + "/scored_data_list", content=bodies[round_])
+        asked.add("batch", method="GET", url=server.url + "/batch", headers=HEADERS)
+        asked.go()
+        time.sleep(rng.uniform(0, 0.012))
+        kill_and_start(server)
+        for thread in asked.threads:
+            thread.join(30)
+        if asked.push is not None:
+            assert asked.push.status_code == 200
+            certain.add(round_)
+        if asked.batch is not None and asked.batch.json()["batch"]:
+            _receive(received, int(asked.batch.headers["x-batch-step"]),
+                     [item["group_overrides"]["id"] for item in asked.batch.json()["batch"]])  # fmt: skip
+    while (batch := pull(server)) != (-1, []):
+        _receive(received, *batch)
+    pushed(server, 10_000, 1)  # an odd group may be left: with one more it fills a batch
+    while (batch := pull(server)) != (-1, []):
+        _receive(received, *batch)
+    seen = [number for ids in received.values() for number in ids if number < 10_000]
+    assert len(seen) == len(set(seen)), "no group belongs to two batches"
+    assert sorted(received) == list(range(len(received))), "steps have no gap"
+    for number, ids in lists.items():
+        there = set(ids) & set(seen)
+        assert there in (set(), set(ids)), f"list {number} is there in part"
+        assert there or number not in certain, f"list {number} was acknowledged and is lost"
+
+
+def _receive(received: dict[int, list[int]], step: int, ids: list[int]) -> None:
+    assert received.setdefault(step, ids) == ids, f"step {step} has two contents"
+
+
+def test_killed_during_an_acknowledgement(server: ServerProcess):
+    rng = random.Random(4)
+    pushed(server, 0, 8)
+    for step in range(4):
+        answer = httpx.get(server.url + "/batch", headers=HEADERS | {"X-Ack-Mode": "explicit"})
+        assert int(answer.headers["x-batch-step"]) == step
+        body = json.dumps({"lease_id": answer.headers["x-lease-id"]}).encode()
+        asked = Asked()
+        asked.add("push", method="POST", url=server.url + "/batch/ack", content=body)
+        asked.go()
+        time.sleep(rng.uniform(0, 0.006))
+        kill_and_start(server)
+        asked.threads[0].join(30)
+        leases = {lease["lease_id"] for lease in httpx.get(server.url + "/leases").json()["leases"]}
+        if asked.push is not None:
+            assert asked.push.status_code == 200
+            assert answer.headers["x-lease-id"] not in leases, "what was acknowledged is gone"
+        assert httpx.post(server.url + "/batch/ack", content=body).status_code == 200, "once more does no harm"
+    assert pull(server) == (-1, [])
+    assert httpx.get(server.url + "/status").json() == {"current_step": 4, "queue_size": 0}
