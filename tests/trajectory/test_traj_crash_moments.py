@@ -54,22 +54,26 @@ def kill_and_start(server: ServerProcess) -> None:
 
 
 def test_killed_in_the_middle_of_a_response(server: ServerProcess):
-    pushed(server, 0, 2, tokens=300_000)
+    pushed(server, 0, 2, tokens=150_000)
     pushed(server, 2, 2)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nX-Trainer-Id: me\r\nAccept-Encoding: identity\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        time.sleep(0.3)
         kill_and_start(server)
     assert pull(server) == (0, [0, 1]), "the same batch, and the same step"
     assert pull(server) == (1, [2, 3])
     assert pull(server) == (-1, [])
 
 
-def test_killed_after_the_last_byte_the_batch_stays_with_its_trainer(server: ServerProcess):
+def test_killed_when_it_knows_that_a_batch_was_sent(server: ServerProcess):
     pushed(server, 0, 4)
     assert pull(server) == (0, [0, 1])
+    deadline = time.monotonic() + 10
+    while [lease["state"] for lease in httpx.get(server.url + "/leases").json()["leases"]] != ["sent"]:
+        assert time.monotonic() < deadline, "it never learns that the batch was sent"
     kill_and_start(server)
-    assert pull(server, "another") == (1, [2, 3]), "the first one was sent, it is not given to others"
+    assert pull(server, "another") == (1, [2, 3]), "the first one stays with its trainer"
     assert pull(server) == (-1, [])
 
 
