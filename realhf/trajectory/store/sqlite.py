@@ -29,7 +29,7 @@ from realhf.trajectory.store.segments import SEGMENT_BYTES, Segments
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
 _INLINE_ROWS = 100
-_INLINE_BYTES = 64 << 10
+_INLINE_BYTES = 256 << 10
 _CHECKPOINT_BYTES = 8 << 20
 _LOGGED_BYTES_PER_ROW = 4096
 _WAIT_FOR_CHECKPOINT_BYTES = 128 << 20
