@@ -6,7 +6,10 @@ setup(
     description="Dataflow reinforcement learning for tool-using cloud agents",
     python_requires=">=3.11",
     packages=find_packages(include=["realhf*", "workers*", "experiments*", "configs*"]),
-    package_data={"configs": ["**/*.yaml"], "realhf": ["**/*.yaml", "env/web/static/*", "trajectory/static/*", "py.typed"]},
+    package_data={
+        "configs": ["**/*.yaml"],
+        "realhf": ["**/*.yaml", "env/web/static/*", "trajectory/static/*", "py.typed"],
+    },
     install_requires=[
         "torch>=2.11",
         "transformers>=5",
