@@ -70,10 +70,10 @@ class Table:
     def lines(self) -> list[str]:
         """One line for each row: median by server, and ours over the original."""
         found = [f"{'median of the repeats':<56}{'original':>10}{'sqlite':>10}{'memory':>10}   "
-                 "sqlite / original       memory / original"]  # fmt: skip
+                 "sqlite / original           memory / original"]  # fmt: skip
         for row in self.values:
             cells = "".join(f"{_short(self.median(row, kind)):>10}" for kind in KINDS)
-            ratios = "".join(f"{_range(self.ratios(row, kind)):<24}" for kind in KINDS[1:])
+            ratios = "".join(f"{_range(self.ratios(row, kind)):<28}" for kind in KINDS[1:])
             found.append(f"{row:<56}{cells}   {ratios}".rstrip())
         return found
 
@@ -136,4 +136,6 @@ def _short(value: float | None) -> str:
 def _range(ratios: Sequence[float]) -> str:
     if not ratios:
         return ""
-    return f"{statistics.median(ratios):.2g} ({ratios[0]:.2g} - {ratios[-1]:.2g})"
+    middle, low, high = (f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+                         for value in (statistics.median(ratios), ratios[0], ratios[-1]))  # fmt: skip
+    return f"{middle} ({low} - {high})"
