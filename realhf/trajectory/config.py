@@ -63,6 +63,7 @@ class TrajectoryConfig:
     status_before_registration: bool | None = _row("/status shows the queue before a trainer registers")
     fence_epochs: bool | None = _row("refuse requests with the X-Epoch of an older run")
     bound_staleness: bool | None = _row("max_staleness counts")
+    bound_integers: bool | None = _row("refuse tokens and masks beyond signed 64 bit")
     forget_on_reset: bool | None = _row("a reset forgets the latest example and the token limit too")
     heartbeat_timeout_s: float | None = _row("seconds of silence after which an environment stops blocking", float)
     lease_timeout_s: float | None = _row("seconds after which an unacknowledged batch goes to another trainer", float)

@@ -6,6 +6,7 @@ Source: trajectory specification 3.5 (buffer expiry), 3.7, 3.10, 3.11.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -50,26 +51,19 @@ def tidy(state: TrajectoryState, now: float) -> None:
 def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord]:
     limit = now - state.options.buffer_expiry_s
     for held in state.buffers.values():
-        for group, _ in zip(held.values(), range(PER_ROUND), strict=False):
-            if group.arrived_at >= limit:
-                break
-            yield group
+        yield from islice(takewhile(lambda group: group.arrived_at < limit, held.values()), PER_ROUND)
 
 
 def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
     limit = now - state.options.replay_ttl_s
-    for replay, _ in zip(state.replays.values(), range(PER_ROUND), strict=False):
-        if replay.stored_at >= limit:
-            break
-        yield replay.key
+    old = takewhile(lambda replay: replay.stored_at < limit, state.replays.values())
+    return (replay.key for replay in islice(old, PER_ROUND))
 
 
 def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
     limit = now - state.options.replay_ttl_s
-    for closed, _ in zip(state.closed.values(), range(PER_ROUND), strict=False):
-        if closed.closed_at >= limit:
-            break
-        yield closed.lease_id
+    old = takewhile(lambda closed: closed.closed_at < limit, state.closed.values())
+    return (closed.lease_id for closed in islice(old, PER_ROUND))
 
 
 def _ended_for_good(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]:

@@ -21,7 +21,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class StateOptions:
-    """Rules of one state. Sizes in bytes (0: no limit), times in seconds. The first ten are the rows of the strict
+    """Rules of one state. Sizes in bytes (0: no limit), times in seconds. The first twelve are the rows of the strict
     switch, each with the default of this server."""
 
     reregister_resets: bool = True
@@ -34,6 +34,7 @@ class StateOptions:
     status_before_registration: bool = True
     fence_epochs: bool = True
     bound_staleness: bool = True
+    bound_integers: bool = True
     forget_on_reset: bool = True
 
     lease_timeout_s: float = 600.0
@@ -63,7 +64,7 @@ def strict(options: StateOptions, **chosen: Any) -> StateOptions:
     rows: dict[str, Any] = {
         "reregister_resets": False, "divisor_packing": False, "weighted_fill": False, "recheck_minimums": False,
         "heartbeat_timeout_s": math.inf, "lease_anonymous": False, "count_others_of_size_one": False,
-        "status_before_registration": False, "fence_epochs": False, "bound_staleness": False,
+        "status_before_registration": False, "fence_epochs": False, "bound_staleness": False, "bound_integers": False,
         "forget_on_reset": False,
     }  # fmt: skip
     return replace(options, **(rows | chosen))

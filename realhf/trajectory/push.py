@@ -84,12 +84,7 @@ def _route(
     group = GroupRecord(state.next_id(), 0, Place.QUEUE, incoming.env_id, incoming.size, payload, version, now)
     _wake(state, env)
     if env is None or incoming.size == max(1, env.group_size):
-        reason = unservable_reason(state, incoming.size)
-        if reason:
-            isolate(state, group, reason)
-            reasons.add(reason)
-        else:
-            _enqueue(state, [group], None)
+        _enqueue_or_isolate(state, group, reasons)
         return None
     reason = _unbufferable(state, env, incoming.size)
     if reason:
@@ -136,12 +131,16 @@ def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons:
         _enqueue(state, found, (0, len(found)))
         return
     for member in found:
-        reason = unservable_reason(state, member.size)
-        if reason:
-            isolate(state, member, reason)
-            reasons.add(reason)
-        else:
-            _enqueue(state, [member], None)
+        _enqueue_or_isolate(state, member, reasons)
+
+
+def _enqueue_or_isolate(state: TrajectoryState, group: GroupRecord, reasons: set[str]) -> None:
+    reason = unservable_reason(state, group.size)
+    if reason:
+        isolate(state, group, reason)
+        reasons.add(reason)
+    else:
+        _enqueue(state, [group], None)
 
 
 def _enqueue(state: TrajectoryState, members: list[GroupRecord], bundle: tuple[int, int] | None) -> None:

@@ -87,7 +87,8 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
         body = request.scope.get("traj.body", b"")
         key, fingerprint = idempotency(request, body)
         groups = await parse_groups(body, request.headers.get("content-type"), listed=listed,
-                                    int64=not service.config.strict, offload=service.offload)  # fmt: skip
+                                    int64=service.engine.state.options.bound_integers,
+                                    offload=service.offload)  # fmt: skip
         groups = _versioned(groups, integer_header(request, "x-policy-version"))
         refs = await service.engine.store.stage([group.data for group in groups])
         try:

@@ -22,7 +22,17 @@ _NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "infer
 
 def router(service: Service) -> APIRouter:
     """Endpoints that any token may read, and those of the administrator."""
-    routes, engine = APIRouter(tags=["server"]), service.engine
+    routes = APIRouter(tags=["server"])
+    _stock(routes, service)
+    _views(routes, service)
+    _tending(routes, service)
+    _health(routes, service)
+    return routes
+
+
+def _stock(routes: APIRouter, service: Service) -> None:
+    """What the original answers too."""
+    engine = service.engine
 
     @routes.get("/")
     async def root() -> dict[str, str]:
@@ -67,6 +77,11 @@ def router(service: Service) -> APIRouter:
         await engine.write(registry.reset)
         return PlainTextResponse("Reset successful")
 
+
+def _views(routes: APIRouter, service: Service) -> None:
+    """What the server holds."""
+    engine = service.engine
+
     @routes.get("/envs")
     async def envs() -> Response:
         """Every environment: state, age of its last sign of life, groups queued, sequences served."""
@@ -89,6 +104,11 @@ def router(service: Service) -> APIRouter:
         """Groups that can never be served, with reasons; pages by id."""
         return answer(await engine.read(views.quarantine, limit, after))
 
+
+def _tending(routes: APIRouter, service: Service) -> None:
+    """What only the administrator does."""
+    engine = service.engine
+
     @routes.post("/quarantine/requeue")
     async def requeue(request: Requeue) -> Response:
         """Back to the tail of the queue, where that is possible now."""
@@ -98,6 +118,11 @@ def router(service: Service) -> APIRouter:
     async def clear_quarantine() -> Response:
         """Delete what is in quarantine."""
         return answer(await engine.write(quarantine.clear))
+
+
+def _health(routes: APIRouter, service: Service) -> None:
+    """What supervisors and Prometheus ask."""
+    engine = service.engine
 
     @routes.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -119,5 +144,3 @@ def router(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return routes

@@ -80,6 +80,7 @@ def test_flags_win_over_variables_and_unknown_ones_are_refused():
     assert (config.port, config.strict) == (11, True)
     options = config.state_options()
     assert (options.heartbeat_timeout_s, options.weighted_fill, options.divisor_packing) == (7.0, True, False)
+    assert not options.bound_integers
     assert resolve(None, config.to_environment()) == config
     for bad in ({"REALHF_TRAJ_NONSENSE": "1"}, {"REALHF_TRAJ_PORT": "x"}, {"REALHF_TRAJ_STRICT": "maybe"}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
