@@ -219,6 +219,42 @@ class StreamConfig:
 
 
 @dataclass
+class FailureConfig:
+    """What a rollout worker does about an episode that failed. ``retries``: further attempts of a rollout; then it is
+    left out if at least rollout.min_group_size others are valid, else the whole sample is given back and played again,
+    at most ``max_attempts`` times. ``fail_fast``: the first failure ends the run."""
+
+    retries: int = 2
+    max_attempts: int = 3
+    fail_fast: bool = False
+
+
+@dataclass
+class AsyncConfig:
+    """Asynchronous training. max_head_offpolicyness (eta): versions that the oldest token of a sample may lie behind
+    the weights it trains; 0 is synchronous batches. max_concurrent_rollouts: samples in play at once (None: as many as
+    the environment's sessions hold). engine: embedded or vllm; vllm_url: a server that runs already (None: the launcher
+    starts one). staleness_policy: wait for stragglers, or drop what is too old. kv_policy: recompute keys and values of
+    running episodes under new weights, or keep them. weights: shm, disk or broadcast. rollout_deadline_s: a sample
+    that takes longer is given back."""
+
+    max_head_offpolicyness: int = 1
+    max_concurrent_rollouts: int | None = None
+    n_rollout_workers: int = 1
+    n_generation_workers: int = 1
+    generation_threads: int = 1
+    engine: str = "embedded"
+    vllm_url: str | None = None
+    staleness_policy: str = "wait"
+    kv_policy: str = "recompute"
+    weights: str = "shm"
+    rollout_deadline_s: float = 600.0
+    pause_timeout_s: float = 30.0
+    recover_retries: int = 1
+    on_failure: FailureConfig = field(default_factory=FailureConfig)
+
+
+@dataclass
 class CheckpointConfig:
     """ckpt_freq_steps: recovery checkpoint; keep: how many stay."""
 
@@ -278,6 +314,7 @@ class ExperimentConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    async_rl: AsyncConfig = field(default_factory=AsyncConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     exp_ctrl: CheckpointConfig = field(default_factory=CheckpointConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)

@@ -26,11 +26,13 @@ class GenRequest:
     """One sequence to continue. ``token_ids`` is the whole prefix; ``slot`` names the cache row that may
     hold the keys and values of a prefix of it (the engine reuses what matches and computes the rest).
     ``sampled``: how many tokens at the end of the prefix belong to the turn that goes on, after an
-    interruption; they count towards its minimum and maximum."""
+    interruption; they count towards its minimum and maximum. ``seed``: the sequence's own stream of random numbers:
+    its tokens then depend on this number and their positions, and not on the company it is sampled in."""
 
     slot: int
     token_ids: Sequence[int]
     sampled: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

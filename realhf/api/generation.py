@@ -1,0 +1,117 @@
+"""Contracts of asynchronous generation: engines that requests join and leave between tokens, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from realhf.api.config import GenConfig
+from realhf.api.model import GenOutput, GenRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Done = Callable[[GenOutput | Exception], None]
+"""Called once per submitted request, on a thread of the engine, with its output or with what went wrong."""
+
+
+class StreamingGenerator(Protocol):
+    """Continuous batching. All methods may be called from any thread; a request is known by its slot.
+
+    A finished output has the reason ``stop``, ``length`` or ``aborted``; no request is interrupted by new weights:
+    it goes on under them, and ``GenOutput.versions`` tells per token which version sampled it.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; -1 before the first."""
+        ...
+
+    def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
+        """Queue a request. It waits while the engine is paused or has no weights yet."""
+        ...
+
+    def abort(self, slots: Sequence[int]) -> None:
+        """End these requests with the tokens they have (reason ``aborted``)."""
+        ...
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Forget what is cached for these slots: their episodes are over."""
+        ...
+
+    def pause(self, timeout_s: float) -> None:
+        """Return when no token is being sampled; none is until ``resume``. Raises TimeoutError."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take new weights between two tokens: all of them or, on an error, none. A version that is in use already is
+        left alone; a lower one raises ValueError, so does a tensor that is missing or of another shape."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: ``generated_tokens``, ``prefill_tokens``, ``reused_tokens``, ``busy_s`` (seconds in
+        forward passes), and now: ``running``, ``waiting``."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's thread; requests that are not finished get an error."""
+        ...
+
+
+class TokenSource(Protocol):
+    """What an agent asks for tokens, on its event loop."""
+
+    async def generate(self, request: GenRequest) -> GenOutput:
+        """The rest of a turn, or (``interrupted``) a part of it. Raises GenerationFailed."""
+        ...
+
+    def free(self, slots: Sequence[int]) -> None: ...
+
+
+class GenerationFailed(RuntimeError):
+    """No generation worker could serve a request before its deadline."""
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of ``realhf.api.keys``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightsManifest:
+    """One version of a policy's weights and how to get it. ``medium``: ``shm`` (``location``: name of a segment),
+    ``disk`` (a safetensors file) or ``broadcast`` (address of a rendezvous). ``checksum``: hex digest (blake2b, 16
+    bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset."""
+
+    version: int
+    medium: str
+    location: str
+    nbytes: int
+    checksum: str
+    slots: tuple[TensorSlot, ...] = ()
+
+    def to_map(self) -> dict[str, Any]:
+        """msgpack-able."""
+        rows = [[s.name, s.dtype, list(s.shape), s.offset, s.nbytes] for s in self.slots]
+        return {"version": self.version, "medium": self.medium, "location": self.location, "nbytes": self.nbytes,
+                "checksum": self.checksum, "slots": rows}
+
+    @staticmethod
+    def from_map(fields: Mapping[str, Any]) -> WeightsManifest:
+        """Undo of ``to_map``. Raises KeyError, TypeError or ValueError on anything else."""
+        slots = tuple(TensorSlot(str(name), str(dtype), tuple(int(d) for d in shape), int(offset), int(nbytes))
+                      for name, dtype, shape, offset, nbytes in fields["slots"])
+        return WeightsManifest(int(fields["version"]), str(fields["medium"]), str(fields["location"]),
+                               int(fields["nbytes"]), str(fields["checksum"]), slots)
+
+
+Generate = Callable[[GenRequest], Awaitable[GenOutput]]

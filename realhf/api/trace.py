@@ -1,0 +1,48 @@
+"""Who did what when: the protocol by which every part of a run reports spans of its work.
+
+Times are wall-clock nanoseconds (``time.time_ns``), so that the lines of several processes fit together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+
+class Tracer(Protocol):
+    """Cheap: a span costs microseconds and never waits. Thread-safe."""
+
+    def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+        """A piece of work on the calling thread's line."""
+        ...
+
+    def record(self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any) -> None:
+        """A piece of work that is over. ``line`` separates what runs concurrently within one process."""
+        ...
+
+    def instant(self, name: str, **args: Any) -> None:
+        """Something without a duration, e.g. new weights."""
+        ...
+
+    def counter(self, name: str, **values: float) -> None:
+        """Numbers that change over time, drawn as a curve."""
+        ...
+
+
+class NoTrace:
+    """A ``Tracer`` that keeps nothing."""
+
+    @contextlib.contextmanager
+    def span(self, name: str, **args: Any) -> Iterator[None]:
+        del name, args
+        yield
+
+    def record(self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any) -> None:
+        pass
+
+    def instant(self, name: str, **args: Any) -> None:
+        pass
+
+    def counter(self, name: str, **values: float) -> None:
+        pass
