@@ -1,0 +1,122 @@
+"""Asks a ``ServiceServer``, many requests at once, from one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from realhf.transport import envelope
+from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
+
+
+class ServiceError(TransportError):
+    """The server refused or failed; ``kind`` is the type of its error."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class ServiceClient:
+    """``peer`` names the server in messages, ``client`` this process to the server. Belongs to the running loop.
+
+    A server that dies fails its requests at once with PeerLost, later ones too: make a new client for its successor.
+    """
+
+    def __init__(self, endpoint: str, peer: str, client: str, run_id: str) -> None:
+        self.endpoint, self._peer, self._client, self._run_id = endpoint, peer, client, run_id
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self.lost = False
+        self._closed = False
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        # A server listens before anyone learns its endpoint, so a refused connection (closed) is a dead one too.
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._socket.connect(endpoint)
+        self._loop.add_reader(self._socket.FD, self._drain)
+        self._loop.add_reader(self._monitor.FD, self._watch)
+        self._loop.call_soon(self._watch)
+
+    async def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
+        """The server's answer. Raises ServiceError (its own words), PeerLost or RpcTimeout."""
+        if self.lost or self._closed:
+            raise PeerLost(f"{self._peer} at {self.endpoint} is gone")
+        number = next(self._numbers)
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._waiting[number] = future
+        header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client)
+        try:
+            self._socket.send_multipart([header, pack_payload(payload)], zmq.NOBLOCK)
+            self._after_send()
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except zmq.Again:
+            raise PeerLost(f"{self._peer} at {self.endpoint} takes no more requests") from None
+        except TimeoutError:
+            raise RpcTimeout(f"{self._peer} did not answer {method} within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def close(self) -> None:
+        """Requests in flight fail with PeerLost."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fail_all("was closed here")
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+    def _after_send(self) -> None:
+        # Sending may swallow the edge by which the descriptor announces a message that came in.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        while not self._closed:
+            try:
+                frame, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            with contextlib.suppress(ProtocolError):
+                self._answer(unpack_header(frame), payload)
+
+    def _answer(self, header: dict[str, Any], payload: list[bytes]) -> None:
+        future = self._waiting.get(envelope.field(header, "id", int))
+        if future is None or future.done():
+            return
+        value = unpack_payload(payload)
+        if header["kind"] == "reply":
+            future.set_result(value)
+        else:
+            future.set_exception(ServiceError(str(value["type"]), str(value["message"])))
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._drain()
+            self.lost = True
+            self._fail_all("closed the connection")
+
+    def _fail_all(self, reason: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(PeerLost(f"{self._peer} at {self.endpoint} {reason}"))

@@ -1,0 +1,133 @@
+"""Requests of many clients to one process, answered out of order: admission at the master, tokens at a generation
+worker. The other direction of ``rpc_master``, which calls; see spec dataflow, sections 6 and 9.
+
+A message is a header (``kind`` request, ``id`` of the client's choice, ``method``) and one msgpack payload.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from realhf.transport import envelope
+from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.errors import ProtocolError
+from realhf.transport.waker import Waker
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 5.0
+_LINGER_MS = 500
+
+
+class Request:
+    """One request. Answer it once, from any thread: ``reply`` or ``fail``; a client that has gone is no error."""
+
+    def __init__(self, server: ServiceServer, identity: bytes, number: int, client: str, method: str,
+                 payload: Any) -> None:  # fmt: skip
+        self.client, self.method, self.payload = client, method, payload
+        self._server, self._identity, self._number = server, identity, number
+
+    def reply(self, value: Any) -> None:
+        self._server.send(self._identity, "reply", self._number, value)
+
+    def fail(self, error: BaseException) -> None:
+        self._server.send(self._identity, "error", self._number,
+                          {"type": type(error).__name__, "message": str(error)[:10_000]})
+
+
+class ServiceServer:
+    """Listens on loopback; ``handle(request)`` runs on the server's thread and must not wait. What it raises goes to
+    the client. ``failure``: why the thread ended, if it did."""
+
+    def __init__(
+        self, name: str, run_id: str, handle: Callable[[Request], None], *, bind: str = "tcp://127.0.0.1:0"
+    ) -> None:
+        self._name, self._run_id, self._handle = name, run_id, handle
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        self._socket.bind(envelope.require_loopback(bind))
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.dropped_messages = 0
+        self.failure: BaseException | None = None
+        self._answers: deque[list[bytes]] = deque()
+        self._waker = Waker()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"service {name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; what was answered before still leaves."""
+        self._closing = True
+        self._waker.wake()
+        self._thread.join(_CLOSE_S)
+        self._waker.close()
+
+    def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
+        """Queue an answer; from any thread."""
+        try:
+            payload = pack_payload(value)
+        except ProtocolError as error:
+            kind, payload = "error", pack_payload({"type": "ProtocolError", "message": str(error)})
+        self._answers.append([identity, pack_header(kind, self._run_id, b"", id=number), payload])
+        if threading.current_thread() is not self._thread:
+            self._waker.wake()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self.failure = error
+            _log.exception("service %s ended", self._name)
+        finally:
+            self._context.destroy(_LINGER_MS)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._waker.fileno() in ready:
+                self._waker.clear()
+            self._receive_all()
+            while self._answers:
+                self._socket.send_multipart(self._answers.popleft())
+            if self._closing:
+                return
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                identity, frame, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                self.dropped_messages += 1
+                continue
+            try:
+                self._accept(identity, unpack_header(frame), payload)
+            except ProtocolError as error:
+                self.dropped_messages += 1
+                _log.warning("service %s dropped a message: %s", self._name, error)
+
+    def _accept(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
+        number = envelope.field(header, "id", int)
+        if header.get("run") != self._run_id:
+            text = f"this is run {self._run_id!r}, the request is of run {header.get('run')!r}"
+            self.send(identity, "error", number, {"type": "ProtocolError", "message": text})
+            return
+        request = Request(self, identity, number, envelope.field(header, "client", str),
+                          envelope.field(header, "method", str), unpack_payload(payload))
+        try:
+            self._handle(request)
+        except Exception as error:
+            request.fail(error)
