@@ -21,7 +21,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.kv_cache import RowCache
 from realhf.backends.row_attention import row_decoding
 from realhf.backends.row_table import PrefillItem, RowTable
-from realhf.backends.sampling import check_gen_config, sample_tokens
+from realhf.backends.sampling import check_gen_config, sample_tokens, stream_of, uniform_at
 
 _PREFILL_TOKENS = 4096
 _PADDING_TOKENS = 768  # computing so many padded tokens costs a small model about as much as another pass
@@ -44,10 +44,34 @@ def context_limit(config: Any) -> int:
 
 
 @dataclass
+class _Draws:
+    """Uniform numbers of one call, in request order: of the sequence's own stream where the request has a seed, of
+    the call's generator elsewhere. ``streams`` uint64 (n,), ``lengths`` int64 (n,) of the prefixes."""
+
+    streams: np.ndarray
+    own: np.ndarray
+    lengths: np.ndarray
+    generator: torch.Generator
+
+    @staticmethod
+    def of(requests: Sequence[GenRequest], seed: int) -> _Draws:
+        streams = np.array([stream_of(r.seed or 0) for r in requests], dtype=np.uint64)
+        own = np.array([r.seed is not None for r in requests])
+        lengths = np.array([len(r.token_ids) for r in requests], dtype=np.int64)
+        return _Draws(streams, own, lengths, torch.Generator().manual_seed(seed))
+
+    def at(self, step: int) -> np.ndarray:
+        """For the token ``step`` places after each prefix, fp64 (n,). Called once per step."""
+        shared = torch.rand(len(self.own), generator=self.generator, dtype=torch.float64).numpy()
+        return np.where(self.own, uniform_at(self.streams, self.lengths + step), shared)
+
+
+@dataclass
 class _Batch:
     """Rows that decode together, in row order. ``request`` int64 (n,): index of each row's request."""
 
     request: np.ndarray
+    draws: _Draws
     positions: Tensor
     mask: Tensor
     alive: np.ndarray
@@ -129,9 +153,9 @@ class EmbeddedGenerator:
         rows = self._table.rows_of(slots)
         plan = self._table.plan_prefill(rows, prefixes)
         logits = self._prefill(plan, prefixes)
-        batch = self._start(rows, prefixes, logits)
+        batch = self._start(rows, prefixes, logits, _Draws.of(requests, seed))
         minimum = np.array([config.min_new_tokens - r.sampled for r in requests])
-        drawn = self._decode(batch, budgets, minimum, config, stop_ids, seed)
+        drawn = self._decode(batch, budgets, minimum, config, stop_ids)
         version = self._version()
         outputs = []
         for i, (tokens, logprobs, stopped) in enumerate(drawn):
@@ -220,13 +244,14 @@ class EmbeddedGenerator:
         )
         return out.logits[:, -1]
 
-    def _start(self, rows: list[int], prefixes: list[np.ndarray], logits: Tensor) -> _Batch:
+    def _start(self, rows: list[int], prefixes: list[np.ndarray], logits: Tensor, draws: _Draws) -> _Batch:
         """The decoding batch: requests put into row order, masks open up to each row's length."""
         request = np.argsort(np.asarray(rows))
         lengths = self._index([len(prefixes[i]) for i in request])
         closed = torch.arange(self._cache.columns, device=lengths.device) >= lengths[:, None]
         mask = self._blank_mask(closed.shape).masked_fill_(closed, float("-inf"))
-        return _Batch(request, lengths, mask, np.ones(len(rows), dtype=bool), logits[self._index(request)])
+        alive = np.ones(len(rows), dtype=bool)
+        return _Batch(request, draws, lengths, mask, alive, logits[self._index(request)])
 
     def _decode(
         self,
@@ -235,12 +260,10 @@ class EmbeddedGenerator:
         minimum: np.ndarray,
         config: GenConfig,
         stop_ids: Sequence[int],
-        seed: int,
     ) -> list[tuple[list[int], list[float], bool]]:
         """Per request: tokens, log-probabilities, whether a stop id ended it. ``budgets`` and ``minimum`` bound
         the new tokens of each request."""
         n, steps = len(budgets), int(budgets.max())
-        generator = torch.Generator().manual_seed(seed)
         stops = torch.zeros(batch.logits.shape[-1], dtype=torch.bool, device=batch.logits.device)
         stops[self._index(list(stop_ids))] = True
         tokens_out = np.zeros((steps, n), dtype=np.int64)
@@ -249,7 +272,7 @@ class EmbeddedGenerator:
         for step in range(steps):
             # One draw per request and step, whoever is still alive: a row's tokens do not depend on when
             # other rows end.
-            uniform = torch.rand(n, generator=generator, dtype=torch.float64).numpy()[batch.request]
+            uniform = batch.draws.at(step)[batch.request]
             short = torch.from_numpy(minimum[batch.request] > step)
             banned = stops & short[:, None].to(stops.device) if short.any() else None
             draw = torch.from_numpy(uniform).to(batch.logits.device)

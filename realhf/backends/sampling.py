@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(z: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), uint64."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def stream_of(seed: int) -> int:
+    """The 64-bit start of a sequence's stream of random numbers; seeds that differ little are far apart here."""
+    start = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
+    return int(_mixed(start + _GOLDEN)[0])
+
+
+def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform numbers fp64 in [0, 1) with 53 random bits, a function of ``streams`` (uint64, from ``stream_of``) and
+    ``positions`` (int64, index of the token in its whole sequence) only: no state, so a token's number does not
+    depend on batch, chunk or round."""
+    z = _mixed(streams + positions.astype(np.uint64) * _GOLDEN)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def check_gen_config(config: GenConfig) -> None:

@@ -232,3 +232,21 @@ def test_a_minimum_holds_across_chunks(tiny_model: Any) -> None:
     rest = engine.generate([GenRequest(0, [5, 6, *first.token_ids], 2)], config, stop_ids=every, seed=1)[0]
     assert len(rest.token_ids) == 2
     assert rest.token_ids[0] == model.config.vocab_size - 1
+
+
+def test_a_seeded_sequence_keeps_its_tokens_in_any_company_and_in_chunks(tiny_model: Any) -> None:
+    prompts = [[5, 6, 7], [8, 9], [5, 6, 11, 12], [40]]
+    config = GenConfig(max_new_tokens=12)
+    requests = [GenRequest(i, p, seed=100 + i) for i, p in enumerate(prompts)]
+    together = EmbeddedGenerator(tiny_model()).generate(requests, config, stop_ids=[2], seed=1)
+    for request, expected in zip(requests, together, strict=True):
+        alone = EmbeddedGenerator(tiny_model()).generate([request], config, stop_ids=[2], seed=2)[0]
+        assert alone.token_ids == expected.token_ids
+    first = together[0]
+    rest = EmbeddedGenerator(tiny_model()).generate(
+        [GenRequest(7, prompts[0] + first.token_ids[:5], 5, seed=100)], config, stop_ids=[2], seed=3
+    )[0]
+    assert first.token_ids[:5] + rest.token_ids == first.token_ids
+    same_prompt = [GenRequest(i, prompts[0], seed=i) for i in range(8)]
+    drawn = EmbeddedGenerator(tiny_model()).generate(same_prompt, config, stop_ids=[2], seed=1)
+    assert len({tuple(o.token_ids) for o in drawn}) == 8
