@@ -1,6 +1,9 @@
 """Who did what when: the protocol by which every part of a run reports spans of its work.
 
 Times are wall-clock nanoseconds (``time.time_ns``), so that the lines of several processes fit together.
+
+A span is named ``<kind>`` or ``<kind>/<detail>`` with one of ``KINDS``; pictures colour it by its kind. Spans of one
+line lie one after the other or within each other; what runs concurrently in a process takes lines of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol
+
+GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT = "generate", "env", "train", "ref", "weights", "wait"
+KINDS = (GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT)
+OTHER = "other"
+STEP = "step"
+"""Name of the instant that ends a train step; its argument ``step`` counts from 1."""
+
+
+def kind_of(name: str) -> str:
+    """The kind of a span by its name; OTHER if the name begins with none."""
+    kind = name.partition("/")[0]
+    return kind if kind in KINDS else OTHER
 
 
 class Tracer(Protocol):

@@ -1,0 +1,210 @@
+"""The trace of a run: who did what when, one file per process while it runs, one for Perfetto at its end.
+
+    python -m realhf.monitor.trace RUN_DIR        # trace.json out of what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from realhf.monitor.trace_files import merge_traces
+from realhf.monitor.trace_format import COMPLETE, COUNTER, INSTANT, TraceEvent, line_event, number_of, process_events
+
+LIMIT_BYTES = 64 * 2**20
+FLUSH_INTERVAL_S = 0.5
+MAX_PENDING = 200_000
+"""Events that wait to be written; more are counted and left out."""
+
+_Record = tuple[str, str, int, int, str, dict[str, Any] | None]
+"""Phase, name, beginning and end in ns, line, arguments."""
+
+logger = logging.getLogger(__name__)
+
+
+class TraceWriter:
+    """A ``realhf.api.trace.Tracer`` that appends to ``path``. A thread writes what came in, so that a kill costs the
+    last half second. The newest ``limit_bytes`` are kept, in two files: ``path`` and, older, ``path`` with the suffix
+    ``.old.jsonl``. A file that cannot be written costs the trace, never the run."""
+
+    def __init__(self, path: Path, process: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        """Raises OSError when ``path`` cannot be opened."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _TraceFile(path, process, limit_bytes)
+        self._pending: deque[_Record] = deque()
+        self._left_out = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep_writing, name="trace", daemon=True)
+        self._thread.start()
+
+    def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+        return _Span(self, name, args or None)
+
+    def record(self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any) -> None:
+        self._add((COMPLETE, name, began_ns, ended_ns, line or threading.current_thread().name, args or None))
+
+    def instant(self, name: str, **args: Any) -> None:
+        now = time.time_ns()
+        self._add((INSTANT, name, now, now, threading.current_thread().name, args or None))
+
+    def counter(self, name: str, **values: float) -> None:
+        now = time.time_ns()
+        self._add((COUNTER, name, now, now, "counters", values))
+
+    def close(self) -> None:
+        """Write what is left; later events are ignored."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join(timeout=10.0)
+            self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add(self, record: _Record) -> None:
+        if len(self._pending) < MAX_PENDING:
+            self._pending.append(record)
+        else:
+            self._left_out += 1
+
+    def _keep_writing(self) -> None:
+        while not self._closing.wait(FLUSH_INTERVAL_S):
+            self._write_pending()
+        self._write_pending()
+
+    def _write_pending(self) -> None:
+        records: list[_Record] = []
+        with contextlib.suppress(IndexError):
+            while len(records) < MAX_PENDING:
+                records.append(self._pending.popleft())
+        if self._left_out:
+            now = time.time_ns()
+            records.append((INSTANT, "events left out", now, now, "trace", {"count": self._left_out}))
+            self._left_out = 0
+        if records:
+            self._file.write(records)
+
+
+class _Span:
+    """A context manager without the cost of a generator."""
+
+    __slots__ = ("_args", "_began", "_name", "_writer")
+
+    def __init__(self, writer: TraceWriter, name: str, args: dict[str, Any] | None) -> None:
+        self._writer, self._name, self._args, self._began = writer, name, args, 0
+
+    def __enter__(self) -> None:
+        self._began = time.time_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        args = self._args if kind is None else {**(self._args or {}), "error": kind.__name__}
+        line = threading.current_thread().name
+        self._writer._add((COMPLETE, self._name, self._began, time.time_ns(), line, args))
+
+
+class _TraceFile:
+    """The file of one process, used by one thread at a time."""
+
+    def __init__(self, path: Path, process: str, limit_bytes: int) -> None:
+        self._path, self._process, self._pid = path, process, number_of(process)
+        self._half = limit_bytes // 2
+        self._encode = msgspec.json.Encoder(enc_hook=str).encode
+        self._lines: dict[str, int] = {}
+        self._failed = False
+        self._open()
+
+    def write(self, records: list[_Record]) -> None:
+        """Append; what cannot be written is lost, and the log says so once."""
+        try:
+            chunk = self._encoded(records)
+            if self._size and self._size + len(chunk) > self._half:
+                self._turn_over()
+                chunk = self._encoded(records)
+            self._append(chunk)
+        except (OSError, ValueError) as error:  # ValueError: an earlier turn-over left the file closed
+            if not self._failed:
+                logger.warning("the trace %s cannot be written: %s", self._path, error)
+            self._failed = True
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._file.tell()
+        self._lines.clear()
+        # What a kill cut off in the middle must not spoil the line that follows it.
+        start = b"\n" if self._size else b""
+        self._append(start + b"".join(self._encode(event) + b"\n" for event in process_events(self._process)))
+
+    def _turn_over(self) -> None:
+        self._file.close()
+        os.replace(self._path, self._path.with_suffix(".old.jsonl"))
+        self._open()
+
+    def _append(self, chunk: bytes) -> None:
+        view = memoryview(chunk)
+        while view:
+            written = self._file.write(view)
+            self._size += written
+            view = view[written:]
+
+    def _encoded(self, records: list[_Record]) -> bytes:
+        parts: list[bytes] = []
+        for phase, name, began_ns, ended_ns, line, args in records:
+            tid = self._lines.get(line)
+            if tid is None:
+                tid = self._lines[line] = number_of(line)
+                parts.append(self._encode(line_event(self._process, line)))
+            began = began_ns // 1000
+            event = TraceEvent(name, phase, began, self._pid, tid, args=args)
+            if phase == COMPLETE:
+                event.dur = max(0, ended_ns // 1000 - began)
+            elif phase == INSTANT:
+                event.s = "p"
+            parts.append(self._line_of(event))
+        parts.append(b"")
+        return b"\n".join(parts)
+
+    def _line_of(self, event: TraceEvent) -> bytes:
+        try:
+            return self._encode(event)
+        except Exception:
+            # Arguments are anybody's: keys that are no text, halves of characters, numbers without end.
+            event.args = {"unreadable": ascii(event.args)}
+            event.name = ascii(event.name)
+            return self._encode(event)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    args = parser.parse_args()
+    path = merge_traces(args.run_dir)
+    if path is None:
+        print(f"error: no trace in {args.run_dir}", file=sys.stderr)
+        return 1
+    print(f"{path} ({path.stat().st_size / 2**20:.1f} MiB): open it in https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Trace files of all processes of a run, put together or read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from realhf.monitor.trace_format import TRACE_FILE, TRACE_FOLDER, TraceEvent
+
+TAIL_BYTES = 8 * 2**20
+
+
+def merge_traces(run_dir: Path) -> Path | None:
+    """``trace.json`` of a run: what Perfetto and chrome://tracing open. None when nothing was traced. Lines that a
+    kill cut off are left out."""
+    files = trace_files(run_dir)
+    if not files:
+        return None
+    path = run_dir / TRACE_FILE
+    partial = path.with_suffix(".tmp")
+    # A raw value is checked, not built: a fraction of the cost of reading it.
+    check = msgspec.json.Decoder(msgspec.Raw).decode
+    with partial.open("wb") as target:
+        target.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        first = True
+        for file in files:
+            with file.open("rb") as source:
+                for line in source:
+                    try:
+                        event = bytes(check(line))
+                    except msgspec.DecodeError:
+                        continue
+                    target.write(event if first else b",\n" + event)
+                    first = False
+        target.write(b"\n]}\n")
+    os.replace(partial, path)
+    return path
+
+
+def trace_files(run_dir: Path) -> list[Path]:
+    """One or two per process; of two, the older first."""
+    return sorted((run_dir / TRACE_FOLDER).glob("*.jsonl"), key=lambda path: (path.name.partition(".")[0],
+                                                                             -len(path.suffixes)))
+
+
+def read_events(run_dir: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[TraceEvent]:
+    """The names at the beginning of every file of a run, and what stands in the ``tail_bytes`` at its end."""
+    decode = msgspec.json.Decoder(TraceEvent).decode
+    for file in trace_files(run_dir):
+        for line in _head_and_tail(file, tail_bytes):
+            try:
+                yield decode(line)
+            except msgspec.MsgspecError:
+                continue
+
+
+def _head_and_tail(file: Path, tail_bytes: int) -> Iterator[bytes]:
+    with file.open("rb") as source:
+        size = source.seek(0, os.SEEK_END)
+        source.seek(0)
+        if size > tail_bytes:
+            yield source.readline()
+            source.seek(size - tail_bytes)
+            source.readline()
+        yield from source

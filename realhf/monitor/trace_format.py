@@ -1,0 +1,56 @@
+"""What stands in a trace file: one Chrome trace event per line (the "Trace Event Format" of Chrome and Perfetto).
+
+Numbers of processes and lines are made from their names, so that a restarted worker goes on in its old line and files
+can be put together without being parsed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+TRACE_FOLDER = "trace"
+TRACE_FILE = "trace.json"
+
+COMPLETE, INSTANT, COUNTER, METADATA = "X", "i", "C", "M"
+_ORDER = ("launch", "master", "model_worker", "rollout_worker", "generation", "env")
+
+
+class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
+    """Times in whole microseconds: ``ts`` since the epoch; ``dur`` of a COMPLETE event. ``s``: scope of an instant."""
+
+    name: str
+    ph: str
+    ts: int
+    pid: int
+    tid: int
+    dur: int | None = None
+    s: str | None = None
+    args: dict[str, Any] | None = None
+
+
+def number_of(name: str) -> int:
+    """A positive number for a process or a line."""
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF
+
+
+def file_of(run_dir: Path, process: str) -> Path:
+    """Where the process ``kind/index`` keeps its trace."""
+    return run_dir / TRACE_FOLDER / f"{process.replace('/', '-')}.jsonl"
+
+
+def process_events(process: str) -> list[TraceEvent]:
+    """Name and place of a process."""
+    kind = process.partition("/")[0]
+    place = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+    pid = number_of(process)
+    return [TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
+            TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place})]
+
+
+def line_event(process: str, line: str) -> TraceEvent:
+    """Name of a line within a process."""
+    return TraceEvent("thread_name", METADATA, 0, number_of(process), number_of(line), args={"name": line})
