@@ -123,7 +123,16 @@ class GenConfig:
 @dataclass
 class PPOConfig:
     """Policy-gradient options. ``algo`` names a preset; a None takes the preset's value (see
-    realhf.algorithms.presets)."""
+    realhf.algorithms.presets).
+
+    Off-policy tokens (dataflow spec section 10): ``use_decoupled_loss`` clips against the proximal policy, the weights
+    at the start of the train step, and weighs every token by proximal over behaviour probability;
+    ``recompute_logprob`` puts the proximal in the place of the behaviour log-probabilities instead.
+    ``prox_logp_method``: where the proximal ones come from: the call ``actor_inf`` (default), ``recompute`` in the
+    train call, or ``loglinear`` from versions, without a forward pass. ``behav_imp_weight_mode``: a weight above
+    ``cap`` (5) or below ``floor`` (none) is set to 0 (``mask``, default), cut to it (``truncate``), or no weight is
+    used (``none``); ``level``: weights of tokens, or the geometric mean of a sequence. ``discount``: of the return-to-go
+    of reinforce_pp, per sampled token."""
 
     algo: str = "grpo"
     group_size: int = 8
@@ -136,9 +145,17 @@ class PPOConfig:
     c_clip: float | None = None
     kl_loss_coef: float | None = None
     kl_ctl: float | None = None
-    kl_estimator: str = "k3"
+    kl_estimator: str | None = None
     entropy_coef: float = 0.0
-    adv_norm: bool = False
+    adv_norm: bool | None = None
+    discount: float = 1.0
+    use_decoupled_loss: bool = False
+    recompute_logprob: bool = False
+    prox_logp_method: str | None = None
+    behav_imp_weight_mode: str | None = None
+    behav_imp_weight_cap: float | None = None
+    behav_imp_weight_floor: float | None = None
+    behav_imp_weight_level: str | None = None
     ppo_n_minibatches: int = 1
     reward_scaling: float = 1.0
     reward_bias: float = 0.0
@@ -170,7 +187,10 @@ class RolloutConfig:
 class EnvConfig:
     """The AWS environment server that the launcher starts. Port 0: any free port (range). ``tags``: train on
     templates with any of these tags ([]: all); "starter" are the 39 that the built-in policy can learn. ``chaos``:
-    whether training and evaluation episodes may be perturbed (spec 7)."""
+    whether training and evaluation episodes may be perturbed (spec 7).
+
+    SIMULATED, for tests and benchmarks: ``step_latency_ms`` is added to every step; ``fault_rate`` is the fraction of
+    steps that fail, in the ways of ``fault_kinds`` (unavailable, disconnect, hang; with weights), by ``fault_seed``."""
 
     pool_size: int = 16
     host: str = "127.0.0.1"
@@ -180,6 +200,10 @@ class EnvConfig:
     tiers: list[str] = field(default_factory=lambda: ["warmup", "beginner", "intermediate"])
     tags: list[str] = field(default_factory=lambda: ["starter"])
     chaos: bool = False
+    step_latency_ms: float = 0.0
+    fault_rate: float = 0.0
+    fault_kinds: str = "unavailable=9,disconnect=1"
+    fault_seed: int = 0
 
 
 @dataclass

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import CheckpointConfig, EnvConfig, MonitorConfig, OptimizerConfig, RecoverMode, RpcConfig
+from realhf.api.config import (
+    AsyncConfig,
+    CheckpointConfig,
+    EnvConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    RecoverMode,
+    RpcConfig,
+)
 from realhf.api.mfc import MFCDef
 from realhf.api.plain import from_plain, to_plain
 
@@ -86,9 +94,28 @@ class ServiceSpec:
 
 
 @dataclass(frozen=True)
+class RolloutSpec:
+    """What rollout workers do in place of the graph (spec dataflow, section 9). ``calls``: the calls that left it, the
+    generating one first; ``role``: the model role whose weights generate; ``sessions``: environment sessions of each
+    rollout worker; ``agent``: the agent that plays ("" is the built-in one, else ``module:function``)."""
+
+    role: str
+    calls: tuple[MFCDef, ...]
+    options: AsyncConfig
+    sessions: int
+    agent: str = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the samples that they stream."""
+        return tuple(key for call in self.calls for key in call.output_keys)
+
+
+@dataclass(frozen=True)
 class ExperimentSpec:
     """The resolved experiment. ``before`` holds whole experiments that run first, each skipped when its
-    ``artifact`` exists; ``jobs`` are single processes that run first."""
+    ``artifact`` exists; ``jobs`` are single processes that run first; ``rollout``: samples are streamed by
+    rollout workers, asynchronously."""
 
     name: str
     models: Mapping[str, ModelSpec]
@@ -102,6 +129,7 @@ class ExperimentSpec:
     evaluation: EvaluationSpec | None = None
     needs_env: bool = False
     services: tuple[ServiceSpec, ...] = ()
+    rollout: RolloutSpec | None = None
     jobs: tuple[JobSpec, ...] = ()
     before: tuple[ExperimentSpec, ...] = ()
     export_role: str | None = None

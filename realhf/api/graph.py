@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import networkx as nx
 
-from realhf.api.mfc import MFCDef
+from realhf.api.mfc import InterfaceType, MFCDef
 
 DATASET = "__dataset__"
 
@@ -187,6 +187,29 @@ def build_graph(
     if problems:
         raise GraphError(problems)
     return graph
+
+
+def to_async(mfcs: Iterable[MFCDef], also: Collection[str] = ("rew_inf",)) -> tuple[list[MFCDef], list[MFCDef]]:
+    """(calls that stay in the graph, calls that rollout workers run instead): every generating call leaves, and those
+    named in ``also``. What they produce comes from the stream, so their keys become dataset keys; build the graph of
+    the rest with these (spec dataflow, section 3). Raises GraphError when nothing generates, or when a call that
+    leaves needs a key that stays behind."""
+    calls = list(mfcs)
+    leaving = [mfc for mfc in calls if mfc.interface_type is InterfaceType.GENERATE]
+    if not leaving:
+        raise GraphError(["no call generates, so there is nothing to stream"])
+    leaving += [mfc for mfc in calls if mfc.name in also and mfc not in leaving]
+    staying = [mfc for mfc in calls if mfc not in leaving]
+    left_behind = {key: mfc.name for mfc in staying for key in mfc.output_keys}
+    problems = [
+        f"{mfc.name!r} would be run by rollout workers, but its key {key!r} is produced by {left_behind[key]!r}"
+        for mfc in leaving
+        for key in mfc.input_keys
+        if key in left_behind
+    ]
+    if problems:
+        raise GraphError(problems)
+    return staying, leaving
 
 
 def _name_problems(graph: DataFlowGraph) -> list[str]:

@@ -84,6 +84,8 @@ advantage_estimators = Registry(
         "grpo_nostd": "realhf.algorithms.advantages:grpo_nostd",
         "rloo": "realhf.algorithms.advantages:rloo",
         "reinforce": "realhf.algorithms.advantages:reinforce",
+        "reinforce_pp": "realhf.algorithms.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "realhf.algorithms.advantages:reinforce_pp_baseline",
     },
 )
 policy_losses = Registry(

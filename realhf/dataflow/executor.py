@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from realhf.api.graph import DataFlowGraph
@@ -14,7 +14,7 @@ from realhf.api.mfc import InterfaceType
 from realhf.api.source import DataSource, SampleResult
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer_types import EndOfData, Retired
-from realhf.dataflow.loader import Loader
+from realhf.dataflow.loader import Loader, StepLoader
 from realhf.dataflow.model_function_call import WAITS, Caller, ModelFunctionCall
 from realhf.dataflow.step_report import CallReport, StepReport, step_report
 from realhf.dataflow.storage_map import StorageMap
@@ -30,7 +30,7 @@ class FunctionExecutor:
     """Owns buffer, storage map, calls and loader.
 
     ``workers`` maps a model role to the names of the workers that hold it; ``source_worker`` stores what the
-    source draws; ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
+    source draws, unless ``make_loader`` gives another way of loading (samples that are streamed in); ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
     ``steps_in_flight`` steps ahead at most: with 1, the synchronous mode, the samples of step k + 1 are drawn
     after the results of step k were recorded, so that a curriculum always sees the same results in the same
     order. Use as ``async with``; or ``start`` and ``close``.
@@ -42,9 +42,10 @@ class FunctionExecutor:
         caller: Caller,
         source: DataSource,
         *,
-        source_worker: str,
         workers: Mapping[str, Sequence[str]],
         seed: int,
+        source_worker: str = "",
+        make_loader: Callable[[AsyncIOSequenceBuffer, StorageMap], StepLoader] | None = None,
         endpoints: Mapping[str, Sequence[str]] | None = None,
         steps_in_flight: int = 1,
         max_size: int | None = None,
@@ -75,17 +76,20 @@ class FunctionExecutor:
             )
             for mfc in graph.mfcs
         }
-        self.loader = Loader(
-            source,
-            self.buffer,
-            self.storage,
-            caller,
-            worker=source_worker,
-            keys=graph.required_dataset_keys(),
-            n_seqs=graph.n_seqs,
-            steps_in_flight=steps_in_flight,
-            timeout_s=control_timeout_s,
-        )
+        if make_loader is not None:
+            self.loader = make_loader(self.buffer, self.storage)
+        else:
+            self.loader = Loader(
+                source,
+                self.buffer,
+                self.storage,
+                caller,
+                worker=source_worker,
+                keys=graph.required_dataset_keys(),
+                n_seqs=graph.n_seqs,
+                steps_in_flight=steps_in_flight,
+                timeout_s=control_timeout_s,
+            )
         self.next_step = 0
         self._caller, self._source = caller, source
         self._control_timeout_s = control_timeout_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, SourceItem
@@ -17,6 +17,25 @@ from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.model_function_call import Caller
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample
+
+
+class StepLoader(Protocol):
+    """Fills the buffer step after step. ``activity`` says in words what it does or waits for."""
+
+    @property
+    def activity(self) -> str: ...
+
+    async def run(self, first_step: int) -> None:
+        """For the whole run; closes the buffer's input when there is no more."""
+        ...
+
+    def finished(self, step: int) -> None:
+        """The results of ``step`` are recorded."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Loader:

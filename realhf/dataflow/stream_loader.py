@@ -1,0 +1,68 @@
+"""Fills the buffer from the stream: the cohort of each step, as soon as the straggler gate lets it through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from realhf.api.sample import SequenceSample
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.storage_map import StorageMap
+
+
+class CohortSource(Protocol):
+    """Hands out the samples of a step, in the order of their admission; the part of ``RolloutControl`` used here."""
+
+    async def cohort(self, step: int) -> list[SequenceSample]:
+        """Metadata of every sample of the step, [] when no more will come."""
+        ...
+
+    def waiting_for(self, step: int) -> str: ...
+
+
+class StreamLoader:
+    """A ``StepLoader``. ``worker`` holds the tensors of everything that is streamed; ``keys`` enter the buffer."""
+
+    def __init__(
+        self, source: CohortSource, buffer: AsyncIOSequenceBuffer, storage: StorageMap, *, worker: str,
+        keys: Sequence[str], steps_in_flight: int = 1,
+    ) -> None:
+        self._source, self._buffer, self._storage = source, buffer, storage
+        self._worker, self._keys = worker, tuple(keys)
+        self._free = asyncio.Semaphore(steps_in_flight)
+        self._waits_for: int | None = None
+
+    @property
+    def activity(self) -> str:
+        """What it waits for."""
+        if self._waits_for is None:
+            return "waits until a step is finished"
+        return f"step {self._waits_for}: {self._source.waiting_for(self._waits_for)}"
+
+    async def run(self, first_step: int) -> None:
+        """Put cohort after cohort."""
+        step = first_step
+        while True:
+            await self._free.acquire()
+            self._waits_for = step
+            metas = await self._source.cohort(step)
+            self._waits_for = None
+            if not metas:
+                self._buffer.close_input("the run has all its samples")
+                return
+            meta = SequenceSample.gather([meta.select(self._keys) for meta in metas], allow_metadata_loss=True)
+            self._storage.record(meta.ids, meta.keys, self._worker)
+            await self._buffer.put_batch(meta, cohort=step)
+            step += 1
+
+    def finished(self, step: int) -> None:
+        del step
+        self._free.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the journal knows what has arrived."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        del state
