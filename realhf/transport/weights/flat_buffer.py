@@ -1,0 +1,85 @@
+"""Weights as one flat buffer: tensors at 64-byte steps, zeros between them, one checksum over all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from realhf.api.generation import TensorSlot, WeightsManifest
+from realhf.api.keys import ITEMSIZE, TORCH_NAMES, dtype_tag
+from realhf.transport.weights.errors import WeightsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGNMENT = 64
+
+Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def layout(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSlot, ...], int]:
+    """Slots of tensors in the order given, and the size of the buffer (at least one step). Raises ValueError on an
+    element type without a tag."""
+    slots: list[TensorSlot] = []
+    end = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        slots.append(TensorSlot(name, dtype_tag(tensor.dtype), tuple(tensor.shape), end, nbytes))
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(slots), end or ALIGNMENT
+
+
+def pack(tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
+    """Copy tensors, from any device and with any strides, into a buffer of zeros."""
+    for slot, view in zip(slots, _views(slots, buffer), strict=True):
+        view.copy_(tensors[slot.name].detach())
+
+
+def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
+    """Tensors over a buffer, which they keep alive. Raises WeightsError when the checksum is another."""
+    if len(buffer) != manifest.nbytes:
+        raise WeightsError(manifest, f"{len(buffer)} bytes, the manifest says {manifest.nbytes}")
+    found = checksum(buffer)
+    if found != manifest.checksum:
+        raise WeightsError(manifest, f"checksum {found}, the manifest says {manifest.checksum}")
+    views = _views(manifest.slots, buffer)
+    return {slot.name: view for slot, view in zip(manifest.slots, views, strict=True)}
+
+
+def checksum(buffer: Buffer) -> str:
+    return hashlib.blake2b(memoryview(cast(Any, buffer)), digest_size=16).hexdigest()
+
+
+def check_manifest(manifest: WeightsManifest) -> None:
+    """Raises WeightsError on slots that contradict themselves or the size of the buffer."""
+    if manifest.version < 0 or manifest.nbytes < ALIGNMENT:
+        raise WeightsError(manifest, f"a manifest of {manifest.nbytes} bytes")
+    end = 0
+    for slot in manifest.slots:
+        if slot.dtype not in ITEMSIZE or any(size < 0 for size in slot.shape):
+            raise WeightsError(manifest, f"tensor {slot.name!r}: type {slot.dtype!r}, shape {slot.shape}")
+        if slot.nbytes != math.prod(slot.shape) * ITEMSIZE[slot.dtype]:
+            raise WeightsError(manifest, f"tensor {slot.name!r}: {slot.nbytes} bytes do not fit shape {slot.shape}")
+        if slot.offset % ALIGNMENT or slot.offset < end or slot.offset + slot.nbytes > manifest.nbytes:
+            raise WeightsError(manifest, f"tensor {slot.name!r} lies at {slot.offset} of {manifest.nbytes} bytes")
+        end = slot.offset + slot.nbytes
+    if len({slot.name for slot in manifest.slots}) != len(manifest.slots):
+        raise WeightsError(manifest, "a tensor occurs twice")
+
+
+def _views(slots: tuple[TensorSlot, ...], buffer: Buffer) -> list[Tensor]:
+    import torch
+
+    whole = torch.from_numpy(buffer)
+    views: list[Tensor] = []
+    for slot in slots:
+        dtype = getattr(torch, TORCH_NAMES[slot.dtype])
+        if slot.nbytes:
+            views.append(whole[slot.offset : slot.offset + slot.nbytes].view(dtype).reshape(slot.shape))
+        else:
+            views.append(torch.empty(slot.shape, dtype=dtype))
+    return views

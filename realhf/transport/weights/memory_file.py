@@ -1,0 +1,83 @@
+"""Weights between processes of one host: an anonymous memory file per version.
+
+The publisher writes the file, seals it and holds its descriptor; a receiver opens it through the publisher's /proc
+entry. A sealed file cannot change, so what a receiver has verified stays verified, and there is no name that could be
+left behind: the kernel frees the memory when the last process that uses it lets go, however it ends. (Segments of
+``realhf.transport.shared_memory`` are filled again and again; weights must survive that under a slow reader.)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from realhf.api.generation import TensorSlot, WeightsManifest
+from realhf.transport.weights.errors import WeightsError, WeightsGone
+from realhf.transport.weights.flat_buffer import Buffer, checksum, pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MemoryFile:
+    """One version's buffer. Raises OSError when the system has no memory left."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
+        self._descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Allocated here, lack of memory is an error; in the mapping below it would be a signal.
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+            self.checksum = _fill(self._descriptor, tensors, slots, nbytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.location = f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}"
+
+    def close(self) -> None:
+        """Receivers that have opened the file keep it until their tensors are gone."""
+        os.close(self._descriptor)
+
+
+def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> str:
+    mapping = mmap.mmap(descriptor, nbytes)
+    buffer: Buffer = np.frombuffer(mapping, dtype=np.uint8)
+    try:
+        pack(tensors, slots, buffer)
+        return checksum(buffer)
+    finally:
+        # Sealing fails as long as a writable mapping exists.
+        del buffer
+        mapping.close()
+
+
+def read_memory_file(manifest: WeightsManifest) -> Buffer:
+    """The buffer, mapped privately: what the receiver writes stays with it. Raises WeightsGone, WeightsError."""
+    try:
+        pid, number, inode = (int(part) for part in manifest.location.split(":"))
+    except ValueError:
+        raise WeightsError(manifest, f"location {manifest.location!r:.80} is not pid:descriptor:inode") from None
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, ProcessLookupError):
+        raise WeightsGone(manifest, f"process {pid} of this host holds it no more") from None
+    except OSError as error:
+        raise WeightsError(manifest, f"cannot open {path}: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if status.st_ino != inode:
+            raise WeightsGone(manifest, f"process {pid} of this host holds it no more")
+        if status.st_size != manifest.nbytes:
+            raise WeightsError(manifest, f"{status.st_size} bytes, the manifest says {manifest.nbytes}")
+        return np.frombuffer(mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_COPY), dtype=np.uint8)
+    except OSError as error:
+        raise WeightsError(manifest, f"cannot map {path}: {error}") from None
+    finally:
+        os.close(descriptor)
