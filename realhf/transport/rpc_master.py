@@ -75,7 +75,7 @@ class RpcMaster:
 
     ``bind`` must be a loopback address (ValueError otherwise). A worker is dead when its process on this
     host ends, or after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on
-    the loop and all its calls fail with WorkerDied.
+    the loop and all its calls fail with WorkerDied. ``on_join`` is called with every worker that registers.
     """
 
     def __init__(
@@ -86,11 +86,12 @@ class RpcMaster:
         heartbeat_s: float = 2.0,
         dead_after_s: float = 8.0,
         on_death: Callable[[str, str], None] | None = None,
+        on_join: Callable[[WorkerInfo], None] | None = None,
     ) -> None:
         self._run_id = run_id
         self._bind = envelope.require_loopback(bind)
         self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
-        self._on_death = on_death
+        self._on_death, self._on_join = on_death, on_join
         self._peers: dict[str, _Peer] = {}
         self._ordered_lanes: dict[bytes, bytes] = {}
         self._pending: dict[bytes, _Pending] = {}
@@ -354,6 +355,8 @@ class RpcMaster:
         )
         self._publish()
         self._joined.set()
+        if self._on_join is not None:
+            self._on_join(info)
 
     def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
         """Add the worker; a reason when it cannot be."""

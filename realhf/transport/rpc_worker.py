@@ -42,7 +42,8 @@ class RpcWorker:
 
     ``ordered`` handlers run strictly one after the other in the order of the master's calls; ``immediate``
     ones run beside them. A handler takes the payload and returns msgpack-able data; what it raises reaches
-    the caller as RemoteError and the worker goes on.
+    the caller as RemoteError and the worker goes on. ``on_roster`` is called with every new roster, on the
+    control lane's thread.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RpcWorker:
         endpoints: Mapping[str, str] | None = None,
         connect_timeout_s: float = 60.0,
         master_lost_after_s: float = 10.0,
+        on_roster: Callable[[Mapping[str, WorkerInfo]], None] | None = None,
     ) -> None:
         self._info = WorkerInfo(
             name, kind, index, os.uname().nodename, os.getpid(), data_endpoint, dict(endpoints or {})
@@ -79,6 +81,7 @@ class RpcWorker:
         self._cancelled: set[bytes] = set()
         self._roster: dict[str, WorkerInfo] = {}
         self._roster_version = -1
+        self._on_roster = on_roster
         self.dropped_messages = 0
 
     @property
@@ -243,6 +246,8 @@ class RpcWorker:
             if header["version"] > self._roster_version:
                 workers = [WorkerInfo.from_map(w) for w in header["workers"]]
                 self._roster_version, self._roster = header["version"], {w.name: w for w in workers}
+                if self._on_roster is not None:
+                    self._on_roster(self._roster)
         elif kind == "cancel":
             self._cancel(header["id"], header["no"])
 

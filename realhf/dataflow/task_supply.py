@@ -1,0 +1,80 @@
+"""What is to be played: the source's draws, and the samples that came back unplayed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.api.source import DataSource, SampleResult, SourceItem
+
+
+@dataclass(frozen=True)
+class Task:
+    """A sample that waits to be admitted. ``attempt`` counts from 0, ``failures`` those attempts that failed through
+    the rollout's own fault (not through a process that died); ``order`` is None before the first admission."""
+
+    item: SourceItem
+    attempt: int = 0
+    failures: int = 0
+    order: int | None = None
+
+
+@dataclass
+class TaskSupply:
+    """Draws ``batch_size`` items at a time, as the synchronous run does, so that a curriculum sees the same requests;
+    samples that came back go first. A sample whose result was recorded before a crash is not recorded again
+    (``recorded``)."""
+
+    source: DataSource
+    batch_size: int
+    recorded: set[str] = field(default_factory=set)
+    exhausted: bool = False
+    drawn: deque[SourceItem] = field(default_factory=deque)
+    returned: deque[Task] = field(default_factory=deque)
+
+    def take(self) -> Task | None:
+        """The next task; None when the source has no more."""
+        if self.returned:
+            return self.returned.popleft()
+        if not self.drawn and not self.exhausted:
+            items = self.source.next_batch(self.batch_size)
+            self.exhausted = len(items) < self.batch_size
+            self.drawn.extend(items)
+        return Task(self.drawn.popleft()) if self.drawn else None
+
+    def give_back(self, task: Task) -> None:
+        """In the order of admission, so that what waits longest is played first."""
+        order = -1 if task.order is None else task.order
+        position = sum(1 for other in self.returned if (-1 if other.order is None else other.order) <= order)
+        self.returned.insert(position, task)
+
+    def record(self, results: Sequence[SampleResult]) -> None:
+        """Tell the source, once per sample."""
+        fresh = [result for result in results if result.id not in self.recorded]
+        self.recorded.difference_update(result.id for result in results)
+        if fresh:
+            self.source.record(fresh)
+
+    def state(self) -> dict[str, Any]:
+        """The source's state and what is drawn but not admitted, JSON-able."""
+        return {"source": self.source.state_dict(), "drawn": [item_map(item) for item in self.drawn],
+                "exhausted": self.exhausted}
+
+    def load_state(self, state: Mapping[str, Any], admitted: Iterable[str]) -> None:
+        """Undo of ``state``; items ``admitted`` since are not drawn again."""
+        gone = set(admitted)
+        self.source.load_state_dict(dict(state["source"]))
+        self.drawn = deque(item for fields in state["drawn"] if (item := item_of(fields)).id not in gone)
+        self.exhausted = bool(state["exhausted"])
+
+
+def item_map(item: SourceItem) -> dict[str, Any]:
+    """An item as plain data."""
+    return {"id": item.id, "metadata": dict(item.metadata), "values": {k: list(v) for k, v in item.values.items()}}
+
+
+def item_of(fields: Mapping[str, Any]) -> SourceItem:
+    """Undo of ``item_map``."""
+    return SourceItem(fields["id"], fields["metadata"], fields["values"])
