@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, StreamConfig, run_folder
+from realhf.env.injected_faults import DEFAULT_KINDS
 
 BUILTIN = "builtin"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -22,7 +23,7 @@ AT_LEAST: dict[str, float] = {
     "evaluation.every_steps": 0, "exp_ctrl.ckpt_freq_steps": 1, "exp_ctrl.keep": 1,
     "warm_start.episodes_per_task": 1, "warm_start.train_steps": 1, "warm_start.batch_size": 1,
     "monitor.episodes_per_step": 0, "monitor.plot_every_steps": 0, "actor.optimizer.gradient_clipping": 0,
-    "actor.optimizer.weight_decay": 0,
+    "actor.optimizer.weight_decay": 0, "env.step_latency_ms": 0, "env.fault_rate": 0,
 }
 POSITIVE = ("actor.optimizer.lr", "warm_start.optimizer.lr", "gen.temperature", "rollout.message_timeout_s",
             "stream.wait_s", "rpc.connect_timeout_s", "rpc.control_timeout_s", "rpc.call_timeout_s",
@@ -58,6 +59,10 @@ def _ranges(config: ExperimentConfig) -> Iterator[str]:
             yield f"{option}={_value(config, option)}: a port lies between 0 (any free one) and 65535"
     if not 0 < config.gen.top_p <= 1:
         yield f"gen.top_p={config.gen.top_p}: must lie in (0, 1]"
+    if config.env.fault_rate > 1:
+        yield f"env.fault_rate={config.env.fault_rate}: a fraction, at most 1"
+    if not config.env.fault_rate and (config.env.fault_kinds, config.env.fault_seed) != (DEFAULT_KINDS, 0):
+        yield "env.fault_kinds, env.fault_seed: no effect without env.fault_rate"
     for role, workers in (("actor", config.actor.workers), ("ref", config.ref.workers)):
         if not workers or min(workers) < 0 or len(set(workers)) < len(workers):
             yield f"{role}.workers={workers}: give different indices of model workers, from 0"

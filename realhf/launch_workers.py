@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from realhf.api.config import EnvConfig
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
@@ -133,7 +134,8 @@ def _workers(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
     workers = []
     if spec.needs_env:
         argv = ("--name", "env/0", "--host", env.host, "--port", str(env.port), "--pool-size", str(env.pool_size),
-                "--ministack-base-port", str(env.ministack_base_port), "--max-steps", str(env.max_steps), *join)
+                "--ministack-base-port", str(env.ministack_base_port), "--max-steps", str(env.max_steps),
+                *_simulated(env), *join)
         workers.append(WorkerSpec("env/0", "workers.env_worker", argv, _log(spec, "env/0")))
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
@@ -143,6 +145,15 @@ def _workers(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
         name = f"model_worker/{index}"
         workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name)))
     return workers
+
+
+def _simulated(env: EnvConfig) -> list[str]:
+    """Flags of the simulated trouble that is asked for."""
+    flags = ["--step-latency-ms", str(env.step_latency_ms)] if env.step_latency_ms else []
+    if env.fault_rate:
+        flags += ["--fault-rate", str(env.fault_rate), "--fault-kinds", env.fault_kinds,
+                  "--fault-seed", str(env.fault_seed)]
+    return flags
 
 
 def _keep(partial: Path, artifact: Path) -> None:

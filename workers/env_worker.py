@@ -84,6 +84,8 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
         pool.start()
         server.start()
         print(pool.containment(), flush=True)
+        if simulated := config.injected.described():
+            print(f"aws-env: SIMULATED trouble: {simulated}", flush=True)
         print(f"aws-env: serving {config.pool_size} sessions at {server.url}", flush=True)
         if master:
             _follow_master(server, master, run_id, name)

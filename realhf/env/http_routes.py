@@ -141,6 +141,7 @@ def _add_description(
             "reward_mode": config.reward_mode,
             "backend_type": config.backend_type,
             "correlation": True,
+            "simulated": config.injected.described(),
         }
 
     @app.get("/state")

@@ -45,6 +45,9 @@ class ServerMetrics:
             "realhf_env_workers_killed", "commands killed because their client vanished", registry=self._registry
         )
         self.errors = Counter("realhf_env_errors", "error frames", ["code"], registry=self._registry)
+        self.injected_faults = Counter(
+            "realhf_env_injected_faults", "simulated faults of steps", ["kind"], registry=self._registry
+        )
         self.episodes = Counter("realhf_env_episodes", "finished episodes", ["outcome"], registry=self._registry)
         self.reset_seconds = Histogram(
             "realhf_env_reset_seconds", "time of a reset", buckets=_LATENCY_BUCKETS, registry=self._registry

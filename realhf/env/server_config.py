@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from realhf.env.injected_faults import DEFAULT_KINDS, InjectedFaults
+
 PREFIX = "AWS_RL_ENV_"
 _CLIENT_ONLY = frozenset({"URL"})
 _UNPREFIXED = {"backend_type": "BACKEND_TYPE"}
@@ -39,6 +41,8 @@ _LIMITS = {
     "ws_ping_interval_s": (0.1, 1e5),
     "ws_ping_timeout_s": (0.1, 1e6),
     "web_ministack_port": (0, 65535),
+    "step_latency_ms": (0, 60_000),
+    "fault_rate": (0, 1),
 }
 
 
@@ -79,6 +83,11 @@ class ServerConfig:
     web_solutions: bool = _setting(False, "the playground shows canonical solutions")
     token: str = _setting("", "bearer token that clients must send")
     allow_real_aws: str = _setting("", "backend_type aws: the account id, as confirmation")
+    step_latency_ms: float = _setting(0.0, "SIMULATED: milliseconds added to every step of a session")
+    fault_rate: float = _setting(0.0, "SIMULATED: fraction of the steps of a session that fail")
+    fault_kinds: str = _setting(DEFAULT_KINDS, "SIMULATED: how they fail, with weights: unavailable (an error frame: "
+                                               "the step was not executed), disconnect, hang")  # fmt: skip
+    fault_seed: int = _setting(0, "SIMULATED: seed of the faults")
     allow_file: str = _setting("", "backend_type aws: file with the destructive operations that are allowed")
 
     def __post_init__(self) -> None:
@@ -100,6 +109,7 @@ class ServerConfig:
                               f"({self.ministack_base_port} to {last})")  # fmt: skip
         if not _is_loopback(self.host):
             self._check_open_host()
+        self._check_simulated()
         if self.backend_type == "aws" and not (self.token and self.allow_real_aws and self.pool_size == 1):
             raise ConfigError(f"{_named('backend_type')} is aws; it needs {_named('token')}, the account id in "
                               f"{_named('allow_real_aws')} and {_named('pool_size')} 1")  # fmt: skip
@@ -110,6 +120,19 @@ class ServerConfig:
             raise ConfigError(f"{where}; it needs {_named('token')}")
         if self.sandbox == "plain":
             raise ConfigError(f"{where}; it needs {_named('sandbox')} auto or bwrap")
+
+    def _check_simulated(self) -> None:
+        try:
+            simulated = self.injected.described() or {}
+        except ValueError as error:
+            raise ConfigError(f"{_named('fault_kinds')}: {error}") from None
+        if simulated and self.backend_type == "aws":
+            raise ConfigError(f"{_named(min(simulated))} is simulated trouble; not with {_named('backend_type')} aws")
+
+    @property
+    def injected(self) -> InjectedFaults:
+        """The simulated trouble that is asked for."""
+        return InjectedFaults(self.step_latency_ms, self.fault_rate, self.fault_kinds, self.fault_seed)
 
     @property
     def web_mounted(self) -> bool:

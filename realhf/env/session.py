@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from typing import Any, Protocol
 
 from realhf.env import mcp, wire
+from realhf.env.injected_faults import HANG, UNAVAILABLE, SessionTrouble
 from realhf.env.metrics import ServerMetrics
 from realhf.env.wire import Request, WireError
 
@@ -41,8 +42,16 @@ class Player(Protocol):
     def kill(self) -> None: ...
 
 
+class _Unanswered(Exception):
+    """A simulated fault: the request gets no answer, and the connection ends unless it ``hangs``."""
+
+    def __init__(self, hangs: bool) -> None:
+        super().__init__()
+        self.hangs = hangs
+
+
 class Session:
-    """Serves one accepted socket until the client, the reaper or the server ends it."""
+    """Serves one accepted socket until the client, the reaper or the server ends it. ``trouble``: simulated faults."""
 
     def __init__(
         self,
@@ -52,7 +61,9 @@ class Session:
         *,
         max_command_bytes: int,
         idle_timeout_s: float,
+        trouble: SessionTrouble | None = None,
     ) -> None:
+        self._trouble = trouble
         self._player = player
         self._threads = threads
         self._metrics = metrics
@@ -95,7 +106,12 @@ class Session:
                 return 1001, "server shutdown"
             if message["type"] == "websocket.disconnect":
                 return None
-            reply = await self._answer(message.get("text"), receive)
+            try:
+                reply = await self._answer(message.get("text"), receive)
+            except _Unanswered as fault:
+                if fault.hangs:
+                    continue
+                return 1011, "simulated fault"
             if reply is None:
                 return 1000, ""
             try:
@@ -124,11 +140,26 @@ class Session:
             request_id = request.request_id
             if request.kind == "close":
                 return None
+            if request.kind == "step" and self._trouble is not None:
+                await self._meet_trouble(self._trouble)
             return await self._off_loop(request, receive)
         except WireError as error:
             error.request_id = error.request_id if error.request_id is not None else request_id
             self._metrics.errors.labels(error.code).inc()
             return wire.encode_error(error)
+
+    async def _meet_trouble(self, trouble: SessionTrouble) -> None:
+        """Simulated: the step is late, or is not executed at all. Raises WireError or _Unanswered."""
+        if trouble.latency_s:
+            await asyncio.sleep(trouble.latency_s)
+        fault = trouble.draw()
+        if fault is None:
+            return
+        self._metrics.injected_faults.labels(fault).inc()
+        if fault == UNAVAILABLE:
+            text = "simulated fault: the step was not executed; send it again"
+            raise WireError(wire.UNAVAILABLE, text, retryable=True)
+        raise _Unanswered(hangs=fault == HANG)
 
     async def _off_loop(self, request: Request, receive: Receive) -> str:
         loop = asyncio.get_running_loop()

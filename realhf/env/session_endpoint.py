@@ -36,6 +36,7 @@ class SessionEndpoint:
         self._threads = threads
         self._config = config
         self._metrics = metrics
+        self._injected = config.injected if config.injected.described() else None
         self._sessions: set[Session] = set()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
@@ -53,6 +54,7 @@ class SessionEndpoint:
             self._metrics,
             max_command_bytes=self._config.max_command_bytes,
             idle_timeout_s=self._config.idle_timeout_s,
+            trouble=self._injected.session() if self._injected else None,
         )
         self._sessions.add(session)
         close = None

@@ -18,6 +18,7 @@ VALIDATION_ERROR = "VALIDATION_ERROR"
 EXECUTION_ERROR = "EXECUTION_ERROR"
 CAPACITY_REACHED = "CAPACITY_REACHED"
 SESSION_ERROR = "SESSION_ERROR"
+UNAVAILABLE = "UNAVAILABLE"
 
 MAX_FRAME_BYTES = 1 << 20
 
@@ -32,13 +33,17 @@ _ACTION_KEYS = frozenset({"command", "metadata"})
 
 
 class WireError(Exception):
-    """A request that cannot be served. ``code`` is one of the codes above; ``errors`` lists field problems."""
+    """A request that cannot be served. ``code`` is one of the codes above; ``errors`` lists field problems;
+    ``retryable``: nothing was executed, and the same request may be sent again."""
 
-    def __init__(self, code: str, message: str, *, request_id: str | int | None = None, field: str = "") -> None:
+    def __init__(
+        self, code: str, message: str, *, request_id: str | int | None = None, field: str = "", retryable: bool = False
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.request_id = request_id
+        self.retryable = retryable
         self.errors = [{"loc": field.split("."), "msg": message}] if field else []
 
 
@@ -173,8 +178,10 @@ def finite(reward: float | None) -> float | None:
 
 
 def encode_error(error: WireError) -> str:
-    """Error frame: ``{"type":"error","data":{"message","code","errors"?}}``."""
+    """Error frame: ``{"type":"error","data":{"message","code","errors"?,"retryable"?}}``."""
     data: dict[str, Any] = {"message": error.message, "code": error.code}
+    if error.retryable:
+        data["retryable"] = True
     if error.errors:
         data["errors"] = error.errors
     return encode_reply("error", data, error.request_id)

@@ -55,11 +55,13 @@ class MessageTimeout(TimeoutError):
 
 
 class EnvError(RuntimeError):
-    """Error frame of the server; the session stays usable. ``code`` is the wire's error code."""
+    """Error frame of the server; the session stays usable. ``code`` is the wire's error code; ``retryable``: the
+    server says that nothing was executed and the request may be sent again."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
+        self.retryable = retryable
 
 
 class OpenEnvClient:
@@ -220,7 +222,7 @@ class OpenEnvClient:
             if reply.get("id") != self._request_id:
                 raise ValueError(f"the reply to request {self._request_id} was due, not to {reply.get('id')!r}")
             data = reply["data"]
-            failure = EnvError(data["code"], data["message"]) if reply["type"] == "error" else None
+            failure = _said(data) if reply["type"] == "error" else None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._not_the_wire(error) from error
         self._deadline = None
@@ -245,6 +247,10 @@ class OpenEnvClient:
     def _not_the_wire(self, error: Exception) -> ConnectionLost:
         self.abort()
         return ConnectionLost(f"{self.url} does not speak the OpenEnv wire: {error!r}")
+
+
+def _said(data: Mapping[str, Any]) -> EnvError:
+    return EnvError(data["code"], data["message"], retryable=data.get("retryable") is True)
 
 
 def websocket_url(base_url: str) -> str:

@@ -1,0 +1,155 @@
+"""Simulated trouble: what a client sees of it, and that it is refused where it has no place."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from realhf.env.injected_faults import InjectedFaults, parse_kinds
+from realhf.env.server import EnvServer, listen
+from realhf.env.server_config import ConfigError, ServerConfig, parse
+from realhf.rollout.aws_env import AwsEnv
+from realhf.rollout.env_client import ConnectionLost, EnvError, MessageTimeout
+
+
+class FakeQuickPlayer:
+    """Counts the steps that are really executed."""
+
+    def __init__(self, executed: list[str]) -> None:
+        self._executed = executed
+
+    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
+        return {}, 0.0, False
+
+    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
+        self._executed.append(command)
+        return {"command_output": command, "task_achieved": False}, 0.0, False
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def kill(self) -> None:
+        pass
+
+
+class FakeSlots:
+    free_count = 4
+
+    def acquire(self) -> int:
+        return 0
+
+    def release(self, slot: int) -> None:
+        pass
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+
+@contextmanager
+def served(executed: list[str], **settings: Any) -> Iterator[str]:
+    config = ServerConfig(port=0, pool_size=4, **settings)
+    server = EnvServer(FakeSlots(), lambda slot: FakeQuickPlayer(executed), config, listen("127.0.0.1", 0))
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+async def play(url: str, steps: int, message_timeout_s: float = 10.0) -> Counter[str]:
+    """What became of each step; a lost session is opened and reset again."""
+    seen: Counter[str] = Counter()
+    env = AwsEnv(url, message_timeout_s=message_timeout_s)
+    for number in range(steps):
+        if not env.usable:
+            await env.connect()
+            await env.reset()
+        try:
+            await env.step(f"aws {number}")
+            seen["ok"] += 1
+        except EnvError as error:
+            assert error.retryable and error.code == "UNAVAILABLE"
+            seen["unavailable"] += 1
+        except ConnectionLost:
+            seen["disconnect"] += 1
+        except MessageTimeout:
+            seen["hang"] += 1
+    await env.close()
+    return seen
+
+
+async def test_faults_of_every_kind_at_the_asked_rate_and_none_of_them_executed() -> None:
+    executed: list[str] = []
+    with served(executed, fault_rate=0.2, fault_kinds="unavailable=8,disconnect=2") as url:
+        first = await play(url, 300)
+        page = urllib.request.urlopen(f"{url}/metrics").read().decode()
+        told = json.loads(urllib.request.urlopen(f"{url}/metadata").read())["simulated"]
+    assert len(executed) == first["ok"]
+    assert 40 <= first["unavailable"] + first["disconnect"] <= 80, first
+    assert first["unavailable"] > first["disconnect"] > 0
+    assert f'realhf_env_injected_faults_total{{kind="unavailable"}} {first["unavailable"]}.0' in page
+    assert told["fault_rate"] == 0.2
+    with served([], fault_rate=0.2, fault_kinds="unavailable=8,disconnect=2") as url:
+        assert await play(url, 300) == first, "the same seed and the same play meet the same faults"
+    with served([], fault_rate=0.2, fault_kinds="unavailable=8,disconnect=2", fault_seed=1) as url:
+        assert await play(url, 300) != first
+
+
+async def test_a_hang_lasts_until_the_client_gives_up() -> None:
+    with served([], fault_rate=1.0, fault_kinds="hang") as url:
+        assert await play(url, 2, message_timeout_s=0.1) == {"hang": 2}
+
+
+async def test_latency_is_added_to_every_step_and_holds_up_nobody_else() -> None:
+    executed: list[str] = []
+    with served(executed, step_latency_ms=150.0) as url:
+        async with AwsEnv(url) as slow, AwsEnv(url) as other:
+            await slow.reset()
+            await other.reset()
+            began = time.monotonic()
+            await slow.step("aws a")
+            assert time.monotonic() - began >= 0.15
+            assert executed == ["aws a"]
+            assert (await other.state()).step_count == 0
+
+
+async def test_nothing_is_injected_unless_asked_for() -> None:
+    executed: list[str] = []
+    with served(executed) as url:
+        assert await play(url, 50) == {"ok": 50}
+        assert json.loads(urllib.request.urlopen(f"{url}/metadata").read())["simulated"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--fault-rate", "1.5"], "FAULT_RATE"),
+        (["--step-latency-ms", "-1"], "STEP_LATENCY_MS"),
+        (["--fault-kinds", "fire"], "FAULT_KINDS.*unknown kind 'fire'"),
+        (["--fault-kinds", "hang=x"], "FAULT_KINDS.*not a number"),
+        (["--fault-kinds", "hang=0"], "FAULT_KINDS.*above 0"),
+        (["--fault-kinds", "hang,hang"], "FAULT_KINDS.*twice"),
+        (["--backend-type", "aws", "--token", "t", "--allow-real-aws", "1", "--fault-rate", "0.1"], "FAULT.*aws"),
+        (["--backend-type", "aws", "--token", "t", "--allow-real-aws", "1", "--step-latency-ms", "1"], "LATENCY.*aws"),
+    ],
+)
+def test_a_bad_setting_is_named(argv: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse(argv, {})
+
+
+def test_weights_and_rate_are_what_was_asked_for() -> None:
+    assert parse_kinds("unavailable, hang=3") == {"unavailable": 1.0, "hang": 3.0}
+    drawn = Counter(InjectedFaults(rate=1.0, kinds="unavailable,hang=3").session().draw() for _ in range(1))
+    assert None not in drawn
+    dice = InjectedFaults(rate=1.0, kinds="unavailable,hang=3").session()
+    many = Counter(dice.draw() for _ in range(4000))
+    assert 2800 < many["hang"] < 3200 and many["hang"] + many["unavailable"] == 4000
+    assert InjectedFaults(rate=0.0).session().draw() is None
