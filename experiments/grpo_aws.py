@@ -1,7 +1,8 @@
 """GRPO on AWS tasks.
 
     task_ids ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
-                             ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term)
+                             ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term,
+                             ├─ packed_input_ids ───► actor_inf ─┤    actor_inf only for a proximal policy)
                              └─ tokens, masks, logprobs ─────────┘
 """
 
@@ -30,7 +31,9 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
         models["ref"] = ModelSpec("ref", actor.path, tuple(config.ref.workers), backend=actor.backend,
                                   dtype=actor.dtype)
         mfcs.append(ref_inf(config))
-    mfcs.append(actor_train(config, extra_keys=("packed_ref_logprobs",) if ppo.needs_reference else ()))
+    if ppo.needs_actor_inf:
+        mfcs.append(actor_inf(config))
+    mfcs.append(actor_train(config, extra_keys=ppo.scored_keys))
     return aws_experiment("grpo_aws", config, models, mfcs, before)
 
 
@@ -51,6 +54,13 @@ def ref_inf(config: ExperimentConfig) -> MFCDef:
     """Log-probabilities of the reference, for the KL term."""
     return _call(config, "ref_inf", "ref", InterfaceType.INFERENCE, "logprob", {"temperature": config.gen.temperature},
                  inputs=("packed_input_ids",), outputs=("packed_ref_logprobs",))
+
+
+def actor_inf(config: ExperimentConfig) -> MFCDef:
+    """Log-probabilities of the actor before it trains on the step: the proximal policy's."""
+    args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
+    return _call(config, "actor_inf", "actor", InterfaceType.INFERENCE, "logprob", args,
+                 inputs=("packed_input_ids", "loss_mask"), outputs=("proximal_logprobs",))
 
 
 def actor_train(config: ExperimentConfig, extra_keys: tuple[str, ...] = ()) -> MFCDef:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.grpo_aws import EPISODE_KEYS, actor_model, actor_train, ref_inf, rew_inf
+from experiments.grpo_aws import EPISODE_KEYS, actor_inf, actor_model, actor_train, ref_inf, rew_inf
 from experiments.sft_aws import warm_start
 from realhf.algorithms.presets import resolve
 from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
@@ -27,7 +27,9 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
         models["ref"] = ModelSpec("ref", actor.path, tuple(config.ref.workers), backend=actor.backend,
                                   dtype=actor.dtype)
         mfcs.append(ref_inf(config))
-    mfcs.append(actor_train(config, extra_keys=("packed_ref_logprobs",) if ppo.needs_reference else ()))
+    if ppo.needs_actor_inf:
+        mfcs.append(actor_inf(config))
+    mfcs.append(actor_train(config, extra_keys=ppo.scored_keys))
     n_places = places(config)
     return ExperimentSpec(
         name="grpo_stream_http", models=models, mfcs=tuple(replace(mfc, n_seqs=n_places) for mfc in mfcs),

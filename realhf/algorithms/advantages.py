@@ -42,6 +42,51 @@ def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
     return grpo_nostd(scores, valid, torch.zeros_like(group))
 
 
+def reinforce_pp(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """R itself; the tokens before it get their share by ``return_to_go``, then all are whitened over the batch.
+    Source: Hu 2025, REINFORCE++."""
+    score, _ = _group_statistics(scores, valid, group)
+    return _finish(score, valid)
+
+
+def reinforce_pp_baseline(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """``reinforce_pp`` with the mean of the group subtracted from R first."""
+    return grpo_nostd(scores, valid, group)
+
+
+def return_to_go(
+    rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0
+) -> Tensor:
+    """Sum over s >= t of discount^(s-t) r_s within each sequence, f32 (n,), 0 outside ``mask``.
+
+    Only positions in ``mask`` count, in the sum and in the distance s-t: text of the environment between two turns
+    is skipped, not discounted. ``sequence`` i64 (n,) is sorted; ``rewards`` may hold anything outside the mask."""
+    chosen = sequence[mask]
+    count = torch.bincount(chosen, minlength=n_sequences)
+    rank = torch.arange(len(chosen), device=chosen.device) - (count.cumsum(0) - count)[chosen]
+    table = rewards.new_zeros(n_sequences, int(count.max()) if n_sequences else 0, dtype=torch.float64)
+    table[chosen, rank] = rewards[mask].double()
+    if discount == 1.0:
+        table = table.flip(1).cumsum(1).flip(1)
+    else:
+        for t in range(table.shape[1] - 2, -1, -1):
+            table[:, t] += discount * table[:, t + 1]
+    out = torch.zeros_like(rewards, dtype=torch.float32)
+    out[mask] = table[chosen, rank].float()
+    return out
+
+
+def at_last_token(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+    """``values`` (n sequences,) at the last position of each sequence inside ``mask``, 0 elsewhere; (n,)."""
+    positions = torch.arange(len(mask), device=mask.device)
+    last = torch.full_like(values, -1, dtype=torch.int64)
+    last = last.scatter_reduce(0, sequence, torch.where(mask, positions, -1), "amax")
+    out = values.new_zeros(len(mask))
+    has = last >= 0
+    out[last[has]] = values[has]
+    return out
+
+
 def normalise(advantages: Tensor, mask: Tensor, eps: float = 1e-5) -> Tensor:
     """Whiten f32 (n,) over ``mask`` (bool): masked mean and biased std in fp64; 0 elsewhere."""
     if not bool(mask.any()):

@@ -19,8 +19,9 @@ _MAX_KL = 10.0
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Inputs of a policy loss. ``logprobs`` has a gradient; ``old`` is the behaviour policy's;
-    ``sequence`` i64 (n,) numbers the sequence of each position, in [0, n_sequences)."""
+    """Inputs of a policy loss. ``logprobs`` has a gradient; ``old`` is of the policy that the ratio is taken
+    against: the behaviour policy's, or the proximal one's; ``sequence`` i64 (n,) numbers the sequence of each
+    position, in [0, n_sequences)."""
 
     logprobs: Tensor
     old: Tensor
@@ -28,6 +29,12 @@ class LossTerms:
     mask: Tensor
     sequence: Tensor
     n_sequences: int
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Mean of ``values`` (n,), 0 outside the mask, over each sequence's trainable tokens: (n_sequences,)."""
+        blank = values.new_zeros(self.n_sequences)
+        count = blank.index_add(0, self.sequence, self.mask.to(values.dtype))
+        return blank.index_add(0, self.sequence, values) / count.clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -86,18 +93,16 @@ def policy_ratio(terms: LossTerms, level: str) -> tuple[Tensor, int]:
     of the own token."""
     difference = torch.where(terms.mask, terms.logprobs, 0.0) - torch.where(terms.mask, terms.old, 0.0)
     if level == "token":
-        return difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp(), _beyond(difference)
-    blank = difference.new_zeros(terms.n_sequences)
-    total = blank.index_add(0, terms.sequence, difference.detach())
-    count = blank.index_add(0, terms.sequence, terms.mask.float())
-    mean = total / count.clamp(min=1)
-    value = mean.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp()[terms.sequence]
-    ratio = torch.where(terms.mask, value, 1.0) * (difference - difference.detach()).exp()
-    return ratio, _beyond(mean)
+        return exponential(difference)
+    value, clamped = exponential(terms.sequence_mean(difference.detach()))
+    ratio = torch.where(terms.mask, value[terms.sequence], 1.0) * (difference - difference.detach()).exp()
+    return ratio, clamped
 
 
-def _beyond(exponent: Tensor) -> int:
-    return int((exponent.detach().abs() > _MAX_EXPONENT).sum())
+def exponential(exponent: Tensor) -> tuple[Tensor, int]:
+    """exp of the exponent cut to +-20, and how many were cut."""
+    beyond = int((exponent.detach().abs() > _MAX_EXPONENT).sum())
+    return exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp(), beyond
 
 
 def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from realhf.algorithms.advantages import normalise
-from realhf.algorithms.losses import LossTerms, TokenLoss, kl_estimate, token_weights, weighted_sum
+from realhf.algorithms.advantages import at_last_token, normalise, return_to_go
+from realhf.algorithms.losses import kl_estimate, token_weights
 from realhf.algorithms.nonfinite import NonFiniteGuard
+from realhf.algorithms.off_policy_statistics import mismatch_statistics, staleness_statistics
+from realhf.algorithms.policy_objective import ADVANTAGES, PROXIMAL, WEIGHTS, PolicyObjective
+from realhf.algorithms.preset_checks import RETURN_TO_GO
 from realhf.algorithms.presets import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
 from realhf.api.config import PPOConfig
 from realhf.api.model import CallContext, Model, TrainResult
-from realhf.api.registry import advantage_estimators, policy_losses
+from realhf.api.registry import advantage_estimators
 from realhf.api.sample import SequenceSample
-
-_ADVANTAGES, _WEIGHTS = "advantages", "loss_weights"
 
 
 class PolicyGradientInterface:
     """One train step from ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present,
-    ``outcome`` (0: valid), ``seq_no_eos_mask`` and ``packed_ref_logprobs``.
+    ``outcome`` (0: valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs`` and
+    ``proximal_logprobs``.
 
     Advantages are computed once per step from the groups (the sequences of one sample); then
     ``ppo_n_minibatches`` optimizer steps follow. ``temperature`` is the sampling temperature;
@@ -47,32 +51,66 @@ class PolicyGradientInterface:
         self.options = resolve(ppo if ppo is not None else PPOConfig(), loss_scale_len=loss_scale_len)
         self._temperature = temperature
         self._skip_zero = skip_zero_advantage
-        self._loss = policy_losses.get(self.options.loss)
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
         """One step; advances ``model.engine.version`` by one. Raises ValueError on a missing key. After
         ``max_nonfinite_steps`` updates in a row without a finite gradient the statistic ``stop`` tells so."""
-        prepared, stats = self.prepare(sample)
-        n = self.options.ppo_n_minibatches
-        parts = [prepared] if n == 1 else prepared.shuffled(context.seed).split_balanced(n)[0]
+        _require(sample, self._needed_keys())
+        stats = self._staleness(sample, context.step)
+        if self._kl_of_proximal and not self.options.needs_actor_inf:
+            sample = self._with_proximal(model, sample, context)
+        prepared, batch_stats = self.prepare(sample)
+        parts = self._minibatches(model, prepared, context)
         results: list[TrainResult] = []
         for part in parts:
-            trained = self._trained_part(part)
-            if trained is None:
-                continue
+            objective = PolicyObjective(self.options, context.step)
             result = model.engine.train_batch(
-                trained,
-                self.loss,
+                part,
+                objective,
                 temperature=self._temperature,
                 mb_spec=context.mb_spec,
                 with_entropy=self.options.entropy_coef != 0,
             )
+            if not results:  # Later ones run after an update: theirs is no mismatch of engine and trainer.
+                stats |= mismatch_statistics(objective.mismatch)
             results.append(result)
             if not self._guard.observe(result):
                 break
         model.engine.version += 1
-        return {**stats, **_summary(results), **self._guard.verdict()}
+        return {**batch_stats, **stats, **_summary(results), **self._guard.verdict()}
+
+    @property
+    def _kl_of_proximal(self) -> bool:
+        """Whether the proximal policy stands for the behaviour policy in the KL part of the reward too."""
+        return self.options.recompute_logprob and self.options.kl_ctl != 0
+
+    def _needed_keys(self) -> tuple[str, ...]:
+        versions = ("packed_versions",) if self.options.prox_logp_method == "loglinear" else ()
+        truncated = ("seq_no_eos_mask",) if self.options.mask_too_long else ()
+        return (*self.options.scored_keys, *versions, *truncated)
+
+    def _staleness(self, sample: SequenceSample, step: int) -> dict[str, float]:
+        if "packed_versions" not in sample.keys:
+            return {}
+        tokens = PredictedTokens.of(sample)
+        tokens = replace(tokens, mask=tokens.mask & _valid(sample)[tokens.sequence])
+        return staleness_statistics(sample["packed_versions"].cpu(), tokens, step)
+
+    def _minibatches(self, model: Model, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
+        """What is trained, update by update. With several updates the proximal log-probabilities are computed here,
+        before the first; with one they are those of its own forward pass."""
+        n = self.options.ppo_n_minibatches
+        parts = [prepared] if n == 1 else prepared.shuffled(context.seed).split_balanced(n)[0]
+        trained = [chosen for part in parts if (chosen := self._trained_part(part)) is not None]
+        missing = self.options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys
+        if missing and len(trained) > 1:
+            return [self._with_proximal(model, part, context) for part in trained]
+        return trained
+
+    def _with_proximal(self, model: Model, sample: SequenceSample, context: CallContext) -> SequenceSample:
+        logprobs = model.engine.logprobs(sample, temperature=self._temperature, mb_spec=context.mb_spec)
+        return replace_keys(sample, shifted={PROXIMAL: logprobs})
 
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
         """The batch with ``advantages`` f32 (L-1) and ``loss_mask`` False on invalid (and, with
@@ -83,20 +121,17 @@ class PolicyGradientInterface:
         per_sequence = estimator(scores, valid, tokens.group)
         trainable = valid & ~_truncated(sample) if self.options.mask_too_long else valid
         mask = tokens.mask & trainable[tokens.sequence]
-        advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
-        if self.options.kl_ctl != 0:
-            advantages = advantages + self._kl_to_go(sample, mask, tokens)
+        advantages = self._token_advantages(sample, per_sequence, replace(tokens, mask=mask))
         if self.options.adv_norm:
             advantages = normalise(advantages, mask)
         lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
         token_mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(trainable, lengths)
         signal = torch.zeros(len(sample), dtype=torch.bool)
         signal[tokens.group[torch.unique(tokens.sequence[advantages != 0])]] = True
-        known = [
-            k for k in ("packed_input_ids", "packed_logprobs", "packed_ref_logprobs") if k in sample.keys
-        ]
         out = replace_keys(
-            sample.select(known), per_token={"loss_mask": token_mask}, shifted={_ADVANTAGES: advantages}
+            sample.select(self._trained_keys(sample)),
+            per_token={"loss_mask": token_mask},
+            shifted={ADVANTAGES: advantages},
         )
         stats = {
             "reward_mean": float(scores[valid].double().mean()) if bool(valid.any()) else 0.0,
@@ -108,17 +143,36 @@ class PolicyGradientInterface:
         }
         return out, stats
 
-    def _kl_to_go(self, sample: SequenceSample, mask: Tensor, tokens: PredictedTokens) -> Tensor:
-        """Reversed cumulative sum of -kl_ctl * KL(old, ref) over each sequence's trainable tokens, (L-1)."""
-        old = torch.where(mask, sample["packed_logprobs"].cpu(), 0.0)
-        ref = torch.where(mask, _reference(sample).cpu(), 0.0)
-        reward = -self.options.kl_ctl * kl_estimate(old, ref, self.options.kl_estimator).double()
-        reward = torch.where(mask, reward, 0.0)
-        total = torch.zeros(tokens.n_sequences, dtype=torch.float64).index_add(0, tokens.sequence, reward)
-        running = reward.cumsum(0)
-        before = total.cumsum(0) - total
-        to_go = total[tokens.sequence] - (running - before[tokens.sequence]) + reward
-        return torch.where(mask, to_go, 0.0).float()
+    def _trained_keys(self, sample: SequenceSample) -> list[str]:
+        """Keys of the input that the loss reads. ``proximal_logprobs`` only if they were asked for: by
+        ``actor_inf``, or computed in this call for the reward."""
+        keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs"]
+        if self.options.needs_actor_inf or self._kl_of_proximal:
+            keys.append(PROXIMAL)
+        if self.options.prox_logp_method == "loglinear":
+            keys.append("packed_versions")
+        return [key for key in keys if key in sample.keys]
+
+    def _token_advantages(self, sample: SequenceSample, per_sequence: Tensor, tokens: PredictedTokens) -> Tensor:
+        """f32 (L-1), 0 outside the mask: the estimate of the sequence at each of its tokens plus what the KL terms
+        from there on earn; or, for the estimators that tell tokens apart, the discounted return-to-go of both."""
+        options, mask = self.options, tokens.mask
+        rewards = self._kl_rewards(sample, mask) if options.kl_ctl != 0 else torch.zeros(len(mask))
+        if options.adv_estimator in RETURN_TO_GO:
+            rewards = rewards + at_last_token(per_sequence, mask, tokens.sequence)
+            return return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences, options.discount)
+        advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
+        if options.kl_ctl == 0:
+            return advantages
+        return advantages + return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences)
+
+    def _kl_rewards(self, sample: SequenceSample, mask: Tensor) -> Tensor:
+        """-kl_ctl * KL(old, ref) at every trainable token, 0 elsewhere, f32 (L-1)."""
+        _require(sample, ("packed_ref_logprobs",))
+        old = torch.where(mask, sample[PROXIMAL if self._kl_of_proximal else "packed_logprobs"].cpu(), 0.0)
+        ref = torch.where(mask, sample["packed_ref_logprobs"].cpu(), 0.0)
+        reward = -self.options.kl_ctl * kl_estimate(old, ref, self.options.kl_estimator)
+        return torch.where(mask, reward, 0.0)
 
     def _trained_part(self, part: SequenceSample) -> SequenceSample | None:
         """The minibatch with its loss weights, less the sequences that cannot contribute; None if empty."""
@@ -127,42 +181,10 @@ class PolicyGradientInterface:
             tokens.mask, tokens.sequence, tokens.n_sequences, options.loss_agg, options.loss_scale_len
         )
         every_token_counts = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
-        counts = tokens.mask if every_token_counts else tokens.mask & (part[_ADVANTAGES] != 0)
+        counts = tokens.mask if every_token_counts else tokens.mask & (part[ADVANTAGES] != 0)
         keep = torch.zeros(tokens.n_sequences, dtype=torch.bool)
         keep[tokens.sequence[counts]] = True
-        return select_sequences(replace_keys(part, shifted={_WEIGHTS: weights}), keep)
-
-    def loss(
-        self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of a microbatch and sums of its statistics (a ``LossFn``)."""
-        tokens, device = PredictedTokens.of(part), logprobs.device
-        mask = tokens.mask.to(device)
-        terms = LossTerms(
-            logprobs,
-            part["packed_logprobs"].to(device),
-            part[_ADVANTAGES].to(device),
-            mask,
-            tokens.sequence.to(device),
-            tokens.n_sequences,
-        )
-        weights = part[_WEIGHTS].to(device)
-        policy: TokenLoss = self._loss(terms, self.options)
-        total = weighted_sum(policy.loss, weights, mask)
-        stats = _policy_statistics(terms, policy)
-        if "packed_ref_logprobs" in part.keys:
-            ref = torch.where(mask, part["packed_ref_logprobs"].to(device), 0.0)
-            current = torch.where(mask, logprobs, 0.0)
-            if self.options.kl_loss_coef != 0:
-                kl = kl_estimate(current, ref, self.options.kl_estimator)
-                total = total + self.options.kl_loss_coef * weighted_sum(kl, weights, mask)
-            stats["kl_ref"] = float(kl_estimate(current.detach(), ref, "k3").sum())
-        elif self.options.needs_reference:
-            _reference(part)
-        if entropy is not None:
-            total = total - self.options.entropy_coef * weighted_sum(entropy, weights, mask)
-            stats["entropy"] = float(torch.where(mask, entropy.detach(), 0.0).sum())
-        return total, stats
+        return select_sequences(replace_keys(part, shifted={WEIGHTS: weights}), keep)
 
     def state_dict(self) -> dict[str, Any]:
         return {"nonfinite_in_a_row": self._guard.in_a_row}
@@ -178,32 +200,22 @@ def _valid(sample: SequenceSample) -> Tensor:
 
 
 def _truncated(sample: SequenceSample) -> Tensor:
-    if "seq_no_eos_mask" not in sample.keys:
-        raise ValueError("ppo.mask_too_long needs the key seq_no_eos_mask")
+    _require(sample, ("seq_no_eos_mask",))
     return sample["seq_no_eos_mask"].cpu().bool()
 
 
-def _reference(sample: SequenceSample) -> Tensor:
-    if "packed_ref_logprobs" not in sample.keys:
-        raise ValueError("a KL term (kl_ctl, kl_loss_coef) needs the key packed_ref_logprobs")
-    return sample["packed_ref_logprobs"]
+_WHY = MappingProxyType({
+    "packed_ref_logprobs": "a KL term (kl_ctl, kl_loss_coef)",
+    "seq_no_eos_mask": "ppo.mask_too_long",
+    "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
+    "packed_versions": "ppo.prox_logp_method=loglinear",
+})
 
 
-def _policy_statistics(terms: LossTerms, policy: TokenLoss) -> dict[str, float]:
-    """Sums over the microbatch's trainable tokens; ``mismatch`` compares engine and trainer."""
-    mask = terms.mask
-    old = torch.where(mask, terms.old, 0.0)
-    current = torch.where(mask, terms.logprobs.detach(), 0.0)
-    return {
-        "mismatch_kl": float(kl_estimate(old, current, "k3").double().sum()),
-        "mismatch_abs": float((old - current).abs().double().sum()),
-        "ratio_mean": float(torch.where(mask, policy.ratio, 0.0).double().sum()),
-        "ratio_max": float(policy.ratio[mask].max()) if bool(mask.any()) else 0.0,
-        "clip_fraction": float(policy.clipped.sum()),
-        "dual_clip_fraction": float(policy.dual_clipped.sum()),
-        "clamped_exponents": float(policy.clamped),
-        "n_trained_tokens": float(mask.sum()),
-    }
+def _require(sample: SequenceSample, keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in sample.keys:
+            raise ValueError(f"{_WHY[key]} needs the key {key}")
 
 
 _OF_FIRST = ("mismatch_kl", "mismatch_abs")
@@ -224,7 +236,7 @@ def _summary(results: list[TrainResult]) -> dict[str, float]:
             out[name] = sum(values)
         elif name in _OF_FIRST:
             out[name] = values[0] / max(1.0, results[0].stats["n_trained_tokens"])
-        elif name == "ratio_max":
+        elif name.endswith("_max"):
             out[name] = max(values)
         elif name in ("loss", "lr"):
             out[name] = sum(values) / len(values)

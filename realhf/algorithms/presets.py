@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from realhf.algorithms.preset_checks import DEFAULT_CAP, check_options
 from realhf.api.config import PPOConfig
-from realhf.api.registry import advantage_estimators, policy_losses
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Preset:
     c_clip: float | None = None
     kl_ctl: float = 0.0
     kl_loss_coef: float = 0.0
+    kl_estimator: str = "k3"
+    adv_norm: bool = False
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -36,21 +38,18 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "cispo": Preset("grpo", "token", "cispo", 1.0, 4.0, "token_mean"),
         "rloo": Preset("rloo", None, "reinforce", None, None, "token_mean"),
         "reinforce": Preset("reinforce", None, "reinforce", None, None, "token_mean"),
+        "reinforce_pp": Preset("reinforce_pp", "token", "ppo", 0.2, 0.2, "token_mean", kl_ctl=0.01, kl_estimator="k1",
+                               adv_norm=True),
     }
 )
 """``dapo`` is its loss: clip-higher and token mean. ``rloo`` takes its KL in the reward: set ``kl_ctl``."""
 
-LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-_RATIOS = ("token", "sequence")
-_CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
-_HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip",)})
-"""Loss -> options that it does not read."""
-
 
 @dataclass(frozen=True)
 class ResolvedPPO:
-    """Every option with its value. ``loss_scale_len`` is the divisor of ``loss_agg=constant``."""
+    """Every option with its value. ``loss_scale_len`` is the divisor of ``loss_agg=constant``;
+    ``prox_logp_method`` is None when no proximal log-probabilities are used, ``behav_imp_weight_mode`` none when
+    the objective is not decoupled."""
 
     algo: str
     group_size: int
@@ -66,6 +65,14 @@ class ResolvedPPO:
     kl_estimator: str
     entropy_coef: float
     adv_norm: bool
+    discount: float
+    use_decoupled_loss: bool
+    recompute_logprob: bool
+    prox_logp_method: str | None
+    behav_imp_weight_mode: str
+    behav_imp_weight_cap: float
+    behav_imp_weight_floor: float
+    behav_imp_weight_level: str
     ppo_n_minibatches: int
     mask_too_long: bool
     max_nonfinite_steps: int
@@ -75,6 +82,17 @@ class ResolvedPPO:
     def needs_reference(self) -> bool:
         """Whether ``packed_ref_logprobs`` is an input, hence ``ref_inf`` in the graph."""
         return self.kl_loss_coef != 0 or self.kl_ctl != 0
+
+    @property
+    def needs_actor_inf(self) -> bool:
+        """Whether ``proximal_logprobs`` is an input, hence ``actor_inf`` in the graph."""
+        return self.prox_logp_method == "actor_inf"
+
+    @property
+    def scored_keys(self) -> tuple[str, ...]:
+        """Inputs of the train call that ``ref_inf`` and ``actor_inf`` make."""
+        reference = ("packed_ref_logprobs",) if self.needs_reference else ()
+        return (*reference, "proximal_logprobs") if self.needs_actor_inf else reference
 
 
 def ppo_config(options: PPOConfig | Mapping[str, Any]) -> PPOConfig:
@@ -100,9 +118,7 @@ def resolve(config: PPOConfig | Mapping[str, Any], *, loss_scale_len: int = 1024
     row = PRESETS[config.algo]
     chosen = {f.name: getattr(config, f.name) for f in fields(Preset)}
     value = {name: getattr(row, name) if given is None else given for name, given in chosen.items()}
-    _check_names(value, config)
-    _check_effect(chosen, value, config)
-    _check_ranges(value, config, loss_scale_len)
+    check_options(config, value, loss_scale_len)
     return ResolvedPPO(
         algo=config.algo,
         group_size=config.group_size,
@@ -115,14 +131,31 @@ def resolve(config: PPOConfig | Mapping[str, Any], *, loss_scale_len: int = 1024
         c_clip=value["c_clip"],
         kl_loss_coef=value["kl_loss_coef"],
         kl_ctl=value["kl_ctl"],
-        kl_estimator=config.kl_estimator,
+        kl_estimator=value["kl_estimator"],
         entropy_coef=config.entropy_coef,
-        adv_norm=config.adv_norm,
+        adv_norm=value["adv_norm"],
+        discount=config.discount,
         ppo_n_minibatches=config.ppo_n_minibatches,
         mask_too_long=config.mask_too_long,
         max_nonfinite_steps=config.max_nonfinite_steps,
         loss_scale_len=loss_scale_len,
+        **_off_policy(config),
     )
+
+
+def _off_policy(config: PPOConfig) -> dict[str, Any]:
+    """The options about the proximal policy and the behaviour weight, with their defaults."""
+    proximal = config.use_decoupled_loss or config.recompute_logprob
+    mode = (config.behav_imp_weight_mode or "mask") if config.use_decoupled_loss else "none"
+    return {
+        "use_decoupled_loss": config.use_decoupled_loss,
+        "recompute_logprob": config.recompute_logprob,
+        "prox_logp_method": (config.prox_logp_method or "actor_inf") if proximal else None,
+        "behav_imp_weight_mode": mode,
+        "behav_imp_weight_cap": _first(config.behav_imp_weight_cap, DEFAULT_CAP),
+        "behav_imp_weight_floor": _first(config.behav_imp_weight_floor, 0.0),
+        "behav_imp_weight_level": config.behav_imp_weight_level or "token",
+    }
 
 
 def _first(*values: float | None) -> float:
@@ -132,47 +165,3 @@ def _first(*values: float | None) -> float:
 def _close(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _check_names(value: Mapping[str, Any], config: PPOConfig) -> None:
-    choices: dict[str, tuple[Any, list[str]]] = {
-        "adv_estimator": (value["adv_estimator"], list(advantage_estimators)),
-        "loss": (value["loss"], list(policy_losses)),
-        "ratio": (value["ratio"] or "token", list(_RATIOS)),
-        "loss_agg": (value["loss_agg"], list(LOSS_AGGREGATIONS)),
-        "kl_estimator": (config.kl_estimator, list(KL_ESTIMATORS)),
-    }
-    for name, (given, known) in choices.items():
-        if given not in known:
-            raise ValueError(
-                f"ppo.{name}={given!r} is not known{_close(given, known)}; known: {', '.join(known)}"
-            )
-
-
-def _check_effect(chosen: Mapping[str, Any], value: Mapping[str, Any], config: PPOConfig) -> None:
-    for name in _HAS_NO_EFFECT.get(value["loss"], ()):
-        if chosen[name] is not None:
-            raise ValueError(f"ppo.{name} has no effect with loss {value['loss']!r}: remove it")
-    if config.kl_estimator != "k3" and value["kl_ctl"] == 0 and value["kl_loss_coef"] == 0:
-        raise ValueError("ppo.kl_estimator has no effect while kl_ctl and kl_loss_coef are 0: remove it")
-    if config.kl_estimator == "k1" and value["kl_loss_coef"] != 0:
-        raise ValueError(
-            "ppo.kl_estimator=k1 has zero expected gradient in the loss: use k2 or k3, or kl_ctl"
-        )
-
-
-def _check_ranges(value: Mapping[str, Any], config: PPOConfig, loss_scale_len: int) -> None:
-    if config.group_size < 1:
-        raise ValueError(f"ppo.group_size must be at least 1, got {config.group_size}")
-    if config.group_size < 2 and value["adv_estimator"] in ("grpo", "grpo_nostd", "rloo"):
-        raise ValueError(f"ppo.group_size must be at least 2 for adv_estimator {value['adv_estimator']!r}")
-    for name in ("ppo_n_minibatches", "max_nonfinite_steps"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"ppo.{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("eps_clip", "eps_clip_higher", "kl_ctl", "kl_loss_coef"):
-        if value[name] is not None and value[name] < 0:
-            raise ValueError(f"ppo.{name} must not be negative, got {value[name]}")
-    if value["c_clip"] is not None and value["c_clip"] <= 1:
-        raise ValueError(f"ppo.c_clip must be above 1, got {value['c_clip']}")
-    if loss_scale_len < 1:
-        raise ValueError(f"loss_scale_len must be at least 1, got {loss_scale_len}")

@@ -131,8 +131,8 @@ class PPOConfig:
     ``prox_logp_method``: where the proximal ones come from: the call ``actor_inf`` (default), ``recompute`` in the
     train call, or ``loglinear`` from versions, without a forward pass. ``behav_imp_weight_mode``: a weight above
     ``cap`` (5) or below ``floor`` (none) is set to 0 (``mask``, default), cut to it (``truncate``), or no weight is
-    used (``none``); ``level``: weights of tokens, or the geometric mean of a sequence. ``discount``: of the return-to-go
-    of reinforce_pp, per sampled token."""
+    used (``none``); ``level``: weights of tokens, or the geometric mean of a sequence. ``discount``: of the
+    return-to-go of reinforce_pp, per sampled token."""
 
     algo: str = "grpo"
     group_size: int = 8

@@ -1,4 +1,5 @@
-"""A step's report as one flat map of numbers. Names: ``<call>/<figure>``, ``seconds/<call>``, ``buffer/...``."""
+"""A step's report as one flat map of numbers. Names: ``<call>/<figure>``, ``seconds/<call>``, ``buffer/...``, and
+``staleness/...``, which the training call measures and the whole run is judged by."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def flatten_step(
     generation what was trained on, over the whole step."""
     metrics: dict[str, float] = {"step_seconds": wall_s}
     for call, values in stats.items():
-        metrics |= {f"{call}/{name}": float(value) for name, value in values.items() if _is_number(value)}
+        metrics |= {_name(call, name): float(value) for name, value in values.items() if _is_number(value)}
     for call, spent in times.items():
         metrics[f"seconds/{call}"] = spent["compute_s"]
         metrics[f"fetch_seconds/{call}"] = spent["fetch_s"]
@@ -31,6 +32,10 @@ def flatten_step(
     metrics["buffer/resident"] = float(buffer.get("peak_resident", 0))
     metrics |= {f"source/{name}": float(value) for name, value in source.items() if _is_number(value)}
     return metrics
+
+
+def _name(call: str, figure: str) -> str:
+    return figure if figure.startswith("staleness/") else f"{call}/{figure}"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,48 @@
+"""How far behind the trained weights a batch was sampled, and how far its log-probabilities lie off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.sequences import PredictedTokens
+
+N_BINS = 8
+"""Of the histogram of head staleness; the last holds everything from 7 on."""
+
+
+def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -> dict[str, float]:
+    """Staleness u - v of the sequences of a train step, u = ``step`` being the version of the weights that train
+    (dataflow spec section 1). ``versions`` i32 (n,): who sampled the predicted token, -1 unknown; only tokens inside
+    the mask count.
+
+    The head is a sequence's oldest token, the tail its newest: ``staleness/head_mean, head_max, tail_mean``, and
+    ``staleness/hist_0`` ... ``hist_6``, ``hist_7plus``: fractions of sequences by head staleness. Empty when no
+    sequence has a token of known version."""
+    known = tokens.mask & (versions >= 0)
+    sequence, lag = tokens.sequence[known], step - versions[known].long()
+    if not len(lag):
+        return {}
+    blank = torch.zeros(tokens.n_sequences, dtype=torch.int64)
+    head = blank.scatter_reduce(0, sequence, lag, "amax", include_self=False)
+    tail = blank.scatter_reduce(0, sequence, lag, "amin", include_self=False)
+    has = torch.zeros(tokens.n_sequences, dtype=torch.bool).index_fill(0, sequence, True)
+    head, tail = head[has], tail[has]
+    bins = torch.bincount(head.clamp(0, N_BINS - 1), minlength=N_BINS).double() / len(head)
+    names = [f"hist_{lag}" for lag in range(N_BINS - 1)] + [f"hist_{N_BINS - 1}plus"]
+    found = {"head_mean": float(head.double().mean()), "head_max": float(head.max()),
+             "tail_mean": float(tail.double().mean()), **dict(zip(names, bins.tolist(), strict=True))}
+    return {f"staleness/{name}": value for name, value in found.items()}
+
+
+def mismatch_statistics(distances: Sequence[Tensor]) -> dict[str, float]:
+    """Quantiles of |behaviour - proximal log-probability| over tokens, given in parts: ``mismatch/abs_p50, abs_p99,
+    abs_max``. With equal versions this is what engine and trainer disagree in; beyond, what the policy moved."""
+    values = torch.cat(list(distances)) if distances else torch.zeros(0)
+    if not len(values):
+        return {}
+    ordered = values.sort().values
+    at = {"p50": len(ordered) // 2, "p99": (99 * len(ordered)) // 100, "max": len(ordered) - 1}
+    return {f"mismatch/abs_{name}": float(ordered[index]) for name, index in at.items()}

@@ -1,0 +1,105 @@
+"""The loss of a minibatch of the policy-gradient step, microbatch by microbatch (dataflow spec section 10)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.behaviour_weight import BehaviourWeight, behaviour_weight, loglinear_proximal
+from realhf.algorithms.losses import LossTerms, TokenLoss, kl_estimate, weighted_sum
+from realhf.algorithms.presets import ResolvedPPO
+from realhf.algorithms.sequences import PredictedTokens
+from realhf.api.registry import policy_losses
+from realhf.api.sample import SequenceSample
+
+ADVANTAGES, WEIGHTS, PROXIMAL = "advantages", "loss_weights", "proximal_logprobs"
+
+
+class PolicyObjective:
+    """A ``LossFn`` for one minibatch of train step ``step`` (u).
+
+    Reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch, and as the options ask
+    ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. Without ``proximal_logprobs`` the current
+    log-probabilities stand for them: before any update of the step they are the same.
+
+    ``mismatch``: |behaviour - current| of the trained tokens seen so far, one tensor per microbatch."""
+
+    def __init__(self, options: ResolvedPPO, step: int) -> None:
+        self._options, self._step = options, step
+        self._loss = policy_losses.get(options.loss)
+        self.mismatch: list[Tensor] = []
+
+    def __call__(
+        self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of a microbatch and sums of its statistics."""
+        options, device, tokens = self._options, logprobs.device, PredictedTokens.of(part)
+        mask, weights = tokens.mask.to(device), part[WEIGHTS].to(device)
+        behaviour = part["packed_logprobs"].to(device)
+        old = behaviour if options.prox_logp_method is None else self._proximal(part, logprobs.detach(), behaviour)
+        terms = LossTerms(
+            logprobs, old, part[ADVANTAGES].to(device), mask, tokens.sequence.to(device), tokens.n_sequences
+        )
+        policy: TokenLoss = self._loss(terms, options)
+        stats = self._policy_statistics(terms, policy, behaviour)
+        losses = policy.loss
+        if options.use_decoupled_loss:
+            correction = behaviour_weight(terms, behaviour, options)
+            losses = losses * correction.weight
+            _add_weight_statistics(stats, correction, mask, options)
+        total = weighted_sum(losses, weights, mask)
+        if "packed_ref_logprobs" in part.keys:
+            total = total + self._reference_loss(part, logprobs, mask, weights, stats)
+        if entropy is not None:
+            total = total - options.entropy_coef * weighted_sum(entropy, weights, mask)
+            stats["entropy"] = float(torch.where(mask, entropy.detach(), 0.0).sum())
+        return total, stats
+
+    def _proximal(self, part: SequenceSample, current: Tensor, behaviour: Tensor) -> Tensor:
+        if self._options.prox_logp_method == "loglinear":
+            versions = part["packed_versions"].to(current.device)
+            return loglinear_proximal(current, behaviour, versions, self._step)
+        return part[PROXIMAL].to(current.device) if PROXIMAL in part.keys else current
+
+    def _reference_loss(
+        self, part: SequenceSample, logprobs: Tensor, mask: Tensor, weights: Tensor, stats: dict[str, float]
+    ) -> Tensor:
+        """The KL term of the loss (0 where the KL is in the reward); adds the sum of KL to ``stats``."""
+        ref = torch.where(mask, part["packed_ref_logprobs"].to(mask.device), 0.0)
+        current = torch.where(mask, logprobs, 0.0)
+        stats["kl_ref"] = float(kl_estimate(current.detach(), ref, "k3").sum())
+        if self._options.kl_loss_coef == 0:
+            return torch.zeros((), device=mask.device)
+        kl = kl_estimate(current, ref, self._options.kl_estimator)
+        return self._options.kl_loss_coef * weighted_sum(kl, weights, mask)
+
+    def _policy_statistics(self, terms: LossTerms, policy: TokenLoss, behaviour: Tensor) -> dict[str, float]:
+        """Sums over the microbatch's trainable tokens; ``mismatch`` compares engine and trainer."""
+        mask = terms.mask
+        sampled = torch.where(mask, behaviour, 0.0)
+        current = torch.where(mask, terms.logprobs.detach(), 0.0)
+        distance = (sampled - current).abs()
+        self.mismatch.append(distance[mask].cpu())
+        return {
+            "mismatch_kl": float(kl_estimate(sampled, current, "k3").double().sum()),
+            "mismatch_abs": float(distance.double().sum()),
+            "ratio_mean": float(torch.where(mask, policy.ratio, 0.0).double().sum()),
+            "ratio_max": float(policy.ratio[mask].max()) if bool(mask.any()) else 0.0,
+            "clip_fraction": float(policy.clipped.sum()),
+            "dual_clip_fraction": float(policy.dual_clipped.sum()),
+            "clamped_exponents": float(policy.clamped),
+            "n_trained_tokens": float(mask.sum()),
+        }
+
+
+def _add_weight_statistics(
+    stats: dict[str, float], correction: BehaviourWeight, mask: Tensor, options: ResolvedPPO
+) -> None:
+    """``behav_weight_mean`` of the weights used, ``behav_weight_max`` before any bound; the fraction of tokens that
+    the bounds left out (``rejected_fraction``) or cut (``truncated_fraction``)."""
+    stats["behav_weight_mean"] = float(torch.where(mask, correction.weight, 0.0).double().sum())
+    stats["behav_weight_max"] = float(correction.raw[mask].max()) if bool(mask.any()) else 0.0
+    stats["clamped_exponents"] += correction.clamped
+    name = {"mask": "rejected_fraction", "truncate": "truncated_fraction"}.get(options.behav_imp_weight_mode)
+    if name is not None:
+        stats[name] = float(correction.bounded.sum())

@@ -1,0 +1,117 @@
+"""Policy-gradient options that must be refused: unknown, out of range, or without effect. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from realhf.api.config import PPOConfig
+from realhf.api.registry import advantage_estimators, policy_losses
+
+LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
+WEIGHT_MODES = ("mask", "truncate", "none")
+LEVELS = ("token", "sequence")
+"""Of the policy ratio and of the behaviour weight."""
+RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
+"""Estimators whose advantage is what a token and those after it earn; the others know one number per response."""
+DEFAULT_CAP = 5.0
+"""Of the behaviour weight."""
+
+_NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline")
+_CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
+_HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip",)})
+"""Loss -> options that it does not read."""
+_WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
+
+
+def check_options(config: PPOConfig, value: Mapping[str, Any], loss_scale_len: int) -> None:
+    """``value``: the options of a preset row after overriding. Raises ValueError naming the option."""
+    _check_names(value, config)
+    _check_effect(value, config)
+    _check_off_policy(value, config)
+    _check_ranges(value, config, loss_scale_len)
+
+
+def _check_names(value: Mapping[str, Any], config: PPOConfig) -> None:
+    choices: dict[str, tuple[Any, list[str]]] = {
+        "adv_estimator": (value["adv_estimator"], list(advantage_estimators)),
+        "loss": (value["loss"], list(policy_losses)),
+        "ratio": (value["ratio"] or "token", list(LEVELS)),
+        "loss_agg": (value["loss_agg"], list(LOSS_AGGREGATIONS)),
+        "kl_estimator": (value["kl_estimator"], list(KL_ESTIMATORS)),
+        "prox_logp_method": (config.prox_logp_method, list(PROXIMAL_METHODS)),
+        "behav_imp_weight_mode": (config.behav_imp_weight_mode, list(WEIGHT_MODES)),
+        "behav_imp_weight_level": (config.behav_imp_weight_level, list(LEVELS)),
+    }
+    for name, (given, known) in choices.items():
+        if given is not None and given not in known:
+            near = difflib.get_close_matches(str(given), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"ppo.{name}={given!r} is not known{hint}; known: {', '.join(known)}")
+
+
+def _check_effect(value: Mapping[str, Any], config: PPOConfig) -> None:
+    for name in _HAS_NO_EFFECT.get(value["loss"], ()):
+        if getattr(config, name) is not None:
+            raise ValueError(f"ppo.{name} has no effect with loss {value['loss']!r}: remove it")
+    if config.kl_estimator is not None and value["kl_ctl"] == 0 and value["kl_loss_coef"] == 0:
+        raise ValueError("ppo.kl_estimator has no effect while kl_ctl and kl_loss_coef are 0: remove it")
+    if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
+        raise ValueError(
+            "ppo.kl_estimator=k1 has zero expected gradient in the loss: use k2 or k3, or kl_ctl"
+        )
+    if config.discount != 1.0 and value["adv_estimator"] not in RETURN_TO_GO:
+        raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
+
+
+def _check_off_policy(value: Mapping[str, Any], config: PPOConfig) -> None:
+    decoupled, mode = config.use_decoupled_loss, config.behav_imp_weight_mode
+    if decoupled and config.recompute_logprob:
+        raise ValueError("ppo.recompute_logprob has no effect with use_decoupled_loss, which clips against the "
+                         "recomputed policy already: remove it")
+    if config.prox_logp_method is not None and not decoupled and not config.recompute_logprob:
+        raise ValueError("ppo.prox_logp_method has no effect without use_decoupled_loss or recompute_logprob: "
+                         "remove it")
+    if config.prox_logp_method == "loglinear" and config.recompute_logprob:
+        raise ValueError("ppo.prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or "
+                         "recompute")
+    for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS):
+        if getattr(config, name) is not None and not decoupled:
+            raise ValueError(f"ppo.{name} has no effect without use_decoupled_loss: remove it")
+    for name in _WEIGHT_BOUNDS:
+        if getattr(config, name) is not None and mode == "none":
+            raise ValueError(f"ppo.{name} has no effect with behav_imp_weight_mode=none: remove it")
+    if value["loss"] != "reinforce":
+        return
+    if decoupled and mode == "none":
+        raise ValueError("ppo.use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none")
+    if config.recompute_logprob and value["kl_ctl"] == 0:
+        raise ValueError("ppo.recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it")
+
+
+def _check_ranges(value: Mapping[str, Any], config: PPOConfig, loss_scale_len: int) -> None:
+    if config.group_size < 1:
+        raise ValueError(f"ppo.group_size must be at least 1, got {config.group_size}")
+    if config.group_size < 2 and value["adv_estimator"] in _NEEDS_GROUPS:
+        raise ValueError(f"ppo.group_size must be at least 2 for adv_estimator {value['adv_estimator']!r}")
+    for name in ("ppo_n_minibatches", "max_nonfinite_steps"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"ppo.{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("eps_clip", "eps_clip_higher", "kl_ctl", "kl_loss_coef"):
+        if value[name] is not None and value[name] < 0:
+            raise ValueError(f"ppo.{name} must not be negative, got {value[name]}")
+    if value["c_clip"] is not None and value["c_clip"] <= 1:
+        raise ValueError(f"ppo.c_clip must be above 1, got {value['c_clip']}")
+    if not 0 < config.discount <= 1:
+        raise ValueError(f"ppo.discount must be above 0 and at most 1, got {config.discount}")
+    cap, floor = config.behav_imp_weight_cap, config.behav_imp_weight_floor
+    if cap is not None and not cap > 0:
+        raise ValueError(f"ppo.behav_imp_weight_cap must be positive, got {cap}")
+    if floor is not None and not 0 < floor < (DEFAULT_CAP if cap is None else cap):
+        raise ValueError(f"ppo.behav_imp_weight_floor must be above 0 and below the cap, got {floor}")
+    if loss_scale_len < 1:
+        raise ValueError(f"loss_scale_len must be at least 1, got {loss_scale_len}")
