@@ -30,7 +30,8 @@ class FunctionExecutor:
     """Owns buffer, storage map, calls and loader.
 
     ``workers`` maps a model role to the names of the workers that hold it; ``source_worker`` stores what the
-    source draws, unless ``make_loader`` gives another way of loading (samples that are streamed in); ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
+    source draws, unless ``make_loader`` gives another way of loading (samples that are streamed in);
+    ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
     ``steps_in_flight`` steps ahead at most: with 1, the synchronous mode, the samples of step k + 1 are drawn
     after the results of step k were recorded, so that a curriculum always sees the same results in the same
     order. Use as ``async with``; or ``start`` and ``close``.

@@ -1,0 +1,336 @@
+"""The master's side of asynchronous rollouts: admits samples, takes them when they are finished, hands them to the
+training steps in an order that keeps them fresh, and writes all of it down (spec dataflow, section 9).
+
+Lives in the master's event loop. Every change of state is synchronous and goes into the journal in the same moment;
+only waiting, for capacity, for samples and for the disk, is asynchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from realhf.api.rollout import RolloutLease
+from realhf.api.sample import SequenceSample
+from realhf.api.source import SampleResult
+from realhf.dataflow.journal_records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
+from realhf.dataflow.rollout_ledger import RolloutLedger
+from realhf.dataflow.staleness import StalenessManager
+from realhf.dataflow.straggler_gate import StragglerGate
+from realhf.dataflow.task_supply import Task, TaskSupply, item_map
+
+LATE_S = 30.0
+"""A worker that does not answer so long after a sample's deadline has lost it."""
+
+
+class RolloutsFailed(RuntimeError):
+    """A rollout failed where the configuration says that none may."""
+
+
+@dataclass(frozen=True)
+class RolloutRules:
+    """``total``: samples that the run trains in all; ``max_attempts``: failures after which a sample is given up;
+    ``fail_fast``: the first failure ends the run; ``drop``: stale samples are dropped, not waited for."""
+
+    total: int
+    deadline_s: float
+    max_attempts: int
+    fail_fast: bool = False
+    drop: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A finished sample as its receiver tells of it: ``meta`` without data, ``frames`` its encoding, ``ref`` where the
+    payload lies. ``error``: it was malformed and there is no sample."""
+
+    id: str
+    attempt: int
+    ref: list[Any]
+    frames: list[bytes]
+    meta: SequenceSample | None
+    error: str = ""
+
+
+@dataclass
+class _Open:
+    task: Task
+    attempt: int
+    worker: str
+    expires: float
+
+
+class RolloutControl:
+    """``discard(ids)`` is told of accepted samples that will never be trained. A worker is known by a name of its
+    incarnation, so that a successor is not taken for it.
+
+    It stands in for the source of the executor: ``record`` and ``stats``.
+    """
+
+    def __init__(
+        self, supply: TaskSupply, ledger: RolloutLedger, staleness: StalenessManager, gate: StragglerGate,
+        rules: RolloutRules, *, discard: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._supply, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
+        self.staleness, self._gate = staleness, gate
+        self._workers: set[str] = set()
+        self._open: dict[str, _Open] = {}
+        self._tasks: dict[str, Task] = {}
+        self._staged: dict[str, SequenceSample] = {}
+        self._replay: dict[int, list[str]] = {}
+        self._step_of: dict[str, int] = {}
+        self._next_order = 0
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self.lost_attempts = 0
+        self.given_up = 0
+        self.refused = 0
+
+    # ---- rollout workers
+
+    def worker_joined(self, worker: str) -> None:
+        self._workers.add(worker)
+
+    def worker_left(self, worker: str, reason: str) -> None:
+        """Its samples are played again by others; this does not count as a failure of theirs."""
+        self._workers.discard(worker)
+        for sample_id in [i for i, entry in self._open.items() if entry.worker == worker]:
+            self.lost_attempts += 1
+            self._return(sample_id, "worker_died", reason, failed=False)
+        self._wake()
+
+    async def allocate(self, worker: str, count: int) -> list[RolloutLease]:
+        """Between one and ``count`` samples to play, written down before they are given; waits for capacity. [] when
+        the run needs no more, or when the worker has left."""
+        while worker in self._workers and self._failure is None:
+            leases, number = self._admit(worker, count)
+            if leases:
+                await self._ledger.durable(number)
+                return leases
+            if self.complete:
+                return []
+            await self._change()
+        return []
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample that the run trains has arrived."""
+        return self.staleness.accepted >= self._rules.total
+
+    @property
+    def capacity(self) -> int:
+        """Samples that may be admitted now."""
+        still = self._rules.total - self.staleness.accepted - self.staleness.running
+        return max(0, min(self.staleness.capacity, still))
+
+    def _admit(self, worker: str, count: int) -> tuple[list[RolloutLease], int]:
+        leases: list[RolloutLease] = []
+        records: list[Record] = []
+        while len(leases) < count and self.capacity > 0:
+            drawn_before = len(self._supply.drawn)
+            task = self._supply.take()
+            if task is None:
+                break
+            if len(self._supply.drawn) > drawn_before:
+                records.append(self._draw_with(task))
+            lease = self._lease(task, worker)
+            records.append(Admit(lease.id, lease.attempt, lease.version, lease.order, worker, item_map(task.item)))
+            leases.append(lease)
+        return leases, self._ledger.append(*records) if records else 0
+
+    def _draw_with(self, first: Task) -> Draw:
+        """The state after a draw, of which ``first`` has been taken already."""
+        state = self._supply.state()
+        return Draw({**state, "drawn": [item_map(first.item), *state["drawn"]]})
+
+    def _lease(self, task: Task, worker: str) -> RolloutLease:
+        if task.order is None:
+            task = replace(task, order=self._next_order)
+            self._next_order += 1
+        assert task.order is not None
+        self.staleness.admit()
+        self._gate.admit(task.item.id, self.staleness.version, task.order)
+        expires = time.monotonic() + self._rules.deadline_s + LATE_S
+        self._open[task.item.id] = _Open(task, task.attempt, worker, expires)
+        return RolloutLease(task.item.id, task.attempt, task.order, self.staleness.version, self._rules.deadline_s,
+                            task.item.metadata, task.item.values)
+
+    def rejected(self, worker: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:
+        """An attempt failed: the sample is tried again, or given up after too many failures."""
+        entry = self._open.get(sample_id)
+        if entry is None or entry.attempt != attempt or entry.worker != worker:
+            return
+        if self._rules.fail_fast:
+            self.fail(RolloutsFailed(f"sample {sample_id}: {outcome}: {message} (async_rl.on_failure.fail_fast)"))
+        self._return(sample_id, outcome, message, failed=True)
+        self._wake()
+
+    def returned(self, worker: str, sample_id: str, attempt: int) -> None:
+        """A worker gives a sample back unplayed (it stops)."""
+        entry = self._open.get(sample_id)
+        if entry is not None and entry.attempt == attempt and entry.worker == worker:
+            self._return(sample_id, "cancelled", "given back", failed=False)
+            self._wake()
+
+    def expire(self) -> None:
+        """Take back what was not answered long after its deadline."""
+        now = time.monotonic()
+        for sample_id in [i for i, entry in self._open.items() if entry.expires < now]:
+            self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}", failed=True)
+        self._wake()
+
+    def _return(self, sample_id: str, outcome: str, message: str, *, failed: bool) -> None:
+        entry = self._open.pop(sample_id)
+        task = replace(entry.task, attempt=entry.attempt + 1, failures=entry.task.failures + failed)
+        final = task.failures >= self._rules.max_attempts
+        self.staleness.reject()
+        self._gate.forget(sample_id)
+        self._ledger.append(Reject(sample_id, entry.attempt, outcome, message[:1000], final))
+        if final:
+            self.given_up += 1
+        else:
+            self._supply.give_back(task)
+
+    # ---- the stream
+
+    async def arrived(self, arrivals: Sequence[Arrival]) -> list[str]:
+        """``accepted``, ``duplicate`` (it was before) or ``refused`` (another attempt took its place) for each, when
+        that is on the disk."""
+        answers = [self._take(arrival) for arrival in arrivals]
+        number = self._ledger.last
+        self._wake()
+        await self._ledger.durable(number)
+        return answers
+
+    def _take(self, arrival: Arrival) -> str:
+        entry = self._open.get(arrival.id)
+        if entry is None or entry.attempt != arrival.attempt:
+            duplicate = self._ledger.accepted_attempt(arrival.id) == arrival.attempt
+            self.refused += not duplicate
+            return "duplicate" if duplicate else "refused"
+        if arrival.meta is None:
+            self._return(arrival.id, "malformed", arrival.error, failed=True)
+            return "refused"
+        del self._open[arrival.id]
+        self.staleness.accept()
+        self._gate.stage(arrival.id)
+        self._ledger.append(Accept(arrival.id, arrival.attempt, arrival.ref, arrival.frames))
+        self._staged[arrival.id] = _with_metadata(arrival.meta, entry.task.item.metadata)
+        return "accepted"
+
+    # ---- training steps
+
+    async def cohort(self, step: int) -> list[SequenceSample]:
+        """Metadata of the samples of a step in the order of their admission; waits for them. [] when there will be no
+        more. Raises what ``fail`` was given."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            ids = self._released(step)
+            if ids is not None:
+                break
+            await self._change()
+        for sample_id in ids:
+            self._step_of[sample_id] = step
+        return [self._staged.pop(sample_id) for sample_id in ids]
+
+    def _released(self, step: int) -> list[str] | None:
+        planned = self._replay.pop(step, None)
+        if planned is not None:
+            for sample_id in planned:
+                self._gate.forget(sample_id)
+            return planned
+        if self._rules.drop:
+            self._drop(self._gate.drop_stale(step))
+        final = self.complete or (self._supply.exhausted and not self._open and not self._supply.returned)
+        return self._gate.release(step, final=final)
+
+    def _drop(self, ids: Sequence[str]) -> None:
+        for sample_id in ids:
+            self.staleness.drop()
+            self._ledger.append(Drop(sample_id, "stale"))
+            del self._staged[sample_id]
+        if ids:
+            self._discard(ids)
+
+    def waiting_for(self, step: int) -> str:
+        """In words, for reports about a stall."""
+        slow = self._gate.stragglers(step)
+        shown = ", ".join(slow[:4]) + (", ..." if len(slow) > 4 else "")
+        return f"{self._gate.staged} samples have arrived" + (f"; waits for {shown}" if slow else "; waits for more")
+
+    def record(self, results: Sequence[SampleResult]) -> None:
+        """A step has been trained on these samples, in this order."""
+        step = self._step_of[results[0].id]
+        for result in results:
+            del self._step_of[result.id]
+        self.staleness.consume(len(results))
+        self._supply.record(results)
+        self._ledger.append(Consume([result.id for result in results], step), Commit(step, step + 1),
+                            Draw(self._supply.state()))
+
+    def set_version(self, version: int) -> None:
+        """Every living generation worker has these weights."""
+        if version > self.staleness.version:
+            self.staleness.set_version(version)
+            self._wake()
+
+    def stats(self) -> dict[str, float]:
+        """The source's own figures."""
+        return self._supply.source.stats()
+
+    def counters(self) -> dict[str, int]:
+        """Every counter of admission."""
+        return {**self.staleness.counters(), "capacity": self.capacity, "staged": self._gate.staged,
+                "waiting": len(self._supply.returned), "lost_attempts": self.lost_attempts,
+                "given_up": self.given_up, "refused": self.refused}
+
+    # ---- life
+
+    def restore(self, open_tasks: Sequence[Task], staged: Mapping[str, tuple[Admit, SequenceSample]],
+                replay: Mapping[int, Sequence[str]], next_order: int) -> None:  # fmt: skip
+        """Continue from a journal: samples that were in play are played again, what had arrived is there."""
+        self._next_order = next_order
+        for task in open_tasks:
+            self._supply.give_back(task)
+        for sample_id, (admit, meta) in staged.items():
+            self._gate.admit(sample_id, admit.version, admit.order)
+            self._gate.stage(sample_id)
+            self._staged[sample_id] = _with_metadata(meta, admit.item["metadata"])
+        self._replay = {step: list(ids) for step, ids in replay.items()}
+
+    def fail(self, error: BaseException) -> None:
+        """Every waiter raises ``error``, or gets nothing more."""
+        self._failure = self._failure or error
+        self._wake()
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        """Let every waiter look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ---- the executor's source
+
+    def next_batch(self, n: int) -> list[Any]:
+        """Never asked: samples are admitted one by one."""
+        raise NotImplementedError(f"{n} samples were asked of a stream")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the journal holds it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+def _with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
+    """The sample's own metadata beside that of its task, which the rollout worker cannot change."""
+    merged = {**meta.metadata, **{name: [value] for name, value in item.items()}}
+    return SequenceSample(meta.ids, {k: meta.seqlens[k] for k in meta.keys}, dict(meta.dtypes),
+                          dict(meta.trailing_shapes), None, merged)

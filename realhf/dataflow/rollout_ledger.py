@@ -1,0 +1,73 @@
+"""The journal together with the state that its records amount to: what cannot follow is never written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from realhf.dataflow.journal import Journal
+from realhf.dataflow.journal_records import Ckpt, End, Record, Resume
+from realhf.dataflow.journal_state import JournalState, Recovery, fold
+
+
+class RolloutLedger:
+    """Steps are numbered from 0. Use ``open``."""
+
+    def __init__(self, journal: Journal, state: JournalState) -> None:
+        self._journal, self._state = journal, state
+        self._settled: int | None = None
+        self.last = 0
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, completed_steps: int, archive: bool = False
+    ) -> tuple[RolloutLedger, Recovery | None]:
+        """The journal in ``folder`` and, unless it is new, what a run that goes on after ``completed_steps`` has to do
+        with what was open. Raises JournalError, or ValueError where the journal is of another history."""
+        journal, records = Journal.open(folder, archive=archive)
+        ledger = cls(journal, fold(records))
+        if not records:
+            return ledger, None
+        recovery = ledger._state.resume(completed_steps - 1)
+        ledger.append(Resume(completed_steps - 1))
+        return ledger, recovery
+
+    def append(self, *records: Record) -> int:
+        """Write the records, all or none. Raises ValueError for one that cannot follow."""
+        for record in records:
+            self._state.apply(record)
+        self.last = self._journal.append(*records)
+        return self.last
+
+    async def durable(self, number: int | None = None) -> None:
+        """Wait until an append (None: the last) is on the disk."""
+        await self._journal.durable(self.last if number is None else number)
+
+    def accepted_attempt(self, sample_id: str) -> int | None:
+        """The attempt of a sample that was accepted, unless its step is final."""
+        return self._state.accepted_attempt(sample_id)
+
+    def checkpointed(self, completed_steps: int, folder: str) -> None:
+        """A checkpoint is valid. What the one before it covers is final, and leaves the journal: the newest may turn
+        out damaged."""
+        self.append(Ckpt(completed_steps - 1, folder))
+        if self._settled is not None:
+            self._state.settle(self._settled)
+            self.last = self._journal.checkpointed(self._settled, self._state.snapshot())
+        self._settled = completed_steps - 1
+
+    def payloads(self) -> list[list[Any]]:
+        """Where the payloads lie that a recovery may need."""
+        return self._state.refs()
+
+    def totals(self) -> dict[str, int]:
+        """Every admitted sample, counted once."""
+        return self._state.totals()
+
+    def end(self) -> None:
+        """The run is over."""
+        self.append(End())
+
+    def close(self) -> None:
+        """Raises JournalError when something was not written."""
+        self._journal.close()
