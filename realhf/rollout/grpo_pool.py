@@ -138,6 +138,11 @@ class GrpoPool:
         self._reset_arguments = arguments
         return [parse_result(result) for result in results]
 
+    async def reopen(self, env: AwsEnv) -> None:
+        """A new session for a lost or doubtful one of ``envs``. Raises ConnectionError."""
+        self._check()
+        await self._group.reopen(self._group.clients[self.envs.index(env)])
+
     async def run_group_step(self, actions: Sequence[str | None]) -> list[AwsStepResult | RolloutFailure | None]:
         """One command per session, all at once, results in their order. None skips a session (its episode is over);
         a failed environment answers RolloutFailure. Raises ValueError when the lengths differ."""
