@@ -1,4 +1,7 @@
-"""What a run looks like while it runs: a live panel on a terminal, plain lines elsewhere."""
+"""What a run looks like while it runs: a live panel on a terminal, plain lines elsewhere.
+
+Of an asynchronous run both show staleness, occupancy, admission and failures, also between steps.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.monitor.headline import figure, success_by_tier, time_split
+from realhf.monitor.rollout_figures import flatten_rollouts, rollout_figures, rollout_metrics
 
 _BAR = 24
+_ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0
 """Least time between two lines about steps where there is no live display."""
+_ROLLOUTS_LINE_S = 30.0
+"""How long such a reader waits for a step before a line says what the rollouts do."""
 
 
 class Display(Protocol):
@@ -46,6 +53,7 @@ class PlainDisplay:
         self._console = console
         self._began = time.monotonic()
         self._last_step_line = float("-inf")
+        self._last_line = self._began
 
     def show(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == "phase":
@@ -56,6 +64,8 @@ class PlainDisplay:
             self._show_step(event)
         elif event["kind"] == "evaluation":
             self.say(evaluation_line(event))
+        elif event["kind"] == "rollouts" and time.monotonic() - self._last_line >= _ROLLOUTS_LINE_S:
+            self.say(rollouts_line(flatten_rollouts(event)))
 
     def _show_step(self, event: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -64,7 +74,8 @@ class PlainDisplay:
             self.say(step_line(event))
 
     def say(self, text: str) -> None:
-        stamp = f"{time.monotonic() - self._began:7.1f} s  "
+        self._last_line = time.monotonic()
+        stamp = f"{self._last_line - self._began:7.1f} s  "
         self._console.print(Text(stamp, style="dim").append(text), soft_wrap=True)
 
     def close(self) -> None:
@@ -80,6 +91,7 @@ class LiveDisplay:
         self._first_step: tuple[int, float] | None = None
         self._step: Mapping[str, Any] | None = None
         self._activity: Mapping[str, Any] = {}
+        self._rollouts: dict[str, Any] = {}
         self._phase = ""
         self._plain = PlainDisplay(console)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -95,6 +107,9 @@ class LiveDisplay:
             self._phase = ""
             self._first_step = self._first_step or (event["step"], time.monotonic())
             self._step = event
+            self._rollouts |= rollout_metrics(event["metrics"])
+        elif event["kind"] == "rollouts":
+            self._rollouts |= flatten_rollouts(event)
         else:
             self._plain.show(event)
 
@@ -108,9 +123,9 @@ class LiveDisplay:
         elapsed = time.monotonic() - self._began
         head = Text.assemble((self._title, "bold"), f"   {_clock(elapsed)}")
         if self._step is None:
-            return Group(head, Text(self._phase, style="cyan"))
+            return Group(head, Text(self._phase, style="cyan"), *_rollout_lines(self._rollouts))
         return Group(head, self._progress(self._step), self._figures(self._step["metrics"]),
-                     _split_lines(self._step["metrics"]), self._now())
+                     *_rollout_lines(self._rollouts), _split_lines(self._step["metrics"]), self._now())
 
     def _progress(self, event: Mapping[str, Any]) -> Table:
         row = Table.grid(padding=(0, 1))
@@ -157,7 +172,13 @@ def step_line(event: Mapping[str, Any]) -> str:
         parts.append(f"{metrics['step_seconds']:.1f} s" + (f" ({split})" if split else ""))
     if "buffer/resident" in metrics:
         parts.append(f"buffer {metrics['buffer/resident']:.0f}")
+    parts += [f"{label} {text}" for label, text in rollout_figures(metrics)]
     return "  ".join(parts)
+
+
+def rollouts_line(metrics: Mapping[str, Any]) -> str:
+    """What the rollouts do between two steps, in one line."""
+    return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_figures(metrics)]])
 
 
 def evaluation_line(event: Mapping[str, Any]) -> str:
@@ -167,6 +188,18 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
         tiers = ", ".join(f"{name} {entry['success']:.1%}" for name, entry in entries.items())
         parts.append(f"{kind} {tiers} ({entries['overall']['episodes']} episodes)")
     return "  ".join(parts)
+
+
+def _rollout_lines(metrics: Mapping[str, Any]) -> list[Table]:
+    """Figures of the rollouts, a few to a line."""
+    shown = rollout_figures(metrics)
+    tables = []
+    for start in range(0, len(shown), _ROLLOUT_COLUMNS):
+        table = Table.grid(padding=(0, 3))
+        table.add_row(*[Text.assemble((f"{label} ", "dim"), (text, "bold red" if label == "failed" else "bold"))
+                        for label, text in shown[start : start + _ROLLOUT_COLUMNS]])
+        tables.append(table)
+    return tables
 
 
 def _split_lines(metrics: Mapping[str, Any]) -> Table:

@@ -25,6 +25,10 @@ class Evaluations:
         """The report made after ``step`` steps, if any; 0 is the one before training."""
         return self._reports.get(step)
 
+    def all(self) -> list[tuple[int, dict[str, Any]]]:
+        """Every report with its step, in order."""
+        return sorted(self._reports.items())
+
     def add(self, step: int, report: dict[str, Any]) -> None:
         self._reports[step] = report
         self._write()

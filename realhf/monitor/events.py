@@ -1,7 +1,8 @@
 """What the master tells the launcher while it works: one JSON map per line on its standard output.
 
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity},
-``step`` {step, total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}.
+``step`` {step, total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; between the
+steps of an asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.rollout_figures``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | None, path: Path) -> None:
     """Reward and success over the steps; beside it held-out success before and after, with 95 % intervals."""
-    fig = _figure(11, 4.2)
+    fig = new_figure(11, 4.2)
     held_out = [(label, report["sampled"]) for label, report in (("before", before), ("after", after))
                 if report and "sampled" in report]
     if held_out:
@@ -26,19 +26,19 @@ def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | No
     for name in ("reward", "success", "loss"):
         values = [figure(row, name) for row in rows]
         if any(value is not None for value in values) and not (name == "loss" and curves.lines):
-            _curve(curves, steps, values, name)
+            draw_curve(curves, steps, values, name)
     for tier in sorted({tier for row in rows for tier in success_by_tier(row)}):
-        _curve(curves, steps, [success_by_tier(row).get(tier) for row in rows], f"success, {tier}", thin=True)
+        draw_curve(curves, steps, [success_by_tier(row).get(tier) for row in rows], f"success, {tier}", thin=True)
     curves.set(xlabel="step", title="training episodes" if held_out else "training")
     if curves.lines:
         curves.legend(fontsize=8)
     curves.grid(alpha=0.3)
-    _save(fig, path)
+    save_figure(fig, path)
 
 
 def plot_time_split(rows: Sequence[Row], path: Path) -> None:
     """Where the seconds of every step go, stacked."""
-    fig = _figure(9, 3.8)
+    fig = new_figure(9, 3.8)
     axes = fig.subplots()
     splits = [time_split(row) for row in rows]
     steps = [row["step"] for row in rows]
@@ -51,7 +51,7 @@ def plot_time_split(rows: Sequence[Row], path: Path) -> None:
     axes.set(xlabel="step", ylabel="seconds", title="where the time goes")
     if names:
         axes.legend(fontsize=8)
-    _save(fig, path)
+    save_figure(fig, path)
 
 
 def _held_out_bars(axes: Any, reports: Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]]) -> None:
@@ -70,13 +70,13 @@ def _held_out_bars(axes: Any, reports: Sequence[tuple[str, Mapping[str, Mapping[
     axes.legend(fontsize=8, loc="lower right")
 
 
-def _curve(axes: Any, steps: Sequence[int], values: Sequence[float | None], label: str, thin: bool = False) -> None:
+def draw_curve(axes: Any, steps: Sequence[int], values: Sequence[float | None], label: str, thin: bool = False) -> None:
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     axes.plot([step for step, _ in points], [value for _, value in points], label=label,
               linewidth=1.0 if thin else 2.0, alpha=0.6 if thin else 1.0)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -85,7 +85,7 @@ def _figure(width: float, height: float) -> Any:
     return fig
 
 
-def _save(fig: Any, path: Path) -> None:
+def save_figure(fig: Any, path: Path) -> None:
     partial = path.with_name(f"{path.stem}.tmp.png")
     fig.savefig(partial, dpi=120)
     os.replace(partial, path)

@@ -7,21 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import MonitorConfig
+from realhf.api.trace import STEP, NoTrace, Tracer
 from realhf.monitor.evaluations import Evaluations
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics_log import MetricsLog
-from realhf.monitor.plots import plot_learning, plot_time_split
+from realhf.monitor.pictures import TIMELINE, draw_pictures
+from realhf.monitor.report import write_report
 from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, append_episodes, append_nonfinite
 from realhf.monitor.summary import build_summary, write_summary
+from realhf.monitor.timeline import plot_timeline
+from realhf.monitor.trace import merge_traces
 
 
 class RunLog:
-    """Opened at ``completed_steps`` (0: a fresh start); what a killed run wrote later is dropped."""
+    """Opened at ``completed_steps`` (0: a fresh start); what a killed run wrote later is dropped. ``tracer``: marks the
+    end of every step in the master's trace."""
 
     def __init__(
-        self, run_dir: Path, config: MonitorConfig, events: EventStream, *, completed_steps: int, total_steps: int
+        self, run_dir: Path, config: MonitorConfig, events: EventStream, *, completed_steps: int, total_steps: int,
+        tracer: Tracer | None = None,
     ) -> None:
         self._run_dir, self._events, self._total = run_dir, events, total_steps
+        self._tracer = tracer or NoTrace()
         self._plot_every = config.plot_every_steps
         name = "/".join(run_dir.parts[-2:])
         self._metrics = MetricsLog(run_dir, config, completed_steps=completed_steps, run_name=name)
@@ -33,6 +40,7 @@ class RunLog:
 
     def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
         """One finished step, counted from 1."""
+        self._tracer.instant(STEP, step=step)
         self._metrics.write(step, metrics)
         if episodes:
             append_episodes(self._run_dir, step, episodes)
@@ -57,22 +65,27 @@ class RunLog:
         return self._plot_every > 0 and step % self._plot_every == 0
 
     def draw(self) -> None:
-        """``learning.png`` and ``time.png`` as far as the run is. May run on a thread of its own."""
-        rows = list(self._metrics.rows)
-        last = rows[-1]["step"] if rows else 0
-        after = self.evaluations.at(last) if last else None
-        plot_learning(rows, self.evaluations.at(0), after, self._run_dir / "learning.png")
-        plot_time_split(rows, self._run_dir / "time.png")
+        """The pictures of the steps as far as the run is. May run on a thread of its own."""
+        draw_pictures(self._run_dir, list(self._metrics.rows), self.evaluations)
 
     def finish(self, *, wall_seconds: float, train_calls: Sequence[str]) -> dict[str, Any]:
-        """Pictures and ``summary.json``; returns the summary."""
+        """Pictures, ``summary.json``, ``trace.json`` and ``report.html``; returns the summary."""
         rows = self._metrics.rows
         last = rows[-1]["step"] if rows else 0
         summary = build_summary(rows, self.evaluations.at(0), self.evaluations.at(last) if last else None,
                                 wall_seconds=wall_seconds, train_calls=train_calls)
         self.draw()
         write_summary(summary, self._run_dir)
+        self._show_whole_run()
         return summary
+
+    def _show_whole_run(self) -> None:
+        try:
+            plot_timeline(self._run_dir, self._run_dir / TIMELINE)
+            merge_traces(self._run_dir)
+            write_report(self._run_dir)
+        except OSError as error:  # the run is over and saved: a full disk must not make it fail
+            self._events.emit("warning", text=f"no report: {error}")
 
     def close(self) -> None:
         self._metrics.close()

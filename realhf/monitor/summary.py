@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor.headline import Row, mean, total
+from realhf.monitor.rollout_figures import is_asynchronous, rollout_summary
 
 Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -39,6 +40,8 @@ def build_summary(
             suffix = "_greedy" if kind == "greedy" else ""
             summary[f"heldout_interval_{when}{suffix}"] = _intervals(report, kind)
             summary[f"heldout_episodes_{when}{suffix}"] = _episodes(report, kind)
+    if is_asynchronous(rows):
+        summary["asynchronous"] = rollout_summary(rows)
     return summary
 
 

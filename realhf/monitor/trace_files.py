@@ -10,7 +10,7 @@ import msgspec
 
 from realhf.monitor.trace_format import TRACE_FILE, TRACE_FOLDER, TraceEvent
 
-TAIL_BYTES = 8 * 2**20
+TAIL_BYTES = 16 * 2**20
 
 
 def merge_traces(run_dir: Path) -> Path | None:

@@ -1,0 +1,24 @@
+"""All pictures of a run, drawn from what its files say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from realhf.monitor.async_plot import plot_async, staleness_bound
+from realhf.monitor.evaluations import Evaluations
+from realhf.monitor.headline import Row
+from realhf.monitor.plots import plot_learning, plot_time_split
+from realhf.monitor.rollout_figures import is_asynchronous
+
+LEARNING, TIME, ASYNC, TIMELINE = "learning.png", "time.png", "async.png", "timeline.png"
+
+
+def draw_pictures(run_dir: Path, rows: Sequence[Row], evaluations: Evaluations) -> None:
+    """``learning.png``, ``time.png`` and, of an asynchronous run, ``async.png``, as far as the run is."""
+    last = rows[-1]["step"] if rows else 0
+    after = evaluations.at(last) if last else None
+    plot_learning(rows, evaluations.at(0), after, run_dir / LEARNING)
+    plot_time_split(rows, run_dir / TIME)
+    if is_asynchronous(rows):
+        plot_async(rows, staleness_bound(run_dir), run_dir / ASYNC)

@@ -1,0 +1,157 @@
+"""``report.html``: one file about a run that can be sent to somebody: figures, pictures, tables, configuration.
+
+    python -m realhf.monitor.report RUN_DIR       # of any run, also of one that goes on or was killed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from realhf.monitor import report_html as html
+from realhf.monitor.async_plot import staleness_bound
+from realhf.monitor.evaluations import Evaluations
+from realhf.monitor.headline import Row, figure, success_by_tier
+from realhf.monitor.metrics_log import read_metrics
+from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
+from realhf.monitor.rollout_figures import is_asynchronous, rollout_summary
+from realhf.monitor.run_files import NONFINITE_FILE
+from realhf.monitor.timeline import plot_timeline
+from realhf.monitor.trace import merge_traces
+from realhf.monitor.trace_format import TRACE_FILE
+
+REPORT_FILE = "report.html"
+STEPS_SHOWN = 30
+COLUMNS = ("reward", "success", "loss", "mismatch_kl", "staleness/head_mean", "staleness/head_max",
+           "generation/occupancy", "training/occupancy", "tokens_per_second", "step_seconds")
+PICTURES = ((LEARNING, "Learning"), (ASYNC, "Asynchronous"), (TIMELINE, "Who did what, last steps"),
+            (TIME, "Where the time goes"), ("graph.png", "Dataflow"))
+
+
+def write_report(run_dir: Path) -> Path:
+    """``report.html`` out of the files of a run; what is not there is left out."""
+    rows, summary = read_metrics(run_dir), _json(run_dir / "summary.json")
+    title = "/".join(run_dir.resolve().parts[-2:])
+    parts = [
+        html.heading(title, 1), html.paragraph(_state(rows, summary)), *_overview(rows, summary),
+        *_held_out(Evaluations(run_dir)), *_rollouts(run_dir, rows),
+        *[part for file, name in PICTURES for part in _picture(run_dir / file, name)],
+        *_steps(rows), *_trace(run_dir), *_origin(run_dir),
+    ]
+    path = run_dir / REPORT_FILE
+    partial = path.with_suffix(".tmp")
+    partial.write_text(html.page(title, parts), encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def _state(rows: Sequence[Row], summary: dict[str, Any]) -> str:
+    steps = max((int(row["step"]) for row in rows), default=0)
+    if summary.get("steps") == steps:
+        return f"{steps} steps in {summary['wall_seconds']:.0f} s, finished"
+    return f"{steps} steps so far: this run goes on or was stopped"
+
+
+def _overview(rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
+    if not rows:
+        return []
+    first, last = rows[0], rows[-1]
+    table = [[name, html.number(figure(first, name)), html.number(figure(last, name))] for name in COLUMNS
+             if figure(last, name) is not None]
+    seconds = [[name.removesuffix("_seconds"), f"{summary[name]:.1f} s"]
+               for name in ("wall_seconds", "generation_seconds", "env_seconds", "train_seconds") if name in summary]
+    return [html.heading("Figures"), html.table(["", "first step", "last step"], table),
+            *([html.table(["total time", ""], seconds)] if seconds else [])]
+
+
+def _held_out(evaluations: Evaluations) -> list[str]:
+    table = [[str(step), kind, name, f"{100 * entry['success']:.1f} %",
+              f"[{100 * entry['low']:.0f}, {100 * entry['high']:.0f}]" if "low" in entry and "high" in entry else "",
+              str(int(entry["episodes"]))]
+             for step, report in evaluations.all() for kind, entries in report.items()
+             for name, entry in entries.items()]
+    columns = ["after step", "sampling", "tier", "success", "95 % interval", "episodes"]
+    return [html.heading("Held-out success"), html.table(columns, table)] if table else []
+
+
+def _rollouts(run_dir: Path, rows: Sequence[Row]) -> list[str]:
+    """Staleness, occupancy, admission and failures of an asynchronous run."""
+    if not is_asynchronous(rows):
+        return []
+    whole = rollout_summary(rows)
+    bound = staleness_bound(run_dir)
+    table = [[name.replace("_", " "), html.number(value)] for name, value in whole.items()
+             if not isinstance(value, dict)]
+    if bound is not None:
+        table.insert(2, ["staleness bound", html.number(bound)])
+    kinds = sorted({*whole["failed"], *whole["retried"]})
+    failures = [[kind, html.number(whole["failed"].get(kind, 0.0)), html.number(whole["retried"].get(kind, 0.0))]
+                for kind in kinds]
+    return [html.heading("Rollouts"), html.table(["", "whole run"], table),
+            html.table(["failures", "failed", "retried"], failures) if failures else html.paragraph("No failures.")]
+
+
+def _picture(path: Path, name: str) -> list[str]:
+    return [html.heading(name), html.picture(path.read_bytes(), name)] if path.is_file() else []
+
+
+def _steps(rows: Sequence[Row]) -> list[str]:
+    shown = rows[-STEPS_SHOWN:]
+    names = [name for name in COLUMNS if any(figure(row, name) is not None for row in shown)]
+    tiers = sorted({tier for row in shown for tier in success_by_tier(row)})
+    table = [[str(row["step"]), *[html.number(figure(row, name)) for name in names],
+              *[html.number(success_by_tier(row).get(tier)) for tier in tiers]] for row in shown]
+    return [html.heading("Steps"), html.table(["step", *names, *tiers], table)] if table else []
+
+
+def _trace(run_dir: Path) -> list[str]:
+    if not (run_dir / TRACE_FILE).is_file():
+        return []
+    return [html.heading("Trace"), html.paragraph(
+        f"{TRACE_FILE} in the run folder holds every piece of work of every process. Open https://ui.perfetto.dev or "
+        f"chrome://tracing and drop the file there; it stays on your machine.")]
+
+
+def _origin(run_dir: Path) -> list[str]:
+    """Where the run came from: command line, versions, configuration."""
+    provenance = _json(run_dir / "provenance.json")
+    parts = [html.heading("Origin")]
+    if provenance:
+        command = " ".join(["python -m realhf.launch", *provenance.get("arguments", [])])
+        parts.append(html.text(command))
+        parts.append(html.folded("Versions", json.dumps(provenance, indent=1)))
+    for file in ("config.yaml", NONFINITE_FILE):
+        if (run_dir / file).is_file():
+            parts.append(html.folded(file, (run_dir / file).read_text(encoding="utf-8")))
+    return parts if len(parts) > 1 else []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    run_dir = parser.parse_args().run_dir
+    rows = read_metrics(run_dir)
+    if not rows:
+        print(f"error: no steps in {run_dir}", file=sys.stderr)
+        return 1
+    draw_pictures(run_dir, rows, Evaluations(run_dir))
+    plot_timeline(run_dir, run_dir / TIMELINE)
+    merge_traces(run_dir)
+    print(write_report(run_dir))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

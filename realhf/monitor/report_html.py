@@ -1,0 +1,56 @@
+"""The few HTML elements of a report. Every text is escaped; nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from html import escape
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd; }
+table { border-collapse: collapse; font-size: 13px; margin: .6em 0; display: block; overflow-x: auto; }
+th, td { padding: .15em .8em .15em 0; text-align: right; white-space: nowrap; } th { color: #666; font-weight: 500; }
+th:first-child, td:first-child { text-align: left; } img { max-width: 100%; }
+pre { background: #f5f5f5; padding: .8em; overflow-x: auto; font-size: 12px; }
+"""
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+            f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n")
+
+
+def heading(content: str, level: int = 2) -> str:
+    return f"<h{level}>{escape(content)}</h{level}>"
+
+
+def paragraph(content: str) -> str:
+    return f"<p>{escape(content)}</p>"
+
+
+def text(content: str) -> str:
+    """As it is, in a typewriter face."""
+    return f"<pre>{escape(content)}</pre>"
+
+
+def folded(label: str, content: str) -> str:
+    return f"<details><summary>{escape(label)}</summary>{text(content)}</details>"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>\n{body}</table>"
+
+
+def picture(png: bytes, label: str) -> str:
+    return f'<img alt="{escape(label)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
+
+def number(value: float | None) -> str:
+    """Four figures; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if math.isfinite(value) and value == int(value) and abs(value) < 1e9 else f"{value:.4g}"
