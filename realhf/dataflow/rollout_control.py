@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.api.rollout import RolloutLease
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
@@ -21,6 +22,7 @@ from realhf.dataflow.rollout_ledger import RolloutLedger
 from realhf.dataflow.staleness import StalenessManager
 from realhf.dataflow.straggler_gate import StragglerGate
 from realhf.dataflow.task_supply import Task, TaskSupply, item_map
+from realhf.transport.codec import decode_sample
 
 LATE_S = 30.0
 """A worker that does not answer so long after a sample's deadline has lost it."""
@@ -40,19 +42,6 @@ class RolloutRules:
     max_attempts: int
     fail_fast: bool = False
     drop: bool = False
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A finished sample as its receiver tells of it: ``meta`` without data, ``frames`` its encoding, ``ref`` where the
-    payload lies. ``error``: it was malformed and there is no sample."""
-
-    id: str
-    attempt: int
-    ref: list[Any]
-    frames: list[bytes]
-    meta: SequenceSample | None
-    error: str = ""
 
 
 @dataclass
@@ -197,8 +186,7 @@ class RolloutControl:
     # ---- the stream
 
     async def arrived(self, arrivals: Sequence[Arrival]) -> list[str]:
-        """``accepted``, ``duplicate`` (it was before) or ``refused`` (another attempt took its place) for each, when
-        that is on the disk."""
+        """An answer for each, when it is on the disk. Raises CodecError on malformed metadata."""
         answers = [self._take(arrival) for arrival in arrivals]
         number = self._ledger.last
         self._wake()
@@ -210,16 +198,17 @@ class RolloutControl:
         if entry is None or entry.attempt != arrival.attempt:
             duplicate = self._ledger.accepted_attempt(arrival.id) == arrival.attempt
             self.refused += not duplicate
-            return "duplicate" if duplicate else "refused"
-        if arrival.meta is None:
+            return DUPLICATE if duplicate else REFUSED
+        if arrival.error:
             self._return(arrival.id, "malformed", arrival.error, failed=True)
-            return "refused"
+            return REFUSED
+        meta = _with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
         del self._open[arrival.id]
         self.staleness.accept()
         self._gate.stage(arrival.id)
-        self._ledger.append(Accept(arrival.id, arrival.attempt, arrival.ref, arrival.frames))
-        self._staged[arrival.id] = _with_metadata(arrival.meta, entry.task.item.metadata)
-        return "accepted"
+        self._ledger.append(Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta))
+        self._staged[arrival.id] = meta
+        return ACCEPTED
 
     # ---- training steps
 

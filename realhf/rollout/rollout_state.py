@@ -31,12 +31,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Job:
-    """One rollout to play. ``reset`` are the keyword arguments of the environment's reset."""
+    """One rollout to play. ``reset`` are the keyword arguments of the environment's reset; ``sampling_seed`` is the
+    stream of random numbers of its tokens (None: the engine's call decides, see ``GenRequest.seed``)."""
 
     index: int
     reset: Mapping[str, Any]
     seed: int
     attempt: int = 0
+    sampling_seed: int | None = None
 
 
 @dataclass
@@ -73,7 +75,7 @@ class RolloutState:
     def request(self, slot: int) -> GenRequest:
         """What the engine continues in this round: a new turn, or one that was interrupted."""
         assert self.tokens is not None
-        return GenRequest(slot, self.tokens.prefix(), len(self._turn_ids))
+        return GenRequest(slot, self.tokens.prefix(), len(self._turn_ids), self.job.sampling_seed)
 
     def take_turn(self, output: GenOutput) -> None:
         """Take a sampled turn, or a part of one; ``command`` is set when the environment has to run one. Otherwise

@@ -1,0 +1,66 @@
+"""Who plays an episode: the protocol of an agent, and the one that speaks in turns with an environment."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from realhf.api.aws_models import AwsStepResult
+from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
+from realhf.api.generation import GenerationFailed, TokenSource
+from realhf.rollout.env_client import EnvError
+from realhf.rollout.failures import FAILURES, failure_status
+from realhf.rollout.rollout_state import Job, Limits, RolloutState
+
+
+class EpisodeEnv(Protocol):
+    """What an agent sees of its environment; ``ResumingEnv`` is one."""
+
+    async def reset(self) -> AwsStepResult: ...
+
+    async def step(self, command: str) -> AwsStepResult: ...
+
+
+class EpisodeAgent(Protocol):
+    """Plays episodes, many at once on one event loop."""
+
+    async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """One episode from its reset to its outcome; an environment or an engine that fails is an outcome. ``slot``
+        is the cache row that it has to itself."""
+        ...
+
+
+class TurnAgent:
+    """The policy writes a turn, its command is run, the observation is what it reads next."""
+
+    def __init__(self, chat: ChatFormat, limits: Limits) -> None:
+        self._chat, self._limits = chat, limits
+
+    async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """See ``EpisodeAgent``."""
+        state = RolloutState(job, self._chat, self._limits)
+        try:
+            state.start(_plain(await env.reset()))
+            while not state.status:
+                state.take_turn(await llm.generate(state.request(slot)))
+                if state.command is not None:
+                    await _run_command(state, env, state.command)
+        except FAILURES as error:
+            state.fail(failure_status(error), str(error))
+        except GenerationFailed as error:
+            state.fail("policy_error", str(error))
+        finally:
+            llm.free([slot])
+        return state.outcome()
+
+
+async def _run_command(state: RolloutState, env: EpisodeEnv, command: str) -> None:
+    try:
+        state.take_reply(_plain(await env.step(command)))
+    except EnvError as error:
+        if error.code != "VALIDATION_ERROR":
+            raise
+        state.take_rejection(str(error))
+
+
+def _plain(result: AwsStepResult) -> StepResult:
+    return StepResult(result.observation.model_dump(), result.reward, result.done)

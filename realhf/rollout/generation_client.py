@@ -1,0 +1,128 @@
+"""Tokens from generation workers: which worker is asked, and what happens when it dies (spec dataflow, section 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from realhf.api.generation import GenerationFailed
+from realhf.api.model import GenOutput, GenRequest
+from realhf.transport.errors import PeerLost, RpcTimeout
+from realhf.transport.service_client import ServiceClient, ServiceError
+
+_ATTEMPTS = 3
+"""Errors of living workers after which a request is given up."""
+
+
+class _Worker:
+    """A generation worker as this client sees it."""
+
+    def __init__(self, client: ServiceClient) -> None:
+        self.client = client
+        self.tokens = 0
+
+
+class GenerationClient:
+    """A ``TokenSource`` over all generation workers of the roster. A slot stays with the worker that holds its keys and
+    values; a new one goes to the worker with the fewest tokens in hand. A worker that dies loses nothing: the request
+    holds all tokens so far and is sent to another, within ``timeout_s`` of its start."""
+
+    def __init__(self, name: str, run_id: str, *, timeout_s: float) -> None:
+        self._name, self._run_id, self._timeout_s = name, run_id, timeout_s
+        self._workers: dict[str, _Worker] = {}
+        self._home: dict[int, str] = {}
+        self._changed = asyncio.Event()
+        self._freeing: set[asyncio.Task[None]] = set()
+        self.rerouted = 0
+
+    def update(self, endpoints: Mapping[str, str]) -> None:
+        """The generation workers that are registered now: name -> endpoint."""
+        for endpoint in set(self._workers) - set(endpoints.values()):
+            self._drop(endpoint)
+        for name, endpoint in endpoints.items():
+            if endpoint not in self._workers:
+                self._workers[endpoint] = _Worker(ServiceClient(endpoint, name, self._name, self._run_id))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def generate(self, request: GenRequest) -> GenOutput:
+        """The rest of a turn. Raises GenerationFailed."""
+        deadline, failures = time.monotonic() + self._timeout_s, 0
+        fields = [request.slot, list(request.token_ids), request.sampled, request.seed]
+        while True:
+            endpoint = await self._endpoint(request.slot, deadline)
+            worker = self._workers[endpoint]
+            worker.tokens += len(request.token_ids)
+            try:
+                answer = await worker.client.request("generate", fields, timeout_s=max(0.0, deadline - time.monotonic()))
+                return GenOutput(*answer)
+            except PeerLost:
+                self.rerouted += 1
+                self._drop(endpoint)
+            except ServiceError as error:
+                failures += 1
+                if failures == _ATTEMPTS:
+                    raise GenerationFailed(str(error)) from error
+            except RpcTimeout as error:
+                raise GenerationFailed(str(error)) from error
+            finally:
+                worker.tokens -= len(request.token_ids)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """The episodes in these slots are over."""
+        by_worker: dict[str, list[int]] = {}
+        for slot in slots:
+            endpoint = self._home.pop(slot, None)
+            if endpoint in self._workers:
+                by_worker.setdefault(endpoint, []).append(slot)
+        for endpoint, mine in by_worker.items():
+            task = asyncio.create_task(self._free(self._workers[endpoint].client, mine))
+            self._freeing.add(task)
+            task.add_done_callback(self._freeing.discard)
+
+    def close(self) -> None:
+        for endpoint in list(self._workers):
+            self._drop(endpoint)
+
+    async def _free(self, client: ServiceClient, slots: Sequence[int]) -> None:
+        with contextlib.suppress(PeerLost, RpcTimeout, ServiceError):
+            await client.request("free", list(slots), timeout_s=self._timeout_s)
+
+    async def _endpoint(self, slot: int, deadline: float) -> str:
+        """The worker of a slot; waits for one to join where there is none."""
+        while not self._workers:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise GenerationFailed(f"no generation worker was there for {self._timeout_s:g} s") from None
+        home = self._home.get(slot)
+        if home not in self._workers:
+            home = min(self._workers, key=self._load)
+            self._home[slot] = home
+        return home
+
+    def _load(self, endpoint: str) -> tuple[int, str]:
+        return self._workers[endpoint].tokens, endpoint
+
+    def _drop(self, endpoint: str) -> None:
+        worker = self._workers.pop(endpoint, None)
+        if worker is not None:
+            worker.client.close()
+
+
+def answer_of(output: GenOutput) -> list[Any]:
+    """What a generation worker replies; an aborted turn is one that the client goes on with."""
+    reason = "interrupted" if output.finish_reason == "aborted" else output.finish_reason
+    return [output.token_ids, output.logprobs, output.versions, reason]
+
+
+def request_of(fields: Sequence[Any], slot: int) -> GenRequest:
+    """The request of a client, in a slot of the worker's own. Raises ValueError or TypeError on anything else."""
+    _, token_ids, sampled, seed = fields
+    if not all(isinstance(token, int) and token >= 0 for token in token_ids):
+        raise ValueError("token ids are integers from 0")
+    return GenRequest(slot, list(token_ids), int(sampled), None if seed is None else int(seed))
