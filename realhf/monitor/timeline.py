@@ -12,7 +12,7 @@ import numpy as np
 from realhf.api.trace import ENV, GENERATE, KINDS, OTHER, REF, STEP, TRAIN, WAIT, WEIGHTS, kind_of
 from realhf.monitor.plots import new_figure, save_figure
 from realhf.monitor.trace_files import read_events
-from realhf.monitor.trace_format import COMPLETE, INSTANT
+from realhf.monitor.trace_format import COMPLETE, INSTANT, place_of
 
 BINS = 1200
 WITHOUT_STEPS_US = 60_000_000
@@ -68,7 +68,7 @@ def last_steps(run_dir: Path, n_steps: int) -> Window | None:
 
 
 def work_of(run_dir: Path, window: Window, n_bins: int = BINS) -> dict[str, Work]:
-    """What every process did in the window, in the order of their names."""
+    """What every process did in the window, in the order of the trace."""
     processes: dict[int, str] = {}
     lines: dict[tuple[int, int], list[Span]] = {}
     for event in read_events(run_dir):
@@ -83,7 +83,8 @@ def work_of(run_dir: Path, window: Window, n_bins: int = BINS) -> dict[str, Work
         work = found.setdefault(pid, Work())
         for span in innermost(spans):
             _spread(work, span, window, n_bins)
-    return dict(sorted((processes.get(pid, str(pid)), work) for pid, work in found.items()))
+    named = {processes.get(pid, str(pid)): work for pid, work in found.items()}
+    return {name: named[name] for name in sorted(named, key=lambda name: (place_of(name), name))}
 
 
 def innermost(spans: Iterable[Span]) -> Iterator[Span]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -20,7 +21,16 @@ from typing import Any
 import msgspec
 
 from realhf.monitor.trace_files import merge_traces
-from realhf.monitor.trace_format import COMPLETE, COUNTER, INSTANT, TraceEvent, line_event, number_of, process_events
+from realhf.monitor.trace_format import (
+    COMPLETE,
+    COUNTER,
+    INSTANT,
+    TraceEvent,
+    file_of,
+    line_event,
+    number_of,
+    process_events,
+)
 
 LIMIT_BYTES = 64 * 2**20
 FLUSH_INTERVAL_S = 0.5
@@ -101,6 +111,11 @@ class TraceWriter:
             self._file.write(records)
 
 
+def open_trace(run_dir: Path, process: str) -> TraceWriter:
+    """The tracer of the process ``kind/index`` of a run."""
+    return TraceWriter(file_of(run_dir, process), process)
+
+
 class _Span:
     """A context manager without the cost of a generator."""
 
@@ -174,6 +189,8 @@ class _TraceFile:
             if tid is None:
                 tid = self._lines[line] = number_of(line)
                 parts.append(self._encode(line_event(self._process, line)))
+            if phase == COUNTER and args:
+                args = {key: value for key, value in args.items() if math.isfinite(value)}
             began = began_ns // 1000
             event = TraceEvent(name, phase, began, self._pid, tid, args=args)
             if phase == COMPLETE:

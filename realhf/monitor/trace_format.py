@@ -42,13 +42,17 @@ def file_of(run_dir: Path, process: str) -> Path:
     return run_dir / TRACE_FOLDER / f"{process.replace('/', '-')}.jsonl"
 
 
+def place_of(process: str) -> int:
+    """Where a process stands among the others."""
+    kind = process.partition("/")[0]
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+
+
 def process_events(process: str) -> list[TraceEvent]:
     """Name and place of a process."""
-    kind = process.partition("/")[0]
-    place = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
     pid = number_of(process)
     return [TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
-            TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place})]
+            TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place_of(process)})]
 
 
 def line_event(process: str, line: str) -> TraceEvent:

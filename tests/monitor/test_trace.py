@@ -54,7 +54,7 @@ def test_two_processes_become_one_file(tmp_path: Path):
     assert (step["ph"], step["ts"], step["dur"], step["args"]) == ("X", 5000, 2000, {"id": "a"})
     assert (step["pid"], step["tid"]) == (number_of("rollout_worker/0"), number_of("slot 3"))
     assert by_name["weights"]["ph"] == "i" and by_name["weights"]["args"] == {"version": 2}
-    assert by_name["episodes"]["ph"] == "C" and by_name["episodes"]["args"] == {"running": 4.0, "broken": None}
+    assert by_name["episodes"]["ph"] == "C" and by_name["episodes"]["args"] == {"running": 4.0}
     outer, inner = by_name["train"], by_name["train/inner"]
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert by_name["train"]["args"] == {"step": 1} and "args" not in by_name["train/inner"]

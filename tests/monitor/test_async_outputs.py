@@ -1,0 +1,177 @@
+"""What an asynchronous run shows: display, pictures, summary, report."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from realhf.api.config import MonitorConfig
+from realhf.monitor import display as display_module
+from realhf.monitor import report
+from realhf.monitor.async_plot import staleness_bound
+from realhf.monitor.display import LiveDisplay, PlainDisplay, step_line
+from realhf.monitor.events import EventStream, parse_event
+from realhf.monitor.metrics_log import MetricsLog
+from realhf.monitor.rollout_figures import (
+    flatten_rollouts,
+    is_asynchronous,
+    rollout_figures,
+    rollout_summary,
+    total_counted,
+)
+from realhf.monitor.run_log import RunLog
+from realhf.monitor.summary import build_summary
+from realhf.monitor.trace import open_trace
+
+EVENT = {
+    "kind": "rollouts",
+    "admission": {"running": 48, "accepted": 320, "rejected": 2, "capacity": 16, "dropped": 0},
+    "generation": {"occupancy": 0.914, "weight_pause_ms": 12.5},
+    "rollout": {"episode_s_p50": 2.04, "episode_s_p99": 9.5, "turns": 5.5, "failed": {"timeout": 3},
+                "retried/env_error": 7},
+}
+
+
+def row(step: int, **more: float) -> dict[str, Any]:
+    return {"step": step, "step_seconds": 2.0, "seconds/actor_train": 1.0, "reward": 0.5, "staleness/head_mean": 0.5,
+            "staleness/head_max": float(step % 2), "training/occupancy": 0.6, "admission/accepted": 16.0 * step,
+            "rollout/turns": 4.0, "rollout/tokens": 180.0, "rollout/retried/env_error": 2.0 * step,
+            **flatten_rollouts({"generation": EVENT["generation"]}), **more}
+
+
+def run_folder(tmp_path: Path, eta: int = 2) -> Path:
+    folder = tmp_path / "grpo_aws_async" / "x<y"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"async_rl:\n  max_head_offpolicyness: {eta}\nnote: <script>\n")
+    (folder / "provenance.json").write_text(json.dumps({"arguments": ["experiment=grpo_aws_async", "seed=3"]}))
+    return folder
+
+
+def test_an_event_has_the_names_of_the_metrics():
+    flat = flatten_rollouts(EVENT)
+    assert flat["admission/running"] == 48 and flat["rollout/failed/timeout"] == 3 and "kind" not in flat
+    assert dict(rollout_figures(flat)) == {
+        "generation": "91%", "in play": "48", "capacity": "16", "accepted": "320", "rejected": "2",
+        "episode": "2.0 s p99 9.5 s", "turns": "5.5", "new weights stop": "12.5 ms", "failed": "timeout 3",
+        "retried": "env_error 7"}
+    assert dict(rollout_figures(row(1)))["staleness"] == "0.5 max 1"
+    assert rollout_figures({"reward": 1.0, "success/warmup": 0.5}) == []
+
+
+def test_a_step_line_ends_with_the_rollouts():
+    line = step_line({"kind": "step", "step": 3, "total": 9, "metrics": row(3)})
+    for part in ("step 3/9", "staleness 0.5 max 1", "generation 91%", "training 60%", "accepted 48",
+                 "retried env_error 6"):
+        assert part in line
+
+
+def test_the_panel_shows_rollouts_before_the_first_step_and_between_steps():
+    console = Console(file=io.StringIO(), width=140, force_terminal=True)
+    display = LiveDisplay(console, "async")
+
+    def shown() -> str:
+        target = Console(file=io.StringIO(), width=140)
+        target.print(display._render())
+        return target.file.getvalue()  # type: ignore[attr-defined]
+
+    try:
+        display.show({"kind": "phase", "text": "training"})
+        assert "in play" not in shown()
+        display.show(EVENT)
+        assert "in play 48" in shown() and "failed timeout 3" in shown()
+        display.show({"kind": "step", "step": 1, "total": 9, "metrics": row(1, **{"admission/running": 31.0})})
+        assert "in play 31" in shown() and "staleness 0.5 max 1" in shown() and "capacity 16" in shown()
+        display.show({"kind": "rollouts", "admission": {"running": 30}})
+        assert "in play 30" in shown() and "step 1/9" in shown()
+    finally:
+        display.close()
+
+
+def test_a_log_without_steps_says_now_and_then_what_the_rollouts_do(monkeypatch: pytest.MonkeyPatch):
+    console = Console(file=io.StringIO(), width=300)
+    display = PlainDisplay(console)
+    display.show(EVENT)
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    monkeypatch.setattr(display_module, "_ROLLOUTS_LINE_S", 0.0)
+    display.show(EVENT)
+    monkeypatch.setattr(display_module, "_ROLLOUTS_LINE_S", 30.0)
+    display.show(EVENT)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 1 and "rollouts:  generation 91%  in play 48" in lines[0]
+
+
+def test_counters_go_on_over_a_resumption():
+    rows = [{"n": 3.0}, {"n": 5.0}, {}, {"n": 1.0}, {"n": 2.0}]
+    assert total_counted(rows, "n") == 7
+    assert total_counted(rows, "absent") == 0
+
+
+def test_the_summary_of_an_asynchronous_run():
+    rows = [row(step, **{"admission/rejected": float(step), "rollout/failed/timeout": 1.0}) for step in (1, 2, 3)]
+    summary = build_summary(rows, None, None, wall_seconds=9.0, train_calls=["actor_train"])["asynchronous"]
+    assert summary == rollout_summary(rows)
+    assert (summary["staleness_head_max"], summary["accepted"], summary["rejected"]) == (1.0, 48.0, 3.0)
+    assert summary["failed"] == {"timeout": 1.0} and summary["retried"] == {"env_error": 6.0}
+    assert summary["generation_occupancy"] == pytest.approx(0.914)
+    assert not is_asynchronous([{"step": 1, "staleness/head_max": 0.0}])
+    assert "asynchronous" not in build_summary([{"step": 1}], None, None, wall_seconds=1.0, train_calls=[])
+
+
+def test_the_bound_comes_from_the_configuration(tmp_path: Path):
+    assert staleness_bound(run_folder(tmp_path, eta=4)) == 4
+    assert staleness_bound(tmp_path) is None
+    (tmp_path / "config.yaml").write_text("- 1")
+    assert staleness_bound(tmp_path) is None
+
+
+def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
+    folder, stream = run_folder(tmp_path), io.StringIO()
+    with open_trace(folder, "master") as tracer:
+        log = RunLog(folder, MonitorConfig(tensorboard=False), EventStream(stream), completed_steps=0, total_steps=3,
+                     tracer=tracer)
+        log.evaluation(0, {"sampled": {"overall": {"success": 0.25, "low": 0.2, "high": 0.3, "episodes": 80}}})
+        for step in (1, 2, 3):
+            with tracer.span("train"):
+                log.step(step, row(step, loss=float("nan")), [])
+    summary = log.finish(wall_seconds=6.0, train_calls=["actor_train"])
+    for name in ("learning.png", "time.png", "async.png", "timeline.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG"), name
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["step"] for event in events if event["name"] == "step"] == [1, 2, 3]
+    assert summary["asynchronous"]["accepted"] == 48
+    text = (folder / "report.html").read_text()
+    assert text.count('src="data:image/png;base64,') == 4
+    assert "3 steps in 6 s, finished" in text and "perfetto" in text and "seed=3" in text
+    assert re.search(r"staleness bound</td><td>2<", text) and re.search(r"env_error</td><td>0</td><td>6<", text)
+    assert "25.0 %" in text and "x&lt;y" in text and "<script>" not in text
+    assert not re.findall(r'(?:src|href)="(?!data:)', text), "nothing is loaded from elsewhere"
+    kinds = [parse_event(line)["kind"] for line in stream.getvalue().splitlines()]  # type: ignore[index]
+    assert "warning" not in kinds
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path):
+    (tmp_path / "report.html").mkdir()
+    stream = io.StringIO()
+    log = RunLog(tmp_path, MonitorConfig(tensorboard=False), EventStream(stream), completed_steps=0, total_steps=1)
+    log.step(1, {"step_seconds": 1.0}, [])
+    assert log.finish(wall_seconds=1.0, train_calls=[])["steps"] == 1
+    assert "no report" in stream.getvalue()
+
+
+def test_the_report_of_a_killed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                   monkeypatch: pytest.MonkeyPatch):
+    folder = run_folder(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+    assert report.main() == 1 and "no steps" in capsys.readouterr().err
+    log = MetricsLog(folder, MonitorConfig(tensorboard=False), completed_steps=0, run_name="r")
+    log.write(1, row(1))
+    assert report.main() == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
+    text = (folder / "report.html").read_text()
+    assert "1 steps so far" in text and "Trace" not in text and text.count("data:image/png") == 3
