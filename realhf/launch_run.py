@@ -26,7 +26,8 @@ from realhf.scheduler.failure import describe
 from realhf.scheduler.process_control import adopt_orphans
 
 RESULTS = ("checkpoints", "metrics.jsonl", "evaluations.json", "summary.json", "episodes.txt", "nonfinite.jsonl",
-           "tensorboard", "policy", "logs", "learning.png", "time.png", "trajectory")
+           "tensorboard", "policy", "logs", "learning.png", "time.png", "async.png", "timeline.png", "trace",
+           "trace.json", "report.html", "trajectory")
 
 
 class Interrupted(Exception):

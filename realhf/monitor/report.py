@@ -53,8 +53,8 @@ def write_report(run_dir: Path) -> Path:
 def _state(rows: Sequence[Row], summary: dict[str, Any]) -> str:
     steps = max((int(row["step"]) for row in rows), default=0)
     if summary.get("steps") == steps:
-        return f"{steps} steps in {summary['wall_seconds']:.0f} s, finished"
-    return f"{steps} steps so far: this run goes on or was stopped"
+        return f"Steps: {steps}, in {summary['wall_seconds']:.0f} s, finished"
+    return f"Steps so far: {steps}; this run goes on or was stopped"
 
 
 def _overview(rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:

@@ -148,7 +148,7 @@ def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
     assert summary["asynchronous"]["accepted"] == 48
     text = (folder / "report.html").read_text()
     assert text.count('src="data:image/png;base64,') == 4
-    assert "3 steps in 6 s, finished" in text and "perfetto" in text and "seed=3" in text
+    assert "Steps: 3, in 6 s, finished" in text and "perfetto" in text and "seed=3" in text
     assert re.search(r"staleness bound</td><td>2<", text) and re.search(r"env_error</td><td>0</td><td>6<", text)
     assert "25.0 %" in text and "x&lt;y" in text and "<script>" not in text
     assert not re.findall(r'(?:src|href)="(?!data:)', text), "nothing is loaded from elsewhere"
@@ -174,4 +174,4 @@ def test_the_report_of_a_killed_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     log.write(1, row(1))
     assert report.main() == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
     text = (folder / "report.html").read_text()
-    assert "1 steps so far" in text and "Trace" not in text and text.count("data:image/png") == 3
+    assert "Steps so far: 1" in text and "Trace" not in text and text.count("data:image/png") == 3
