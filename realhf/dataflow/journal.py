@@ -49,8 +49,8 @@ class _Waiter(NamedTuple):
 
 
 class Journal:
-    """Appends from one event loop; a thread of its own writes and syncs, several appends at a time: after
-    ``sync_interval_s``, or at once when ``sync_records`` appends wait. Make it with ``open``.
+    """Appends from one event loop; a thread of its own writes and syncs, several appends at a time: at once when it
+    last did so ``sync_interval_s`` ago or when ``sync_records`` appends wait. Make it with ``open``.
 
     A failed write ends the journal: it is raised by every later call.
     """
@@ -64,7 +64,7 @@ class Journal:
         self._changed = threading.Condition()
         self._waiting: list[_Entry] = []
         self._waiters: list[_Waiter] = []
-        self._first_at = 0.0
+        self._synced_at = -interval_s
         self._number = 0
         self._synced = 0
         self._closing = False
@@ -154,10 +154,7 @@ class Journal:
             self._check()
             self._number += 1
             self._waiting.append(_Entry(self._number, frame, begins_segment))
-            if len(self._waiting) == 1:
-                self._first_at = time.monotonic()
-                self._changed.notify_all()
-            elif len(self._waiting) == self._sync_records:
+            if len(self._waiting) in (1, self._sync_records):
                 self._changed.notify_all()
             return self._number
 
@@ -173,6 +170,7 @@ class Journal:
         try:
             while entries := self._next():
                 self._write(entries)
+                self._synced_at = time.monotonic()
                 with self._changed:
                     self._synced = entries[-1].number
                     done = [waiter for waiter in self._waiters if waiter.number <= self._synced]
@@ -190,7 +188,7 @@ class Journal:
             while not self._waiting and not self._closing:
                 self._changed.wait()
             while len(self._waiting) < self._sync_records and not self._closing:
-                remaining = self._first_at + self._interval_s - time.monotonic()
+                remaining = self._synced_at + self._interval_s - time.monotonic()
                 if remaining <= 0:
                     break
                 self._changed.wait(remaining)
