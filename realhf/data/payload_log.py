@@ -1,0 +1,145 @@
+"""Finished samples on disk, until a checkpoint covers their training (dataflow spec section 9, Journal).
+
+Segments ``payload-<n>.log`` hold records ``crc32 u32 | frames u32 | size u64 per frame | frames``, little-endian; the
+checksum covers all that follows it. A log never appends to a segment of an earlier one, so a torn tail stays where it
+is and harms nothing: a record counts from when its reference was handed out.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+PayloadRef = list[int]
+"""[segment, offset, bytes] of a record."""
+
+SEGMENT_BYTES = 64 << 20
+MAX_FRAMES = 1 << 16
+_IOV_MAX = 1024
+
+
+class PayloadDamaged(ValueError):
+    """What a reference points to is not the record that was written."""
+
+
+class PayloadLog:
+    """Appends to one segment at a time; a segment of ``segment_bytes`` or more is not continued. Not thread-safe.
+    Raises OSError when the folder cannot be made or read."""
+
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder, self._segment_bytes = folder, segment_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._next = max(self.segments(), default=-1) + 1
+        self._active, self._descriptor, self._end = -1, -1, 0
+
+    @property
+    def active(self) -> int:
+        """The segment that is written to; -1 before the first append."""
+        return self._active
+
+    def segments(self) -> list[int]:
+        """Numbers of the segments in the folder, rising."""
+        stems = [path.stem.removeprefix("payload-") for path in self._folder.glob("payload-*.log")]
+        return sorted(int(stem) for stem in stems if stem.isdigit())
+
+    def append(self, items: Sequence[Sequence[Any]]) -> list[PayloadRef]:
+        """Write one record per item (its frames, any buffers) and make all durable with one sync. Raises OSError;
+        then none of them counts, and the next call begins a new segment."""
+        if not items:
+            return []
+        if self._descriptor < 0 or self._end >= self._segment_bytes:
+            self._roll()
+        refs: list[PayloadRef] = []
+        buffers: list[Any] = []
+        end = self._end
+        for frames in items:
+            record = _record(frames)
+            nbytes = sum(part.nbytes for part in record)
+            refs.append([self._active, end, nbytes])
+            buffers += record
+            end += nbytes
+        try:
+            _write_all(self._descriptor, buffers)
+            os.fdatasync(self._descriptor)
+        except BaseException:
+            self.close()
+            raise
+        self._end = end
+        return refs
+
+    def read(self, ref: Sequence[int]) -> list[bytearray]:
+        """Frames of a record, in writable memory. Raises PayloadDamaged."""
+        segment, offset, nbytes = ref
+        try:
+            with open(self._path(segment), "rb") as file:
+                file.seek(offset)
+                raw = memoryview(file.read(nbytes))
+        except (OSError, ValueError) as error:
+            raise PayloadDamaged(f"payload {list(ref)} cannot be read: {error}") from None
+        if raw.nbytes != nbytes or nbytes < 8:
+            raise PayloadDamaged(f"payload {list(ref)}: {raw.nbytes} of {nbytes} bytes are there")
+        crc, count = struct.unpack_from("<II", raw)
+        if zlib.crc32(raw[4:]) != crc or count > MAX_FRAMES or 8 + 8 * count > nbytes:
+            raise PayloadDamaged(f"payload {list(ref)}: the checksum is wrong")
+        sizes = struct.unpack_from(f"<{count}Q", raw, 8)
+        frames, begin = [], 8 + 8 * count
+        for size in sizes:
+            frames.append(bytearray(raw[begin : begin + size]))
+            begin += size
+        if begin != nbytes:
+            raise PayloadDamaged(f"payload {list(ref)}: its frames have {begin} bytes, it has {nbytes}")
+        return frames
+
+    def keep_only(self, segments: Collection[int]) -> list[int]:
+        """Delete all other segments but the one that is written to. Returns those deleted."""
+        gone = [n for n in self.segments() if n not in segments and n != self._active]
+        for number in gone:
+            self._path(number).unlink()
+        return gone
+
+    def close(self) -> None:
+        """Give up the segment that is written to; a later append begins a new one."""
+        descriptor, self._descriptor, self._active = self._descriptor, -1, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"payload-{int(segment):06d}.log"
+
+    def _roll(self) -> None:
+        self.close()
+        number = self._next
+        self._descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._active, self._next, self._end = number, number + 1, 0
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _record(frames: Sequence[Any]) -> list[memoryview]:
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise ValueError(f"{len(frames)} frames, allowed 1 to {MAX_FRAMES}")
+    views = [memoryview(frame).cast("B") for frame in frames]
+    head = struct.pack(f"<I{len(views)}Q", len(views), *(view.nbytes for view in views))
+    crc = zlib.crc32(head)
+    for view in views:
+        crc = zlib.crc32(view, crc)
+    return [memoryview(struct.pack("<I", crc) + head), *views]
+
+
+def _write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
+    waiting = [view for view in buffers if view.nbytes]
+    begin = 0
+    while begin < len(waiting):
+        written = os.writev(descriptor, waiting[begin : begin + _IOV_MAX])
+        while begin < len(waiting) and written >= waiting[begin].nbytes:
+            written -= waiting[begin].nbytes
+            begin += 1
+        if written:
+            waiting[begin] = waiting[begin][written:]

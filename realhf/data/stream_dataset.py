@@ -1,0 +1,283 @@
+"""Finished samples from rollout workers into the tensor store of a model worker (dataflow spec section 9).
+
+The way of a sample: received, decoded and checked, written to the payload log, put into the store, told to the master,
+and when the master has answered (its ACCEPT is durable then) acked to its producer. Until the ack the producer keeps
+it, so a death at any point loses nothing; what comes twice is told apart by (id, attempt).
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from realhf.api.arrival import ACCEPTED, DUPLICATE, Arrival, checked_answers
+from realhf.api.sample import SequenceSample
+from realhf.data.payload_log import PayloadDamaged, PayloadLog, PayloadRef
+from realhf.data.sample_limits import SampleLimits
+from realhf.transport.codec import encode_sample
+from realhf.transport.errors import CodecError, TransportError
+from realhf.transport.push_receiver import StreamReceiver
+from realhf.transport.push_stream import StreamFailed, StreamMessage
+from realhf.transport.tensor_store import TensorStore
+
+_log = logging.getLogger(__name__)
+
+Notify = Callable[[list[Arrival]], Sequence[str]]
+"""Tells the master and returns its answer (``accepted``, ``duplicate``, ``refused``) to each, in order. Blocks, with a
+deadline of its own. TransportError, TimeoutError and OSError mean: not now, again soon."""
+
+MAX_ROUND = 64
+RETRY_S = (0.1, 2.0)
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """An attempt in the store. ``safe``: the master knows of it; until then its answer may be to forget it."""
+
+    attempt: int
+    safe: bool
+
+
+@dataclass(slots=True)
+class _Item:
+    """A sample of the round, None when it is malformed. ``stored``: this round has put it into the store."""
+
+    arrival: Arrival
+    sample: SequenceSample | None
+    stored: bool = False
+
+
+class StreamDataset:
+    """Receives for one model worker. ``notify`` is called on a thread of this object, in the order in which payloads
+    are logged, one call at a time.
+
+    Raises StreamFailed (from every method but ``close`` and ``stats``) when a thread has failed."""
+
+    def __init__(
+        self,
+        run_id: str,
+        folder: Path,
+        store: TensorStore,
+        notify: Notify,
+        *,
+        credits: int,
+        limits: SampleLimits,
+        bind: str = "tcp://127.0.0.1:0",
+    ) -> None:
+        self._store, self._notify, self._limits = store, notify, limits
+        self._log = PayloadLog(folder)
+        self._held: dict[str, _Held] = {}
+        self._held_lock = threading.Lock()
+        self._queue: collections.deque[StreamMessage] = collections.deque()
+        self._filled = threading.Condition()
+        self._log_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._seconds = {"log_s": 0.0, "notify_s": 0.0}
+        store.on_clear(self._forget)
+        self._receiver = StreamReceiver(run_id, self._deliver, credits=credits, bind=bind)
+        self.endpoint = self._receiver.endpoint
+        self._thread = threading.Thread(target=self._run, name="stream-dataset", daemon=True)
+        self._thread.start()
+
+    def restore(self, items: Iterable[tuple[str, int, PayloadRef]]) -> list[Arrival]:
+        """Put logged samples (id, attempt, ref) back into the store, after a restart. One that cannot be read back
+        has an arrival with ``error``."""
+        self.check()
+        return [self._restored(id, attempt, list(ref)) for id, attempt, ref in items]
+
+    def prune(self, alive: Collection[PayloadRef], newest: PayloadRef | None = None) -> list[int]:
+        """Delete the segments of the log that hold none of these payloads and are older than ``newest``, the last
+        ref that was accepted when ``alive`` was made (without it, the last one of ``alive``): what came later is
+        alive, too. Returns the segments deleted."""
+        self.check()
+        horizon = max((ref[0] for ref in [*alive, *([newest] if newest else [])]), default=0)
+        with self._log_lock:
+            later = [n for n in self._log.segments() if n >= horizon]
+            return self._log.keep_only({ref[0] for ref in alive} | set(later))
+
+    def check(self) -> None:
+        """Raises StreamFailed when nothing can arrive any more."""
+        if self._failure is not None:
+            raise StreamFailed(f"the stream of samples failed: {self._failure!r}") from self._failure
+        self._receiver.check()
+
+    def stats(self) -> dict[str, float]:
+        """Since the start: samples ``accepted``, ``duplicate``, ``refused``, ``malformed``; ``bytes`` logged;
+        ``log_s`` and ``notify_s`` spent waiting for the disk and the master; messages ``dropped`` (not of the stream)
+        and ``repeated`` (sent again without need); now: ``waiting`` (received, not answered), ``held`` (in the
+        store)."""
+        names = ("accepted", "duplicate", "refused", "malformed", "bytes", "notify_retries")
+        return {
+            **{name: float(self._counts[name]) for name in names},
+            **self._seconds,
+            "dropped": float(self._receiver.dropped_messages),
+            "repeated": float(self._receiver.repeated_messages),
+            "waiting": float(self._counts["received"] - self._counts["acked"]),
+            "held": float(len(self._held)),
+        }
+
+    def close(self) -> None:
+        """Stop. Samples that the master has not answered for stay with their producers; the store is left as it
+        is."""
+        self._closing.set()
+        with self._filled:
+            self._filled.notify()
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.warning("the master has not answered for samples that arrived; not waiting for it any longer")
+        self._receiver.close()
+        with self._log_lock:
+            self._log.close()
+
+    # ---- threads
+
+    def _deliver(self, messages: list[StreamMessage]) -> None:
+        """On the receiver's thread."""
+        self._counts["received"] += len(messages)
+        with self._filled:
+            self._queue.extend(messages)
+            self._filled.notify()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._filled:
+                    while not self._queue and not self._closing.is_set():
+                        self._filled.wait()
+                    if self._closing.is_set():
+                        return
+                    messages = self._next_round()
+                self._round(messages)
+        except BaseException as error:
+            self._failure = error
+            _log.exception("the stream of samples failed")
+
+    def _next_round(self) -> list[StreamMessage]:
+        """Messages of distinct ids: two attempts at one sample are answered one after the other."""
+        ids: set[str] = set()
+        messages: list[StreamMessage] = []
+        while self._queue and len(messages) < MAX_ROUND and self._queue[0].id not in ids:
+            messages.append(self._queue.popleft())
+            ids.add(messages[-1].id)
+        return messages
+
+    def _round(self, messages: list[StreamMessage]) -> None:
+        fresh = [message for message in messages if not self._is_safe(message.id, message.attempt)]
+        self._counts["duplicate"] += len(messages) - len(fresh)
+        items = self._logged([(message, *self._read(message)) for message in fresh])
+        for item in items:
+            item.stored = item.sample is not None and self._put(item.arrival, item.sample, safe=False)
+        answers = self._tell([item.arrival for item in items])
+        if answers is None:
+            return
+        for item, answer in zip(items, answers, strict=True):
+            self._settle(item, answer)
+        self._receiver.ack(messages)
+        self._counts["acked"] += len(messages)
+
+    # ---- one sample
+
+    def _read(self, message: StreamMessage) -> tuple[SequenceSample | None, str]:
+        try:
+            return self._limits.read(message.id, message.frames), ""
+        except CodecError as error:
+            _log.warning("sample from %s refused: %s", message.producer, error)
+            return None, str(error)
+
+    def _logged(self, read: list[tuple[StreamMessage, SequenceSample | None, str]]) -> list[_Item]:
+        began = time.monotonic()
+        with self._log_lock:
+            refs = iter(self._log.append([message.frames for message, sample, _ in read if sample is not None]))
+        self._seconds["log_s"] += time.monotonic() - began
+        items: list[_Item] = []
+        for message, sample, error in read:
+            ref, meta = ([], []) if sample is None else (next(refs), _meta(sample))
+            self._counts["bytes"] += ref[2] if ref else 0
+            items.append(_Item(Arrival(message.id, message.attempt, message.producer, ref, meta, error), sample))
+        return items
+
+    def _is_safe(self, id: str, attempt: int) -> bool:
+        """Whether the store holds this attempt and the master knows."""
+        return self._held.get(id) == _Held(attempt, safe=True)
+
+    def _put(self, arrival: Arrival, sample: SequenceSample, *, safe: bool) -> bool:
+        """False when the store holds the sample already, of this attempt or another one."""
+        with self._held_lock:
+            if arrival.id in self._held:
+                self._mark_safe(arrival, safe)
+                return False
+            self._held[arrival.id] = _Held(arrival.attempt, safe)
+            self._store.put(sample, producer=f"{arrival.id}#{arrival.attempt}")
+            return True
+
+    def _mark_safe(self, arrival: Arrival, safe: bool) -> None:
+        held = self._held.get(arrival.id)
+        if held is not None and held.attempt == arrival.attempt:
+            held.safe = held.safe or safe
+
+    def _tell(self, arrivals: list[Arrival]) -> list[str] | None:
+        """The master's answers; None when this object was closed before there were any."""
+        if not arrivals:
+            return []
+        began, wait = time.monotonic(), RETRY_S[0]
+        while True:
+            try:
+                answers = checked_answers(arrivals, self._notify(arrivals))
+                break
+            except (TransportError, OSError) as error:
+                self._counts["notify_retries"] += 1
+                _log.warning("the master did not take %d arrivals, again in %.1f s: %s", len(arrivals), wait, error)
+                if self._closing.wait(wait):
+                    return None
+                wait = min(2 * wait, RETRY_S[1])
+        self._seconds["notify_s"] += time.monotonic() - began
+        if wait > RETRY_S[0]:
+            # The master may have accepted what it was told before, and only its answer was lost.
+            answers = [ACCEPTED if answer == DUPLICATE else answer for answer in answers]
+        return answers
+
+    def _settle(self, item: _Item, answer: str) -> None:
+        """Keep what was accepted; forget the rest."""
+        arrival, sample = item.arrival, item.sample
+        self._counts["malformed" if sample is None else answer] += 1
+        if sample is None:
+            return
+        if answer == ACCEPTED and item.stored:
+            with self._held_lock:
+                self._mark_safe(arrival, True)
+        elif answer == ACCEPTED:
+            held = self._held.get(arrival.id)
+            if held is not None and held.attempt != arrival.attempt:
+                self._store.clear([arrival.id])
+            self._put(arrival, sample, safe=True)
+        elif item.stored and not self._is_safe(arrival.id, arrival.attempt):
+            self._store.clear([arrival.id])
+
+    def _restored(self, id: str, attempt: int, ref: PayloadRef) -> Arrival:
+        try:
+            sample = self._limits.read(id, self._log.read(ref))
+        except (PayloadDamaged, CodecError) as error:
+            _log.warning("sample %s could not be restored: %s", id, error)
+            return Arrival(id, attempt, "", error=str(error))
+        arrival = Arrival(id, attempt, "", ref, _meta(sample))
+        if not self._put(arrival, sample, safe=True) and not self._is_safe(id, attempt):
+            return Arrival(id, attempt, "", error=f"the store holds another attempt of {id!r}")
+        return arrival
+
+    def _forget(self, ids: frozenset[str]) -> None:
+        """The store has cleared these samples. On any thread."""
+        with self._held_lock:
+            for id in ids:
+                self._held.pop(id, None)
+
+
+def _meta(sample: SequenceSample) -> list[bytes]:
+    return [bytes(frame) for frame in encode_sample(sample.meta())]

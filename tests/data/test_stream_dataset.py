@@ -1,0 +1,201 @@
+"""From rollout workers into the tensor store: once, durable, told to the master before the producer may forget."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
+from realhf.api.keys import KeySpec
+from realhf.api.sample import SequenceSample
+from realhf.data.sample_limits import SampleLimits
+from realhf.data.stream_dataset import StreamDataset
+from realhf.transport.codec import decode_sample, encode_sample
+from realhf.transport.push_producer import StreamProducer
+from realhf.transport.push_stream import StreamFailed
+from realhf.transport.tensor_store import TensorStore
+
+KEYS = (
+    KeySpec("packed_input_ids", "i64", "L"),
+    KeySpec("loss_mask", "bool", "L"),
+    KeySpec("packed_logprobs", "f32", "L-1"),
+    KeySpec("rewards", "f32", "1"),
+)
+LIMITS = SampleLimits(KEYS, max_sequences=4, max_tokens=50, max_bytes=1 << 20)
+
+
+def group(id: str, lengths: tuple[int, ...] = (3, 5), seed: int = 0) -> SequenceSample:
+    random = torch.Generator().manual_seed(seed)
+    total, count = sum(lengths), len(lengths)
+    tensors = {
+        "packed_input_ids": torch.randint(0, 1000, (total,), generator=random),
+        "loss_mask": torch.ones(total, dtype=torch.bool),
+        "packed_logprobs": -torch.rand(total - count, generator=random),
+        "rewards": torch.rand(count, generator=random),
+    }
+    rows = {"L": [list(lengths)], "L-1": [[n - 1 for n in lengths]], "1": [[1] * count]}
+    seqlens = {spec.name: rows[spec.rule] for spec in KEYS}
+    return SequenceSample.from_tensors([id], tensors, seqlens, {"achieved": [f"[{seed}]"]})
+
+
+class FakeMaster:
+    """Answers arrivals from a table, by id and attempt; the second time an accepted one is a duplicate."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[Arrival] = []
+        self.answers: dict[tuple[str, int], str] = {}
+        self.accepted: dict[tuple[str, int], Arrival] = {}
+        self.troubles: list[Exception] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def notify(self, arrivals: list[Arrival]) -> list[str]:
+        self.may_answer.wait(20)
+        out = [self.answer(arrival) for arrival in arrivals]
+        self.arrivals += arrivals
+        if self.troubles:
+            raise self.troubles.pop(0)
+        return out
+
+    def answer(self, arrival: Arrival) -> str:
+        key = (arrival.id, arrival.attempt)
+        if key in self.accepted:
+            return DUPLICATE
+        if arrival.error or self.answers.get(key, ACCEPTED) == REFUSED:
+            return REFUSED
+        self.accepted[key] = arrival
+        return ACCEPTED
+
+
+class Bench:
+    def __init__(self, folder) -> None:
+        self.folder, self.store, self.master = folder, TensorStore(), FakeMaster()
+        self.dataset = self.open()
+        self.producers: list[StreamProducer] = []
+
+    def open(self) -> StreamDataset:
+        return StreamDataset("run", self.folder, self.store, self.master.notify, credits=8, limits=LIMITS)
+
+    def reopen(self) -> None:
+        """As after a death of the model worker."""
+        self.dataset.close()
+        self.store = TensorStore()
+        self.dataset = self.open()
+
+    def producer(self, name: str = "w0") -> StreamProducer:
+        self.producers.append(StreamProducer(self.dataset.endpoint, name, "run", probe_s=0.1))
+        return self.producers[-1]
+
+    async def push(self, *samples: SequenceSample, attempt: int = 0) -> None:
+        producer = self.producer()
+        for sample in samples:
+            await producer.push(sample.ids[0], attempt, encode_sample(sample), timeout_s=10)
+        assert await producer.drain(10)
+
+    def get(self, id: str) -> SequenceSample:
+        return self.store.get([id], [spec.name for spec in KEYS])
+
+
+@pytest.fixture
+async def bench(tmp_path):
+    made = Bench(tmp_path)
+    yield made
+    made.master.may_answer.set()
+    for producer in made.producers:
+        await producer.close()
+    made.dataset.close()
+
+
+async def test_a_sample_is_logged_stored_told_and_acked(bench):
+    samples = [group(f"s{n}", (3, 5, 2 + n), seed=n) for n in range(6)]
+    await bench.push(*samples, attempt=2)
+    assert [(a.id, a.attempt, a.producer, a.error) for a in bench.master.arrivals] == [
+        (f"s{n}", 2, "w0", "") for n in range(6)
+    ]
+    for sample, arrival in zip(samples, bench.master.arrivals, strict=True):
+        assert bench.get(sample.ids[0]).select(sample.keys).data.keys() == sample.data.keys()
+        assert all(torch.equal(bench.get(sample.ids[0])[key], sample[key]) for key in sample.keys)
+        assert decode_sample(arrival.meta) == sample.meta()
+        assert decode_sample(bench.dataset._log.read(arrival.ref)) == sample
+    stats = bench.dataset.stats()
+    assert (stats["accepted"], stats["waiting"], stats["held"]) == (6, 0, 6)
+    bench.store.clear()
+    assert bench.dataset.stats()["held"] == 0
+
+
+async def test_restore_brings_back_what_was_accepted(bench):
+    samples = [group(f"s{n}", seed=n) for n in range(3)]
+    await bench.push(*samples)
+    refs = [(a.id, a.attempt, a.ref) for a in bench.master.arrivals]
+    bench.reopen()
+    restored = bench.dataset.restore(refs)
+    assert [(a.id, a.ref, a.error) for a in restored] == [(i, ref, "") for i, _, ref in refs]
+    assert [decode_sample(a.meta) for a in restored] == [sample.meta() for sample in samples]
+    assert all(torch.equal(bench.get(s.ids[0])[key], s[key]) for s in samples for key in s.keys)
+    await bench.push(samples[0])
+    assert len(bench.master.arrivals) == 3, "known already: the master is not asked again"
+    assert bench.dataset.stats()["duplicate"] == 1
+
+
+async def test_malformed_samples_are_told_and_acked(bench):
+    good = group("good")
+    bad = {
+        "junk": [b"\xc1"],
+        "ids": encode_sample(group("another")),
+        "meta": encode_sample(group("meta").meta()),
+        "keys": encode_sample(group("keys").select(["packed_input_ids", "rewards"])),
+        "many": encode_sample(group("many", (2,) * 5)),
+        "long": encode_sample(group("long", (51,))),
+    }
+    producer = bench.producer()
+    for id, frames in bad.items():
+        await producer.push(id, 0, frames, timeout_s=10)
+    await producer.push("good", 0, encode_sample(good), timeout_s=10)
+    assert await producer.drain(10)
+    told = {a.id: a for a in bench.master.arrivals}
+    assert [id for id, a in told.items() if a.error] == list(bad)
+    assert "'another'" in told["ids"].error and "loss_mask" in told["keys"].error
+    assert all(not a.ref and not a.meta for id, a in told.items() if id != "good")
+    assert bench.dataset.stats()["malformed"] == len(bad)
+    assert len(bench.store) == 1
+
+
+async def test_refused_attempts_leave_no_tensors(bench):
+    bench.master.answers[("s", 0)] = REFUSED
+    await bench.push(group("s", seed=1), attempt=0)
+    assert len(bench.store) == 0 and bench.dataset.stats()["refused"] == 1
+    await bench.push(group("s", seed=2), attempt=1)
+    bench.master.answers[("s", 2)] = REFUSED
+    await bench.push(group("s", seed=3), attempt=2)
+    assert torch.equal(bench.get("s")["rewards"], group("s", seed=2)["rewards"])
+
+
+async def test_trouble_with_the_master_is_tried_again(bench):
+    bench.master.troubles = [TimeoutError("late"), TimeoutError("later")]
+    await bench.push(group("s"))
+    assert len(bench.master.arrivals) == 3
+    assert len(bench.store) == 1, "accepted the first time, though that answer was lost"
+    assert bench.dataset.stats()["notify_retries"] == 2
+
+
+async def test_an_unexpected_error_surfaces(bench):
+    bench.master.troubles = [KeyError("what")]
+    producer = bench.producer()
+    await producer.push("s", 0, encode_sample(group("s")), timeout_s=10)
+    assert not await producer.drain(0.2)
+    with pytest.raises(StreamFailed, match="what"):
+        bench.dataset.check()
+
+
+async def test_prune_keeps_what_came_after_the_list_was_made(bench):
+    bench.dataset._log = type(bench.dataset._log)(bench.folder, segment_bytes=1)
+    for n in range(5):
+        await bench.push(group(f"s{n}"))
+    refs = [a.ref for a in bench.master.arrivals]
+    assert [ref[0] for ref in refs] == [0, 1, 2, 3, 4]
+    assert bench.dataset.prune([refs[0]], newest=refs[2]) == [1]
+    assert bench.dataset.prune([], newest=refs[4]) == [0, 2, 3]
+    damaged = bench.dataset.restore([("s0", 0, refs[0])])
+    assert "cannot be read" in damaged[0].error
