@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -9,7 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from realhf.algorithms.advantages import grpo, grpo_nostd, normalise, reinforce, rloo
+from realhf.algorithms.advantages import (
+    at_last_token,
+    grpo,
+    grpo_nostd,
+    normalise,
+    reinforce,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    return_to_go,
+    rloo,
+)
 
 
 def loop(kind: str, scores: list[float], valid: list[bool], group: list[int]) -> list[float]:
@@ -62,3 +73,34 @@ def test_normalise_whitens_the_masked_part() -> None:
     mean, std = 3.0, statistics.pstdev([1.0, 2.0, 6.0])
     expected = [(1 - mean) / (std + 1e-5), (2 - mean) / (std + 1e-5), 0.0, (6 - mean) / (std + 1e-5)]
     torch.testing.assert_close(got, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.8])
+def test_return_to_go_skips_what_is_masked(discount: float) -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        lengths = [rng.randrange(0, 7) for _ in range(5)]
+        sequence = [i for i, length in enumerate(lengths) for _ in range(length)]
+        mask = [rng.random() < 0.6 for _ in sequence]
+        rewards = [rng.uniform(-1, 1) if inside else math.nan for inside in mask]
+        expected, last = [0.0] * len(mask), [0.0] * len(mask)
+        for i in range(5):
+            to_go = 0.0
+            positions = [t for t in range(len(mask)) if sequence[t] == i and mask[t]]
+            for t in reversed(positions):
+                to_go = expected[t] = rewards[t] + discount * to_go
+            if positions:
+                last[positions[-1]] = 10.0 + i
+        inside, of = torch.tensor(mask, dtype=torch.bool), torch.tensor(sequence, dtype=torch.int64)
+        got = return_to_go(torch.tensor(rewards), inside, of, 5, discount)
+        torch.testing.assert_close(got, torch.tensor(expected))
+        assert at_last_token(torch.arange(10.0, 15.0), inside, of).tolist() == last
+
+
+def test_reinforce_pp_scores() -> None:
+    scores, valid = torch.tensor([1.0, math.nan, 0.5, 0.25]), torch.tensor([True, False, True, True])
+    group = torch.tensor([0, 0, 1, 1])
+    assert reinforce_pp(scores, valid, group).tolist() == [1.0, 0.0, 0.5, 0.25]
+    assert reinforce_pp_baseline(scores, valid, group).tolist() == [0.0, 0.0, 0.125, -0.125]
+    with pytest.raises(ValueError, match="not finite"):
+        reinforce_pp(scores, torch.ones(4, dtype=torch.bool), group)

@@ -8,40 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 from realhf.algorithms.logprob import LogprobInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.reward import OutcomeRewardInterface
 from realhf.algorithms.sequences import PredictedTokens, select_sequences
 from realhf.algorithms.sft import SFTInterface
-from realhf.api.config import OptimizerConfig
-from realhf.api.model import CallContext, Model
+from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.torch_engine import TorchEngine
-
-GROUPS = [[9, 14, 6], [5, 5, 12], [8, 7, 10], [6, 11, 4]]
-REWARDS = [1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.25, 0.5, 0.75]
-OUTCOME = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
-"""The second group has no signal, one row of the third failed, one row of the fourth is at its mean."""
-
-
-def tiny_actor(lr: float = 1e-2) -> Model:
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=8, intermediate_size=24,
-                         bos_token_id=1, eos_token_id=2)  # fmt: skip
-    engine = TorchEngine(AutoModelForCausalLM.from_config(config), None, optimizer=OptimizerConfig(lr=lr),
-                         total_train_steps=10)  # fmt: skip
-    return Model("actor", engine, None)
-
-
-def context(tmp_path: Path, step: int = 0, **spec: Any) -> CallContext:
-    return CallContext(step, 1, MicroBatchSpec(**spec), tmp_path)
-
-
-def weights(model: Model) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.engine.model.parameters()])  # type: ignore[attr-defined]
 
 
 def fingerprint(sample: SequenceSample) -> dict[str, bytes]:

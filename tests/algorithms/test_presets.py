@@ -32,6 +32,30 @@ def test_rows_without_clipping(algo: str) -> None:
     assert got.needs_reference
 
 
+def test_reinforce_pp_row() -> None:
+    got = resolve({"algo": "reinforce_pp"})
+    assert (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.loss_agg) == (
+        "reinforce_pp", "token", "ppo", 0.2, "token_mean")
+    assert (got.kl_ctl, got.kl_estimator, got.adv_norm, got.needs_reference) == (0.01, "k1", True, True)
+    other = resolve({"algo": "reinforce_pp", "kl_ctl": 0.0, "adv_norm": False, "discount": 0.99})
+    assert not other.needs_reference and not other.adv_norm and other.discount == 0.99
+
+
+def test_decoupled_defaults_and_what_they_ask_of_the_graph() -> None:
+    got = resolve({"use_decoupled_loss": True, "kl_ctl": 0.1})
+    assert (got.prox_logp_method, got.behav_imp_weight_mode) == ("actor_inf", "mask")
+    assert got.behav_imp_weight_level == "token"
+    assert (got.behav_imp_weight_cap, got.behav_imp_weight_floor) == (5.0, 0.0)
+    assert got.needs_actor_inf and got.scored_keys == ("packed_ref_logprobs", "proximal_logprobs")
+    for method in ("recompute", "loglinear"):
+        own = resolve({"algo": "dapo", "use_decoupled_loss": True, "prox_logp_method": method})
+        assert not own.needs_actor_inf and own.scored_keys == ()
+    plain = resolve({})
+    assert (plain.prox_logp_method, plain.behav_imp_weight_mode, plain.scored_keys) == (None, "none", ())
+    replaced = resolve({"recompute_logprob": True})
+    assert replaced.needs_actor_inf and replaced.behav_imp_weight_mode == "none"
+
+
 def test_any_cell_may_be_overridden() -> None:
     got = resolve({"algo": "grpo", "loss_agg": "token_mean", "eps_clip_higher": 0.4, "kl_loss_coef": 0.01})
     assert (got.loss_agg, got.eps_clip, got.eps_clip_higher, got.kl_loss_coef) == (
@@ -52,6 +76,28 @@ def test_any_cell_may_be_overridden() -> None:
     ({"kl_estimator": "k4", "kl_ctl": 0.1}, "ppo.kl_estimator"),
     ({"kl_estimator": "k1", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
     ({"kl_estimator": "k2"}, "ppo.kl_estimator has no effect"),
+    ({"kl_estimator": "k3"}, "ppo.kl_estimator has no effect"),
+    ({"algo": "reinforce_pp", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
+    ({"discount": 0.9}, "ppo.discount has no effect"),
+    ({"algo": "reinforce_pp", "discount": 0.0}, "ppo.discount must be above 0"),
+    ({"algo": "reinforce_pp", "adv_estimator": "reinforce_pp_baseline", "group_size": 1}, "ppo.group_size must be"),
+    ({"use_decoupled_loss": True, "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
+    ({"prox_logp_method": "recompute"}, "ppo.prox_logp_method has no effect"),
+    ({"use_decoupled_loss": True, "prox_logp_method": "recomput"}, "ppo.prox_logp_method.*'recompute'"),
+    ({"recompute_logprob": True, "prox_logp_method": "loglinear"}, "loglinear recomputes nothing"),
+    ({"behav_imp_weight_mode": "mask"}, "ppo.behav_imp_weight_mode has no effect"),
+    ({"recompute_logprob": True, "behav_imp_weight_cap": 2.0}, "ppo.behav_imp_weight_cap has no effect"),
+    ({"use_decoupled_loss": True, "behav_imp_weight_mode": "clip"}, "ppo.behav_imp_weight_mode='clip'"),
+    ({"use_decoupled_loss": True, "behav_imp_weight_level": "word"}, "ppo.behav_imp_weight_level='word'"),
+    ({"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_cap": 2.0},
+     "ppo.behav_imp_weight_cap has no effect"),
+    ({"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_level": "token"},
+     "ppo.behav_imp_weight_level has no effect"),
+    ({"use_decoupled_loss": True, "behav_imp_weight_cap": 0.0}, "ppo.behav_imp_weight_cap must be positive"),
+    ({"use_decoupled_loss": True, "behav_imp_weight_floor": 5.0}, "ppo.behav_imp_weight_floor must be"),
+    ({"algo": "rloo", "use_decoupled_loss": True, "behav_imp_weight_mode": "none"},
+     "ppo.use_decoupled_loss has no effect"),
+    ({"algo": "rloo", "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
     ({"algo": "reinforce", "eps_clip": 0.2}, "ppo.eps_clip has no effect"),
     ({"algo": "rloo", "ratio": "sequence"}, "ppo.ratio has no effect"),
     ({"algo": "cispo", "c_clip": 3.0}, "ppo.c_clip has no effect"),
