@@ -81,6 +81,11 @@ class RowLayer(CacheLayerMixin):
             self._tensor("values"), value_states, access
         )
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self._tensor("keys"), self._tensor("values")
+
     def _tensor(self, name: str) -> Tensor:
         return cast(Tensor, getattr(self, name))
 
@@ -146,6 +151,17 @@ class RowCache(Cache):
         layers = [cast(RowLayer, layer) for layer in self.layers]
         held = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
+
+    def storage(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, (rows, heads, columns, dim) each, for who writes them himself; ``like`` gives
+        type and device."""
+        while len(self.layers) <= layer:
+            self.layers.append(RowLayer(self._shared))
+        held = cast(RowLayer, self.layers[layer])
+        if not held.is_initialized:
+            blank = like.new_empty(0, heads, 0, dim)
+            held.lazy_initialization(blank, blank)
+        return held.stored
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room; what is stored stays. Columns grow in blocks, and by at least a quarter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,27 +27,33 @@ class PrefillItem:
 
 class RowTable:
     """Bookkeeping of cache rows. ``tokens`` int64 (rows, columns), of which ``lengths`` int64 (rows,) are
-    cached."""
+    cached. ``max_rows`` bounds the rows; slots that wait longest for their next turn lose theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int | None = None) -> None:
         self.tokens: IntArray = np.full((0, 0), -1, dtype=np.int64)
         self.lengths: IntArray = np.zeros(0, dtype=np.int64)
-        self._row_of_slot: dict[int, int] = {}
+        self._max_rows = max_rows
+        self._row_of_slot: dict[int, int] = {}  # in the order of use, the least recent first
 
     @property
     def slots(self) -> dict[int, int]:
         """Slot to row (a copy)."""
         return dict(self._row_of_slot)
 
-    def rows_of(self, slots: Sequence[int]) -> list[int]:
-        return [self._row_of_slot[slot] for slot in slots]
+    def row_of(self, slot: int) -> int:
+        """Raises KeyError on a slot without a row."""
+        return self._row_of_slot[slot]
 
-    def free(self, slots: Sequence[int] | None) -> None:
+    def free(self, slots: Collection[int] | None) -> None:
         """Forget these slots (all when None); an unknown slot is fine."""
         for slot in self.slots if slots is None else slots:
             row = self._row_of_slot.pop(slot, None)
             if row is not None:
                 self.lengths[row] = 0
+
+    def forget_tokens(self) -> None:
+        """Slots keep their rows, but nothing in them counts as cached any more."""
+        self.lengths[:] = 0
 
     def resize(self, rows: int, columns: int) -> None:
         if self.tokens.shape == (rows, columns):
@@ -58,71 +64,69 @@ class RowTable:
         self.lengths = np.zeros(rows, dtype=np.int64)
         self.lengths[: len(lengths)] = lengths
 
-    def rows_needed(self, slots: Sequence[int]) -> int:
-        """Rows that hold these slots and all others that are in use."""
-        return len(set(slots) | set(self._row_of_slot))
+    def seat(self, slots: Sequence[int], busy: Collection[int]) -> list[int]:
+        """Rows for these slots, for the first of them if there are not enough: a slot's own row, else the first that
+        is free, else that of the slot not in ``busy`` (nor in ``slots``) which was used least recently. A row may lie
+        beyond the table: ``resize`` it then."""
+        held = self._row_of_slot
+        taken, kept = set(held.values()), {*busy, *slots}
+        idle = iter([slot for slot in held if slot not in kept])
+        rows, lowest = [], 0
+        for slot in slots:
+            row = held.pop(slot, None)
+            if row is None:
+                while lowest in taken:
+                    lowest += 1
+                if self._max_rows is None or lowest < self._max_rows:
+                    row = lowest
+                elif (victim := next(idle, None)) is not None:
+                    row = held.pop(victim)
+                else:
+                    break
+                taken.add(row)
+                if row < len(self.lengths):
+                    self.lengths[row] = 0
+            held[slot] = row
+            rows.append(row)
+        return rows
 
-    def seat(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Bring ``slots`` into the first len(slots) rows, so that a batch is a plain slice of the cache.
-
-        Returns (source rows, target rows) of the row contents to copy, all at once. The table has room for
-        ``rows_needed(slots)`` rows."""
-        n, held, wanted = len(slots), self._row_of_slot, set(slots)
-        occupant = {row: slot for slot, row in held.items()}
-        fresh = [slot for slot in slots if slot not in held]
-        movers = [slot for slot in slots if slot not in fresh and held[slot] >= n]
-        seats = [row for row in range(n) if occupant.get(row) not in wanted]
-        evicted = [occupant[row] for row in seats if row in occupant]
-        refuges = [held[slot] for slot in movers]
-        refuges += [row for row in range(n, len(self.lengths)) if row not in occupant]
-        moves = [*zip(movers, seats, strict=False), *zip(evicted, refuges, strict=False)]
-        source, target = [held[slot] for slot, _ in moves], [row for _, row in moves]
-        held.update(moves)
-        held.update(zip(fresh, seats[len(movers) :], strict=True))
-        self._move(source, target)
-        in_use = set(held.values()) - {held[slot] for slot in fresh}
-        self.lengths[[row for row in range(len(self.lengths)) if row not in in_use]] = 0
+    def compact(self, live: Collection[int]) -> tuple[list[int], list[int]]:
+        """Bring the rows ``live`` to the front. Returns (source, target) rows of the contents to copy, all at once."""
+        slot_of = {row: slot for slot, row in self._row_of_slot.items()}
+        holes = [row for row in range(len(live)) if row not in live]
+        far = sorted(row for row in live if row >= len(live))
+        source, target = [*far], [*holes]
+        for hole, row in zip(holes, far, strict=True):
+            if hole in slot_of:
+                source.append(hole)
+                target.append(row)
+        self.tokens[target], self.lengths[target] = self.tokens[source], self.lengths[source]
+        self.lengths[[row for row in far if row not in target]] = 0
+        for old, new in zip(source, target, strict=True):
+            self._row_of_slot[slot_of[old]] = new
         return source, target
 
-    def _move(self, source: list[int], target: list[int]) -> None:
-        self.tokens[target] = self.tokens[source]
-        self.lengths[target] = self.lengths[source]
+    def plan(self, row: int, prefix: IntArray, planned: Mapping[int, PrefillItem]) -> PrefillItem:
+        """How ``row`` comes to hold ``prefix`` (int64, at least one token); the last token is always computed, since
+        its logits are needed. Records the prefix as the row's tokens; when only the last is missing, it does not
+        count as cached yet.
 
-    def swap(self, first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
-        """Exchange rows pairwise; returns (source, target) for the cache."""
-        source, target = first + second, second + first
-        renamed = dict(zip(source, target, strict=True))
-        self._move(source, target)
-        for slot, row in self._row_of_slot.items():
-            self._row_of_slot[slot] = renamed.get(row, row)
-        return source, target
-
-    def plan_prefill(self, rows: Sequence[int], prefixes: Sequence[IntArray]) -> list[PrefillItem]:
-        """How each of ``rows`` comes to hold its prefix (int64, at least one token); the last token is
-        always computed, since its logits are needed. Records the prefixes as the rows' tokens.
-
-        A row without a useful prefix of its own copies one from another row: rollouts of one group share
-        their prompt, and all tasks share the system text."""
-        plan: dict[int, PrefillItem] = {}
-        for row, prefix in zip(rows, prefixes, strict=True):
-            last = len(prefix) - 1
-            start, donor, level = min(self._common(row, prefix), last), row, 0
-            if start < last:
-                shared = self._common_all(prefix)
-                # A row of this batch that is not planned yet will be overwritten: not a donor.
-                pending = [r for r in rows if r not in plan]
-                shared[pending] = 0
-                too_deep = [r for r, item in plan.items() if item.level + 1 >= _MAX_LEVELS]
-                shared[too_deep] = 0
-                best = int(shared.argmax())
-                gain = min(int(shared[best]), last)
-                if gain >= start + _MIN_DONATED:
-                    start, donor = gain, best
-                    level = plan[best].level + 1 if best in plan else 0
-            plan[row] = PrefillItem(row, start, donor, level)
-            self.tokens[row, : len(prefix)] = prefix
-            self.lengths[row] = len(prefix)
-        return list(plan.values())
+        A row without a useful prefix of its own copies one from another row: rollouts of one group share their
+        prompt, and all tasks share the system text. ``planned``: the items of the same batch so far. Items of
+        level 0 copy before anything is computed, so a row that is planned later still is a donor."""
+        last = len(prefix) - 1
+        start, donor, level = min(self._common(row, prefix), last), row, 0
+        if start < last:
+            shared = self._common_all(prefix)
+            shared[[r for r, item in planned.items() if item.level + 1 >= _MAX_LEVELS]] = 0
+            best = int(shared.argmax())
+            gain = min(int(shared[best]), last)
+            if gain >= start + _MIN_DONATED:
+                start, donor = gain, best
+                level = planned[best].level + 1 if best in planned else 0
+        self.tokens[row, : len(prefix)] = prefix
+        self.lengths[row] = last if start == last else len(prefix)
+        return PrefillItem(row, start, donor, level)
 
     def _common(self, row: int, prefix: IntArray) -> int:
         n = min(int(self.lengths[row]), len(prefix))

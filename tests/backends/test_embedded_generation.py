@@ -10,7 +10,8 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.embedded_generation import EmbeddedGenerator, context_limit
+from realhf.backends.decode_core import context_limit
+from realhf.backends.embedded_generation import EmbeddedGenerator
 from realhf.backends.row_attention import row_decode_attention
 
 ARCHITECTURES = ["qwen3", "llama", "qwen2", "gpt2"]

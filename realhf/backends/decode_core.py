@@ -1,0 +1,295 @@
+"""Rows that decode together: seats, what is missing of each, one token for everybody. Both generators drive it.
+
+A *turn* is one request in play. Between two steps every turn has a last token that was drawn (or given) and not fed
+yet; a step first computes what is missing, one token for most turns and a prefix for those that join, and then draws.
+So nothing that depends on the weights waits between steps except keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.config import GenConfig
+from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.fast_decoder import fast_decoder
+from realhf.backends.forward_pass import Decoding, ForwardPass, ModulePass, Piece
+from realhf.backends.kv_cache import RowCache
+from realhf.backends.row_table import PrefillItem, RowTable
+from realhf.backends.sampling import sample_tokens, uniform_at
+
+_STEP_TOKENS = 1024
+"""Missing tokens that one step computes, more only for a single turn: the others decode meanwhile."""
+_IDLE_FRACTION = 0.25
+"""Rows in play are brought together when so many in between are idle: a move costs about ten steps of an idle row."""
+
+
+def context_limit(config: Any) -> int:
+    """Longest sequence that the model handles with full attention over everything before it."""
+    limit = (
+        getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30
+    )
+    layer_types = getattr(config, "layer_types", None)
+    slides = (
+        "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)
+    )
+    window = getattr(config, "sliding_window", None)
+    return min(limit, window) if window and slides else limit
+
+
+def rest_of_turn(request: GenRequest, config: GenConfig, limit: int) -> int:
+    """Tokens that the turn of a request may still draw in a context of ``limit`` tokens."""
+    return min(config.max_new_tokens - request.sampled, limit - len(request.token_ids))
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request in play. Its random numbers come from ``stream`` (see ``sampling.uniform_at``) or, if given, from
+    ``draws`` fp64, one per token. ``budget``: how many tokens it may still draw."""
+
+    request: GenRequest
+    config: GenConfig
+    stops: frozenset[int]
+    budget: int
+    stream: int
+    draws: np.ndarray | None = None
+    row: int = -1
+    cached: bool = False
+    reason: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def slot(self) -> int:
+        return self.request.slot
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence so far."""
+        return len(self.request.token_ids) + len(self.token_ids)
+
+    @property
+    def short(self) -> bool:
+        """Whether its minimum is not reached, so that no stop id may be drawn."""
+        return self.request.sampled + len(self.token_ids) < self.config.min_new_tokens
+
+    def prefix(self) -> np.ndarray:
+        """The whole sequence so far, int64 (length,)."""
+        return np.fromiter((*self.request.token_ids, *self.token_ids), dtype=np.int64, count=self.length)
+
+    def output(self) -> GenOutput:
+        return GenOutput(self.token_ids, self.logprobs, self.versions, self.reason)
+
+
+class DecodeCore:
+    """Rows, forward passes and sampling of one model. Not thread-safe. After an exception of ``step`` everything is
+    forgotten: rows may be half written."""
+
+    def __init__(self, model: Any, *, max_rows: int | None = None) -> None:
+        self.model = model
+        self.limit = context_limit(model.config)
+        self._cache = RowCache()
+        self._max_rows = max_rows
+        self._table = RowTable(max_rows)
+        self._pass: ForwardPass | None = None
+        self._live: list[Turn] = []
+        self.generated_tokens = self.computed_tokens = self.reused_tokens = 0
+
+    @property
+    def live(self) -> int:
+        """Turns in play."""
+        return len(self._live)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes held for keys and values."""
+        return self._cache.nbytes
+
+    def free(self, slots: Iterable[int] | None) -> None:
+        """Forget these slots (all when None). None of them may be in play."""
+        self._table.free(None if slots is None else list(slots))
+
+    def forget_tokens(self) -> None:
+        """Everything cached was computed by other weights: turns in play compute their prefix again."""
+        self._table.forget_tokens()
+        for turn in self._live:
+            turn.cached = False
+
+    def reset(self) -> None:
+        """Forget everything, turns in play too."""
+        self._live = []
+        self._cache.clear()
+        self._table = RowTable(self._max_rows)
+        self._pass = None
+
+    def join(self, turns: Sequence[Turn]) -> int:
+        """Bring turns into play, the first so many for which there are rows; returns how many. Each leaves room for
+        its budget in the model's context, and no two have the same slot."""
+        rows = self._table.seat([t.slot for t in turns], {t.slot for t in self._live})
+        seated = turns[: len(rows)]
+        if not seated:
+            return 0
+        columns = max(t.length + t.budget for t in seated)
+        self._reserve(max(rows) + 1, columns)
+        for turn, row in zip(seated, rows, strict=True):
+            turn.row, turn.cached = row, False
+        self._live.extend(seated)
+        return len(seated)
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        held = self._cache.rows
+        if rows > held:
+            rows = max(rows, held + held // 2)
+            rows = rows if self._max_rows is None else min(rows, self._max_rows)
+        self._cache.reserve(rows, columns)
+        self._table.resize(self._cache.rows, self._cache.columns)
+
+    def leave(self, turns: Iterable[Turn]) -> None:
+        """Take turns out of play; what is cached of them stays."""
+        gone = set(map(id, turns))
+        self._live = [turn for turn in self._live if id(turn) not in gone]
+
+    @torch.inference_mode()
+    def step(self, version: int) -> list[Turn]:
+        """Compute, and draw one token, stamped ``version``, for each turn whose prefix is complete. Returns the
+        turns that ended, which have left. Raises FloatingPointError when logits are not finite, and what the model
+        raises."""
+        try:
+            self._compact()
+            turns, logits = self._compute()
+            return self._draw(turns, logits, version)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _compact(self) -> None:
+        rows = {turn.row for turn in self._live}
+        idle = max(rows, default=-1) + 1 - len(rows)
+        if idle < max(2.0, _IDLE_FRACTION * len(rows)):
+            return
+        self._copy(*self._table.compact(rows))
+        for turn in self._live:
+            turn.row = self._table.row_of(turn.slot)
+
+    def _copy(self, source: list[int], target: list[int], columns: int | None = None) -> None:
+        if source:
+            used = int(self._table.lengths[target].max()) if columns is None else columns
+            self._cache.copy_rows(self._index(source), self._index(target), used)
+
+    def _index(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.model.device)
+
+    def _compute(self) -> tuple[list[Turn], Tensor]:
+        """Turns whose next token can be drawn, and their logits (n, vocabulary)."""
+        plan = self._plan()
+        turns: list[Turn] = []
+        logits: list[Tensor] = []
+        levels = 1 + max((item.level for _, item in plan), default=0)
+        for level in range(levels):
+            members = [(turn, item) for turn, item in plan if item.level == level]
+            self._copy(*_donations([item for _, item in members]))
+            joining = [(turn, item) for turn, item in members if turn.length - item.start > 1]
+            pieces = [Piece(turn.row, item.start, turn.prefix()[item.start :]) for turn, item in joining]
+            decoding = None
+            if level == levels - 1:
+                late = {turn.row for turn, item in plan if turn.length - item.start > 1}
+                decoding = self._decoding(ready := [t for t in self._live if t.cached and t.row not in late])
+                turns.extend(ready)
+            turns.extend(turn for turn, _ in joining)
+            if decoding is not None or pieces:
+                logits.append(self._forward().run(decoding, pieces))
+        return turns, torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _plan(self) -> list[tuple[Turn, PrefillItem]]:
+        planned: dict[int, PrefillItem] = {}
+        plan: list[tuple[Turn, PrefillItem]] = []
+        spent = 0
+        for turn in self._live:
+            if not turn.cached and spent < _STEP_TOKENS:
+                item = planned[turn.row] = self._table.plan(turn.row, turn.prefix(), planned)
+                turn.cached = True
+                plan.append((turn, item))
+                spent += turn.length - item.start
+                self.computed_tokens += turn.length - item.start
+                self.reused_tokens += item.start
+        return plan
+
+    def _decoding(self, ready: list[Turn]) -> Decoding | None:
+        if not ready:
+            return None
+        ready.sort(key=lambda turn: turn.row)
+        rows = np.array([turn.row for turn in ready])
+        positions = self._table.lengths[rows]
+        self._table.lengths[rows] += 1
+        return Decoding(rows, self._table.tokens[rows, positions], positions)
+
+    def _forward(self) -> ForwardPass:
+        if self._pass is None:
+            self._pass = fast_decoder(self.model, self._cache) or ModulePass(self.model, self._cache, self.limit)
+        return self._pass
+
+    def _draw(self, turns: list[Turn], logits: Tensor, version: int) -> list[Turn]:
+        tokens, logprobs = self._sample(turns, logits)
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError("generate: the model returned logits that are not finite")
+        rows, columns = [turn.row for turn in turns], [turn.length for turn in turns]
+        self._table.tokens[rows, columns] = tokens
+        self.generated_tokens += len(turns)
+        ended = []
+        for turn, token, logprob in zip(turns, tokens.tolist(), logprobs.tolist(), strict=True):
+            turn.token_ids.append(token)
+            turn.logprobs.append(logprob)
+            turn.versions.append(version)
+            if token in turn.stops:
+                turn.reason = "stop"
+            elif len(turn.token_ids) >= turn.budget:
+                turn.reason = "length"
+            if turn.reason:
+                ended.append(turn)
+        if ended:
+            self.leave(ended)
+        return ended
+
+    def _sample(self, turns: list[Turn], logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64 and log-probabilities fp32, (n,) each."""
+        streams = np.array([turn.stream for turn in turns], dtype=np.uint64)
+        uniform = uniform_at(streams, np.array([turn.length for turn in turns], dtype=np.int64))
+        for i, turn in enumerate(turns):
+            if turn.draws is not None:
+                uniform[i] = turn.draws[len(turn.token_ids)]
+        ways: dict[tuple[float, float, int], list[int]] = {}
+        for i, turn in enumerate(turns):
+            ways.setdefault((turn.config.temperature, turn.config.top_p, turn.config.top_k), []).append(i)
+        draw, banned = torch.from_numpy(uniform).to(logits.device), self._banned(turns, logits)
+        if len(ways) == 1:
+            tokens, logprobs = sample_tokens(logits, draw, turns[0].config, banned)
+            return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        tokens, logprobs = np.zeros(len(turns), dtype=np.int64), np.zeros(len(turns), dtype=np.float32)
+        for members in ways.values():
+            at = self._index(members)
+            some = sample_tokens(
+                logits[at], draw[at], turns[members[0]].config, None if banned is None else banned[at]
+            )
+            tokens[members], logprobs[members] = (part.cpu().numpy() for part in some)
+        return tokens, logprobs
+
+    def _banned(self, turns: list[Turn], logits: Tensor) -> Tensor | None:
+        short = [i for i, turn in enumerate(turns) if turn.short and turn.stops]
+        if not short:
+            return None
+        banned = torch.zeros(logits.shape, dtype=torch.bool)
+        for i in short:
+            banned[i, list(turns[i].stops)] = True
+        return banned.to(logits.device)
+
+
+def _donations(items: Sequence[PrefillItem]) -> tuple[list[int], list[int], int]:
+    """Source rows, target rows and how many columns to copy."""
+    donated = [item for item in items if item.donor != item.row]
+    return [d.donor for d in donated], [d.row for d in donated], max((d.start for d in donated), default=0)

@@ -1,0 +1,239 @@
+"""A forward pass of the Llama, Qwen2 and Qwen3 family without the modules: for small models on a CPU the layers of
+Python around the arithmetic cost more than the arithmetic.
+
+Parameters are read from the module at every pass, so weights that are copied in place, or replaced, are seen. Tokens
+of all rows lie behind each other without padding; only attention knows rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from realhf.backends.forward_pass import Decoding, Piece
+from realhf.backends.kv_cache import RowCache
+
+_log = logging.getLogger(__name__)
+_FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+_PROBE_TOKENS = 9
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Largest difference from the module's logits, in parts of the largest logit; 3e-2 for shorter types."""
+
+
+def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
+    """A decoder of ``model`` that was compared with it on a short text; None (logged) where it does not apply."""
+    reason = _unsuitable(model)
+    if reason is None:
+        decoder = FastDecoder(model, cache)
+        error = _difference(model)
+        if error <= _TOLERANCE.get(model.dtype, 3e-2):
+            return decoder
+        reason = f"its logits differ by {error:.2g} from the module's"
+    _log.info("%s generates through transformers: %s", type(model).__name__, reason)
+    return None
+
+
+def _unsuitable(model: Any) -> str | None:
+    config = model.config
+    if type(model).__name__ not in _FAMILY:
+        return "another architecture"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"its activation is {config.hidden_act}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _STATIC_ROPE:
+        return f"its rotary embedding is {rope}"
+    if any(type(p.data) is not Tensor for p in model.parameters()):
+        return "its parameters are not plain tensors"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "a module has hooks"
+    for layer in model.model.layers:
+        parts = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        parts += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+        if any(type(part) is not nn.Linear for part in parts):
+            return "a projection is not a plain linear layer"
+    return None
+
+
+def _difference(model: Any) -> float:
+    """Relative difference of logits after a text that is fed as a piece and then token by token."""
+    device = model.device
+    ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
+    expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+    cache, tokens = RowCache(), ids.numpy()
+    cache.reserve(2, _PROBE_TOKENS)
+    decoder, half = FastDecoder(model, cache), _PROBE_TOKENS // 2
+    got = [decoder.run(None, [Piece(1, 0, tokens[:half])])]
+    for at in range(half, _PROBE_TOKENS):
+        got.append(decoder.run(Decoding(np.array([1]), tokens[at : at + 1], np.array([at])), []))
+    error = (torch.cat(got) - expected[half - 1 :]).abs().max() / expected.abs().max().clamp(min=1e-6)
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self._parameters = module._parameters
+        self._eps = module.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._parameters["weight"]
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+
+class _Linear:
+    def __init__(self, module: nn.Linear) -> None:
+        self._parameters = module._parameters
+
+    def __call__(self, x: Tensor) -> Tensor:
+        held = self._parameters
+        return F.linear(x, held["weight"], held["bias"])  # type: ignore[arg-type]
+
+
+class _Layer:
+    """The parts of one decoder layer."""
+
+    def __init__(self, module: Any) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.before_attention, self.before_mlp = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
+        self.query, self.key, self.value = (_Linear(getattr(attention, f"{n}_proj")) for n in "qkv")
+        self.out = _Linear(attention.o_proj)
+        self.query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.gate, self.up, self.down = _Linear(mlp.gate_proj), _Linear(mlp.up_proj), _Linear(mlp.down_proj)
+        self.scale: float = attention.scaling
+
+
+class _Plan:
+    """Where the tokens of one pass stand; the same for all layers."""
+
+    def __init__(self, decoding: Decoding | None, pieces: Sequence[Piece], device: torch.device, like: Tensor) -> None:
+        self.n = 0 if decoding is None else len(decoding.rows)
+        rows, columns, tokens = [], [], []
+        if decoding is not None:
+            rows, columns, tokens = [decoding.rows], [decoding.positions], [decoding.tokens]
+        self.spans: list[tuple[int, int, Piece, Tensor | None]] = []
+        at = self.n
+        for piece in pieces:
+            m = len(piece.tokens)
+            rows.append(np.full(m, piece.row))
+            columns.append(np.arange(piece.start, piece.end))
+            tokens.append(piece.tokens)
+            mask = None
+            if piece.start and m > 1:
+                mask = torch.ones(m, piece.end, dtype=torch.bool, device=device).tril_(piece.start)
+            self.spans.append((at, at + m, piece, mask))
+            at += m
+        self.rows, self.columns, self.tokens = (
+            torch.from_numpy(np.concatenate(part)).to(device) for part in (rows, columns, tokens)
+        )
+        self.last = None
+        if any(stop - start > 1 for start, stop, _, _ in self.spans):
+            ends = [*range(self.n), *(stop - 1 for _, stop, _, _ in self.spans)]
+            self.last = torch.tensor(ends, device=device)
+        self.height = self.width = 0
+        self.scattered = False
+        if decoding is not None:
+            self.height, self.width = int(decoding.rows[-1]) + 1, int(decoding.positions.max()) + 1
+            self.scattered = self.height > self.n
+            reach = np.zeros((self.height, 1, 1, 1), dtype=np.int64)
+            reach[decoding.rows, 0, 0, 0] = decoding.positions
+            closed = torch.arange(self.width, device=device) > torch.from_numpy(reach).to(device)
+            self.mask = torch.zeros(closed.shape, dtype=like.dtype, device=device).masked_fill_(closed, float("-inf"))
+
+
+class FastDecoder:
+    """A ``ForwardPass``. Attention of decoding rows is two batched products over the cache as it lies; idle rows in
+    between are computed and thrown away."""
+
+    def __init__(self, model: Any, cache: RowCache) -> None:
+        self._cache = cache
+        self._base = model.model
+        self._embedding = model.model.embed_tokens._parameters
+        self._layers = [_Layer(layer) for layer in model.model.layers[: model.config.num_hidden_layers]]
+        self._norm, self._head = _Norm(model.model.norm), _Linear(model.lm_head)
+        self._heads: int = model.config.num_attention_heads
+        self._kv_heads: int = model.config.num_key_value_heads
+        self._dim: int = model.model.layers[0].self_attn.head_dim
+        self._rotation: tuple[Tensor, Tensor] | None = None
+
+    def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+        embedding: Tensor = self._embedding["weight"]
+        plan = _Plan(decoding, pieces, embedding.device, embedding)
+        x = embedding[plan.tokens]
+        cos, sin = (table[plan.columns][:, None] for table in self._rotations(embedding))
+        mask = None
+        if plan.n:
+            spread = plan.mask.expand(-1, self._kv_heads, self._heads // self._kv_heads, -1)
+            mask = spread.reshape(plan.height * self._kv_heads, -1, plan.width)
+        head = torch.arange(self._kv_heads, device=x.device)
+        target = ((plan.rows[:, None] * self._kv_heads + head) * self._cache.columns + plan.columns[:, None]).view(-1)
+        for index, layer in enumerate(self._layers):
+            h = layer.before_attention(x)
+            query = layer.query(h).view(-1, self._heads, self._dim)
+            key = layer.key(h).view(-1, self._kv_heads, self._dim)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = layer.query_norm(query), layer.key_norm(key)
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+            keys, values = self._cache.storage(index, self._kv_heads, self._dim, embedding)
+            keys.view(-1, self._dim).index_copy_(0, target, key.view(-1, self._dim))
+            values.view(-1, self._dim).index_copy_(0, target, layer.value(h).view(-1, self._dim))
+            x = x + layer.out(self._attention(plan, mask, layer.scale, query, keys, values))
+            h = layer.before_mlp(x)
+            x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))
+        if plan.last is not None:
+            x = x[plan.last]
+        return self._head(self._norm(x))
+
+    def _attention(
+        self, plan: _Plan, mask: Tensor | None, scale: float, query: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; returns (tokens, heads * dim)."""
+        parts = []
+        if mask is not None:
+            parts.append(self._decode_attention(plan, mask, scale, query[: plan.n], keys, values))
+        for start, stop, piece, allowed in plan.spans:
+            mixed = F.scaled_dot_product_attention(
+                query[start:stop].transpose(0, 1)[None],
+                keys[piece.row, :, : piece.end][None],
+                values[piece.row, :, : piece.end][None],
+                attn_mask=allowed,
+                is_causal=piece.start == 0 and stop - start > 1,
+                scale=scale,
+                enable_gqa=self._heads != self._kv_heads,
+            )
+            parts.append(mixed[0].transpose(0, 1).reshape(stop - start, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode_attention(
+        self, plan: _Plan, mask: Tensor, scale: float, query: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        height, width = plan.height, plan.width
+        rows = plan.rows[: plan.n]
+        if plan.scattered:
+            query = query.new_zeros(height, self._heads, self._dim).index_copy_(0, rows, query)
+        packed = query.reshape(height * self._kv_heads, -1, self._dim)
+        keys, values = (t[:height, :, :width].flatten(0, 1) for t in (keys, values))
+        weights = torch.softmax(torch.baddbmm(mask, packed, keys.transpose(1, 2), alpha=scale), -1)
+        mixed = torch.bmm(weights, values).view(height, -1)
+        return mixed[rows] if plan.scattered else mixed
+
+    def _rotations(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin per position, (columns, dim): the sine of the first half is negated, which turns the
+        half rotation of rotary embeddings into a roll."""
+        columns = self._cache.columns
+        if self._rotation is None or len(self._rotation[0]) < columns:
+            cos, sin = self._base.rotary_emb(like, torch.arange(columns, device=like.device)[None])
+            half = self._dim // 2
+            self._rotation = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+        return self._rotation
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -1,0 +1,131 @@
+"""One forward pass over cache rows: what it computes, and the way through the modules of transformers.
+
+A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the missing tokens of
+rows that join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.backends.kv_cache import RowCache
+from realhf.backends.row_attention import row_decoding
+
+_PASS_TOKENS = 4096
+"""Padded tokens of one pass over pieces: bounds the memory of its mask and activations."""
+_PADDING_TOKENS = 768  # computing so many padded tokens costs a small model about as much as another pass
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One token for each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at ``positions`` int64 (n,)."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``tokens`` int64 (m,) of ``row``, from position ``start`` on."""
+
+    row: int
+    start: int
+    tokens: np.ndarray
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class ForwardPass(Protocol):
+    """Writes keys and values of all tokens into the cache it was built with."""
+
+    def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+        """Logits (rows of decoding + pieces, vocabulary) after the last token of each, decoding first."""
+        ...
+
+
+class ModulePass:
+    """A ``ForwardPass`` through any causal language model of transformers, which has ``limit`` positions."""
+
+    def __init__(self, model: Any, cache: RowCache, limit: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._limit = limit
+
+    def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+        with row_decoding(self._model):
+            logits = [] if decoding is None else [self._decode(decoding)]
+            by_piece: list[Tensor | None] = [None] * len(pieces)
+            for chunk in _chunks(pieces):
+                for i, row_logits in zip(chunk, self._prefill([pieces[i] for i in chunk]), strict=True):
+                    by_piece[i] = row_logits
+        logits.extend(row[None] for row in by_piece if row is not None)
+        return torch.cat(logits)
+
+    def _decode(self, decoding: Decoding) -> Tensor:
+        """All rows up to the last one are fed; the others in their last column, which nobody reads: the last token
+        of a sequence is drawn but never fed."""
+        n, spare = int(decoding.rows[-1]) + 1, min(self._cache.columns, self._limit) - 1
+        tokens, positions = np.zeros(n, dtype=np.int64), np.full(n, spare)
+        tokens[decoding.rows], positions[decoding.rows] = decoding.tokens, decoding.positions
+        width = int(decoding.positions.max()) + 1
+        at = self._index(positions)
+        self._cache.bind_decode(at, torch.arange(n, device=at.device), width)
+        closed = torch.arange(width, device=at.device) > at[:, None]
+        mask = self._mask(closed)[:, None, None]
+        return self._forward(self._index(tokens)[:, None], mask, at[:, None])[self._index(decoding.rows)]
+
+    def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        """Padded on the left, so that the last query is the last token of every row."""
+        starts, ends = np.array([p.start for p in pieces]), np.array([p.end for p in pieces])
+        n_query, width = int((ends - starts).max()), int(ends.max())
+        position = ends[:, None] - n_query + np.arange(n_query)
+        valid = position >= starts[:, None]
+        tokens = np.zeros((len(pieces), n_query), dtype=np.int64)
+        tokens[valid] = np.concatenate([p.tokens for p in pieces])
+        columns = self._index(np.where(valid, position, 0))
+        rows = self._index([p.row for p in pieces])
+        self._cache.bind_prefill(rows, columns, torch.as_tensor(valid, device=columns.device), width)
+        hidden_future = torch.arange(width, device=columns.device) > columns[:, None, :, None]
+        return self._forward(self._index(tokens), self._mask(hidden_future), columns)
+
+    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        out = self._model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def _mask(self, closed: Tensor) -> Tensor:
+        zeros = torch.zeros(closed.shape, dtype=self._model.dtype, device=closed.device)
+        return zeros.masked_fill_(closed, float("-inf"))
+
+    def _index(self, values: Any) -> Tensor:
+        return torch.as_tensor(np.asarray(values, dtype=np.int64), device=self._model.device)
+
+
+def _chunks(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Indices of pieces by number of tokens, cut where padding or the pass would grow too large."""
+    sizes = [len(piece.tokens) for piece in pieces]
+    chunks: list[list[int]] = []
+    for i in sorted(range(len(pieces)), key=lambda i: (sizes[i], i)):
+        current = chunks[-1] if chunks else []
+        fits = current and (len(current) + 1) * sizes[i] <= _PASS_TOKENS
+        padding = sum(sizes[i] - sizes[j] for j in current)
+        if fits and padding <= _PADDING_TOKENS + sum(sizes[j] for j in current) // 4:
+            current.append(i)
+        else:
+            chunks.append([i])
+    return chunks
