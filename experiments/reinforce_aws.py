@@ -17,8 +17,7 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
     ppo = resolve(config.ppo)
     if ppo.loss != "reinforce" or ppo.scored_keys:
         raise ConfigError("reinforce_aws trains with loss reinforce, no KL term and no call actor_inf: leave ppo.loss, "
-                          "ppo.kl_ctl and ppo.kl_loss_coef alone, set ppo.prox_logp_method=recompute if you need "
-                          "proximal log-probabilities, or use experiment=grpo_aws")
+                          "ppo.kl_ctl, ppo.kl_loss_coef and ppo.prox_logp_method=actor_inf, or use experiment=grpo_aws")
     before = (warm_start(config),) if config.actor.path == "builtin" else ()
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
     mfcs = [actor_gen(config), rew_inf(config), actor_train(config)]

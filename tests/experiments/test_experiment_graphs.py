@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.launch_build import build_experiment
 from realhf.launch_config import compose_config
@@ -29,6 +32,17 @@ def test_without_a_kl_term_the_reference_leaves_the_graph_and_the_workers():
 
 def test_a_kl_term_in_the_reward_keeps_it():
     assert "ref" in spec("experiment=grpo_aws", "ppo.kl_loss_coef=0", "ppo.kl_ctl=0.01").models
+
+
+def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
+    for experiment in ("grpo_aws", "grpo_stream_http"):
+        made = built(f"experiment={experiment}", "ppo.use_decoupled_loss=true")
+        assert made.graph.topological_levels()[1:] == [["actor_inf", "ref_inf", "rew_inf"], ["actor_train"]]
+    made = built("experiment=grpo_aws", "ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute")
+    assert made.graph.topological_levels()[1:] == [["ref_inf", "rew_inf"], ["actor_train"]]
+    assert spec("experiment=reinforce_aws", "ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute").mfcs
+    with pytest.raises(ConfigError, match="actor_inf"):
+        built("experiment=reinforce_aws", "ppo.use_decoupled_loss=true")
 
 
 def test_reinforce_and_sft():
