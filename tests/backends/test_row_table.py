@@ -22,7 +22,8 @@ def test_contents_follow_their_slot_through_random_turns(max_rows: int | None) -
         gone = rng.sample(idle, rng.randrange(len(idle) + 1)) if rng.random() < 0.2 else []
         table.free(gone)
         content = {slot: mark for slot, mark in content.items() if slot not in gone}
-        batch = rng.sample(sorted(set(range(14)) - busy), rng.randrange(1, 5))
+        waiting = sorted(set(range(14)) - busy)
+        batch = rng.sample(waiting, rng.randrange(min(5, len(waiting) + 1)))
         seats = table.seat(batch, busy)
         batch = batch[: len(seats)]
         assert max_rows is None or max(seats, default=0) < max_rows
