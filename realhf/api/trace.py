@@ -3,7 +3,8 @@
 Times are wall-clock nanoseconds (``time.time_ns``), so that the lines of several processes fit together.
 
 A span is named ``<kind>`` or ``<kind>/<detail>`` with one of ``KINDS``; pictures colour it by its kind. Spans of one
-line lie one after the other or within each other; what runs concurrently in a process takes lines of its own.
+line lie one after the other or within each other; give what runs concurrently on one thread lines of its own, of which
+there should be few (slots, not ids).
 """
 
 from __future__ import annotations

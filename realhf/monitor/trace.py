@@ -28,9 +28,11 @@ from realhf.monitor.trace_format import (
     TraceEvent,
     file_of,
     line_event,
-    number_of,
+    line_number,
     process_events,
+    process_number,
 )
+from realhf.monitor.trace_lanes import Lanes
 
 LIMIT_BYTES = 64 * 2**20
 FLUSH_INTERVAL_S = 0.5
@@ -108,6 +110,8 @@ class TraceWriter:
             records.append((INSTANT, "events left out", now, now, "trace", {"count": self._left_out}))
             self._left_out = 0
         if records:
+            # By their ends, the inner of two with one end first: what lanes need, however the spans were recorded.
+            records.sort(key=lambda record: (record[3], -record[2]))
             self._file.write(records)
 
 
@@ -139,10 +143,11 @@ class _TraceFile:
     """The file of one process, used by one thread at a time."""
 
     def __init__(self, path: Path, process: str, limit_bytes: int) -> None:
-        self._path, self._process, self._pid = path, process, number_of(process)
+        self._path, self._process, self._pid = path, process, process_number(process)
         self._half = limit_bytes // 2
         self._encode = msgspec.json.Encoder(enc_hook=str).encode
         self._lines: dict[str, int] = {}
+        self._lanes = Lanes()
         self._failed = False
         self._open()
 
@@ -185,9 +190,11 @@ class _TraceFile:
     def _encoded(self, records: list[_Record]) -> bytes:
         parts: list[bytes] = []
         for phase, name, began_ns, ended_ns, line, args in records:
+            if phase == COMPLETE:
+                line = self._lanes.place(line, began_ns, ended_ns)
             tid = self._lines.get(line)
             if tid is None:
-                tid = self._lines[line] = number_of(line)
+                tid = self._lines[line] = line_number(self._process, line)
                 parts.append(self._encode(line_event(self._process, line)))
             if phase == COUNTER and args:
                 args = {key: value for key, value in args.items() if math.isfinite(value)}

@@ -32,9 +32,17 @@ class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
     args: dict[str, Any] | None = None
 
 
-def number_of(name: str) -> int:
-    """A positive number for a process or a line."""
-    return zlib.crc32(name.encode()) & 0x7FFFFFFF
+def process_number(process: str) -> int:
+    """Of ``kind/index``: thousands for the kind, and the index."""
+    kind, _, index = process.partition("/")
+    if kind in _ORDER and (not index or (index.isdecimal() and int(index) < 1000)):
+        return 1000 * (1 + place_of(process)) + int(index or 0)
+    return 1_000_000 + zlib.crc32(process.encode()) % 2**30
+
+
+def line_number(process: str, line: str) -> int:
+    """A positive number of 31 bits: no two processes share a line."""
+    return zlib.crc32(f"{process}\n{line}".encode(errors="replace")) & 0x7FFFFFFF
 
 
 def file_of(run_dir: Path, process: str) -> Path:
@@ -50,11 +58,12 @@ def place_of(process: str) -> int:
 
 def process_events(process: str) -> list[TraceEvent]:
     """Name and place of a process."""
-    pid = number_of(process)
+    pid = process_number(process)
     return [TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
             TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place_of(process)})]
 
 
 def line_event(process: str, line: str) -> TraceEvent:
     """Name of a line within a process."""
-    return TraceEvent("thread_name", METADATA, 0, number_of(process), number_of(line), args={"name": line})
+    return TraceEvent("thread_name", METADATA, 0, process_number(process), line_number(process, line),
+                      args={"name": line})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realhf.api.trace import GENERATE, OTHER, WEIGHTS, kind_of
 from realhf.monitor import trace
 from realhf.monitor.trace import TraceWriter, merge_traces
 from realhf.monitor.trace_files import read_events
-from realhf.monitor.trace_format import file_of, number_of
+from realhf.monitor.trace_format import file_of, line_number, process_number
+from realhf.monitor.trace_lanes import Lanes
 
 MS = 1_000_000
 
@@ -52,12 +56,53 @@ def test_two_processes_become_one_file(tmp_path: Path):
     by_name = {event["name"]: event for event in events}
     step = by_name["env/step"]
     assert (step["ph"], step["ts"], step["dur"], step["args"]) == ("X", 5000, 2000, {"id": "a"})
-    assert (step["pid"], step["tid"]) == (number_of("rollout_worker/0"), number_of("slot 3"))
+    assert (step["pid"], step["tid"]) == (4000, line_number("rollout_worker/0", "slot 3"))
     assert by_name["weights"]["ph"] == "i" and by_name["weights"]["args"] == {"version": 2}
     assert by_name["episodes"]["ph"] == "C" and by_name["episodes"]["args"] == {"running": 4.0}
     outer, inner = by_name["train"], by_name["train/inner"]
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert by_name["train"]["args"] == {"step": 1} and "args" not in by_name["train/inner"]
+
+
+def test_no_two_processes_have_one_number():
+    processes = [f"{kind}/{index}" for kind in ("model_worker", "rollout_worker", "generation", "env", "mine")
+                 for index in range(50)] + ["launch", "master", "mine/x", "env/x"]
+    numbers = [process_number(name) for name in processes]
+    assert len(set(numbers)) == len(numbers) and all(0 < number < 2**31 for number in numbers)
+    assert line_number("env/0", "MainThread") != line_number("env/1", "MainThread")
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=30).map(
+    lambda drawn: sorted(((began, began + length) for began, length in drawn), key=lambda span: span[1]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(SPANS)
+def test_spans_of_one_lane_are_nested_or_apart(spans: list[tuple[int, int]]):
+    lanes, placed = Lanes(), {}
+    for span in spans:
+        placed.setdefault(lanes.place("main", *span), []).append(span)
+    for lane in placed.values():
+        for began, ended in lane:
+            assert all(last <= began or ended <= first or (first <= began and ended <= last)
+                       or (began <= first and last <= ended) for first, last in lane)
+
+
+def test_spans_of_coroutines_take_lanes_of_their_own(tmp_path: Path):
+    async def work(tracer: TraceWriter, number: int) -> None:
+        for _ in range(3):
+            with tracer.span("env/step", number=number):
+                await asyncio.sleep(0.002)
+
+    async def everything(tracer: TraceWriter) -> None:
+        with tracer.span("train"):
+            await asyncio.gather(*(work(tracer, number) for number in range(3)))
+
+    with writer(tmp_path, "rollout_worker/0") as tracer:
+        asyncio.run(everything(tracer))
+    events = merged(tmp_path)
+    assert set(names(events, "thread_name").values()) >= {"MainThread", "MainThread (2)", "MainThread (3)"}
+    assert len([event for event in events if event["name"] == "env/step"]) == 9
 
 
 def test_a_span_that_fails_is_recorded_and_raises(tmp_path: Path):
