@@ -217,10 +217,11 @@ class Journal:
         os.fdatasync(self._file)
 
     def _rotate(self) -> None:
+        following = _create(self._folder, self._segment + 1)
         os.close(self._file)
+        self._file = following
         self._segment += 1
         self._size = 0
-        self._file = _create(self._folder, self._segment)
 
 
 def segments(folder: Path) -> list[Path]:

@@ -131,11 +131,12 @@ class _Book:
         final = {id for id, step in self.step_of.items() if step <= totals.step}
         held = {id: place for id, place in self.place.items() if place in ("outstanding", "accepted", "consumed")}
         for id, place in held.items():
-            if id not in final and id not in book.place:
+            if id not in final and id not in book.attempt_of:
                 self.place[id] = "lost"
+                self.step_of.pop(id, None)
             else:
                 self.impossible += id not in final and book.place[id] != place
-        self.impossible += len(book.place.keys() - held.keys())
+        self.impossible += book.impossible + len(book.attempt_of.keys() - held.keys())
         counts = self._counts()
         open_consumed = len(self.step_of) - len(final)
         self.impossible += closed != {

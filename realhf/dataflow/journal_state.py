@@ -102,7 +102,8 @@ class JournalState:
 
     def resume(self, step: int) -> Recovery:
         """What to do after a restart from the checkpoint after ``step`` (-1: from the beginning). Changes nothing:
-        append and apply ``Resume(step)`` for that. Raises ValueError for a step before the last final one."""
+        append and apply ``Resume(step)`` for that. Raises ValueError for a step before the last final one, and for one
+        that the journal does not know: ``Consume`` is durable before the checkpoint of its step is valid."""
         voided, plan = self._voided(step)
         back = {id: self._trained[id] for number in voided for id in self.consumed[number]}
         accepted = [(self._admits[id], accept) for id, accept in {**back, **self.accepted}.items()]
@@ -214,6 +215,8 @@ class JournalState:
         the first that is unknown or has lost a sample."""
         if step < self._settled:
             raise ValueError(f"steps up to {self._settled} are final; the run cannot go on from step {step}")
+        if step > self._settled and step not in self.consumed:
+            raise ValueError(f"the journal does not know which samples step {step} consumed; an earlier step is needed")
         voided = sorted(number for number in self.consumed if number > step)
         known = {**self.planned, **{number: self.consumed[number] for number in voided}}
         available = self.accepted.keys() | {id for number in voided for id in self.consumed[number]}

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from realhf.dataflow.journal import Journal, JournalError
-from realhf.dataflow.journal_records import Accept, Admit, Ckpt, Commit, Consume, Draw, Drop, Record, Reject, Resume
+from realhf.dataflow.journal import ARCHIVE, SEGMENT_BYTES, Journal, JournalError, read_segment, segments
+from realhf.dataflow.journal_records import (
+    Accept,
+    Admit,
+    Ckpt,
+    Commit,
+    Consume,
+    Draw,
+    Drop,
+    Record,
+    Reject,
+    Resume,
+    Totals,
+)
 from realhf.dataflow.journal_state import JournalState, fold
 
 
@@ -92,3 +107,226 @@ def test_impossible_records_are_refused() -> None:
             state.apply(record)
         assert state.totals() == fold(STORY).totals()
     assert isinstance(state, JournalState)
+
+
+def _written(folder: Path, records: list[Record]) -> Path:
+    """A journal with one append for each record; its only segment."""
+    journal, _ = Journal.open(folder)
+    for record in records:
+        journal.append(record)
+    journal.close()
+    (path,) = segments(folder)
+    return path
+
+
+def _reopened(folder: Path) -> list[Record]:
+    journal, records = Journal.open(folder)
+    journal.close()
+    return records
+
+
+def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(tmp_path: Path) -> None:
+    path = _written(tmp_path / "whole", STORY[:9])
+    data, ends = path.read_bytes(), [0]
+    while ends[-1] < len(data):
+        ends.append(ends[-1] + 8 + int.from_bytes(data[ends[-1] : ends[-1] + 4], "little"))
+    for cut in range(len(data) + 1):
+        torn = tmp_path / f"torn{cut}"
+        torn.mkdir()
+        (torn / path.name).write_bytes(data[:cut])
+        survivors = sum(end <= cut for end in ends[1:])
+        assert _reopened(torn) == STORY[:survivors]
+        assert (torn / path.name).stat().st_size == ends[survivors]
+        fold(STORY[:survivors])
+
+
+def test_a_changed_byte_ends_the_history_where_it_is(tmp_path: Path) -> None:
+    path = _written(tmp_path, STORY[:4])
+    data = path.read_bytes()
+    for offset in range(len(data)):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 0x20]) + data[offset + 1 :])
+        frames, good = read_segment(path)
+        assert [record for frame in frames for record in frame] == STORY[: len(frames)]
+        assert good <= offset
+
+
+def test_a_tail_of_zeros_is_no_record(tmp_path: Path) -> None:
+    path = _written(tmp_path, STORY[:2])
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    assert _reopened(tmp_path) == STORY[:2]
+
+
+def test_damage_before_the_last_segment_is_not_passed_over(tmp_path: Path) -> None:
+    path = _written(tmp_path, STORY[:4])
+    journal, _ = Journal.open(tmp_path)
+    journal.append(*STORY[4:])
+    journal.close()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(JournalError, match=r"journal-000001\.log is damaged at byte"):
+        Journal.open(tmp_path)
+
+
+def test_records_of_one_append_survive_together_or_not_at_all(tmp_path: Path) -> None:
+    path = _written(tmp_path, STORY[:1])
+    journal, _ = Journal.open(tmp_path)
+    journal.append(*STORY[1:4])
+    journal.close()
+    last = segments(tmp_path)[-1]
+    assert last != path
+    last.write_bytes(last.read_bytes()[:-1])
+    assert _reopened(tmp_path) == STORY[:1]
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_torn_snapshot_leaves_the_segments_that_it_was_to_replace(tmp_path: Path, archive: bool) -> None:
+    state = fold(STORY)
+    state.settle(0)
+    before = _written(tmp_path, STORY)
+    other = tmp_path / "other"
+    journal, _ = Journal.open(other)
+    journal.checkpointed(0, state.snapshot())
+    journal.close()
+    snapshot = segments(other)[-1].read_bytes()
+    following = tmp_path / "journal-000002.log"
+    for cut in range(0, len(snapshot), 29):
+        following.write_bytes(snapshot[:cut])
+        assert fold(_reopened(tmp_path)).resume(1) == fold(STORY).resume(1)
+        for path in segments(tmp_path)[2:]:
+            path.unlink()
+    assert before.exists()
+    following.write_bytes(snapshot)
+    journal, records = Journal.open(tmp_path, archive=archive)
+    journal.close()
+    assert isinstance(records[0], Totals)
+    assert fold(records).resume(1) == state.resume(1)
+    assert not before.exists()
+    assert (tmp_path / ARCHIVE / before.name).exists() == archive
+
+
+def test_a_full_segment_is_followed_by_the_next(tmp_path: Path) -> None:
+    big = [Accept(f"s{i}", 0, [], [bytes(6 << 20)]) for i in range(4)]
+    journal, _ = Journal.open(tmp_path)
+    for record in big:
+        journal.append(record)
+    journal.close()
+    assert [path.stat().st_size > SEGMENT_BYTES for path in segments(tmp_path)] == [True, False]
+    assert _reopened(tmp_path) == big
+
+
+def test_a_snapshot_is_one_of_its_step(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path)
+    state = fold(STORY)
+    state.settle(0)
+    for wrong in ([], STORY, state.snapshot()[1:]):
+        with pytest.raises(ValueError, match="Totals"):
+            journal.checkpointed(0, wrong)
+    with pytest.raises(ValueError, match="step 1"):
+        journal.checkpointed(1, state.snapshot())
+    journal.close()
+
+
+async def test_a_failed_write_is_told_to_everybody(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, sync_interval_s=0.001)
+    (tmp_path / "journal-000002.log").mkdir()
+    state = fold(STORY)
+    state.settle(0)
+    number = journal.checkpointed(0, state.snapshot())
+    with pytest.raises(JournalError, match="could not be written"):
+        await journal.durable(number)
+    with pytest.raises(JournalError, match="could not be written"):
+        journal.append(STORY[0])
+    with pytest.raises(JournalError, match="could not be written"):
+        await journal.durable(number)
+    for _ in range(2):
+        with pytest.raises(JournalError, match="could not be written"):
+            journal.close()
+
+
+async def test_a_closed_journal_has_written_everything_and_takes_no_more(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, sync_interval_s=3600.0)
+    await journal.durable(journal.append(STORY[0]))
+    last = journal.append(STORY[1])
+    waiting = asyncio.create_task(journal.durable(last))
+    await asyncio.sleep(0)
+    with pytest.raises(JournalError, match="took longer"):
+        await journal.durable(last, timeout_s=0.01)
+    journal.close()
+    journal.close()
+    await waiting
+    await journal.durable(last)
+    with pytest.raises(JournalError, match="closed"):
+        journal.append(STORY[2])
+    assert _reopened(tmp_path) == STORY[:2]
+
+
+async def test_many_appends_do_not_wait_for_the_interval(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, sync_interval_s=3600.0, sync_records=8)
+    await journal.durable(journal.append(STORY[0]))
+    numbers = [journal.append(Draw({"cursor": i})) for i in range(8)]
+    await asyncio.gather(*(journal.durable(number) for number in numbers))
+    journal.close()
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from realhf.dataflow.journal import Journal
+from realhf.dataflow.journal_records import Draw
+
+async def main():
+    journal, records = Journal.open(Path(sys.argv[1]), sync_interval_s=0.001)
+    for i in range(len(records), 1 << 30):
+        number = journal.append(Draw({"i": i}))
+        if i % 7 == 0:
+            await journal.durable(number)
+            print(i, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_what_was_durable_outlives_a_kill(tmp_path: Path) -> None:
+    promised = -1
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            for _ in range(5):
+                promised = int(writer.stdout.readline())
+            writer.kill()
+            promised = max([promised, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+        records = _reopened(tmp_path)
+        assert records == [Draw({"i": i}) for i in range(len(records))]
+        assert len(records) > promised
+
+
+def test_a_resumed_run_repeats_its_plan_also_after_another_crash() -> None:
+    resumed = [*STORY, Resume(0)]
+    state = fold(resumed)
+    state.settle(0)
+    assert fold(state.snapshot()).resume(0).replay == [(1, ["d", "e"])]
+    assert fold([*resumed, Consume(["d", "e"], 1), Resume(0)]).resume(0).replay == [(1, ["d", "e"])]
+    assert fold([*resumed, Consume(["d", "e"], 1), Resume(1)]).resume(1).replay == []
+    assert fold([*resumed, Drop("d", "stale")]).resume(0).replay == []
+    first = [*STORY, Resume(-1), Consume(["a", "b"], 0)]
+    assert fold([*first, Resume(-1)]).resume(-1).replay == [(0, ["a", "b"]), (1, ["d", "e"])]
+    other = [*STORY, Resume(-1), Consume(["a", "d"], 0), Resume(-1)]
+    assert fold(other).resume(-1).replay == [(0, ["a", "d"])]
+
+
+def test_payloads_are_kept_as_long_as_a_recovery_may_need_them() -> None:
+    records = [admit(id, order) for order, id in enumerate("abcd")]
+    records += [Accept(id, 0, [number], []) for number, id in enumerate("abcd")]
+    state = fold([*records, Consume(["a"], 0), Consume(["b"], 1), Drop("c", "stale")])
+    assert sorted(state.refs()) == [[0], [1], [3]]
+    assert state.admission("b").order == 1
+    state.settle(0)
+    assert sorted(state.refs()) == [[1], [3]]
+    with pytest.raises(KeyError):
+        state.admission("a")
+
+
+def test_a_checkpoint_that_the_journal_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not know which samples step 2"):
+        fold(STORY).resume(2)
