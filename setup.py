@@ -40,9 +40,7 @@ setup(
         "tensorboard",
         "prometheus-client",
     ],
-    entry_points={
-        "console_scripts": ["aws-env=workers.env_worker:main", "run-api=realhf.trajectory.cli:main"]
-    },
+    entry_points={"console_scripts": ["aws-env=workers.env_worker:main", "run-api=realhf.trajectory.cli:main"]},
     extras_require={
         "dev": [
             "pytest",
@@ -51,6 +49,7 @@ setup(
             "hypothesis",
             "schemathesis",
             "redis>=5",
+            "openai",
             "ipykernel",
             "nbclient",
             "ruff",

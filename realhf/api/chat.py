@@ -7,7 +7,7 @@ conversation in which a marker stands for the policy's words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SYSTEM_PROMPT = (
@@ -27,8 +27,10 @@ class TemplateChat:
     def __init__(self, tokenizer: Any, *, system_prompt: str | None = SYSTEM_PROMPT) -> None:
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or "of actor.path"
-            raise ChatTemplateError(f"the tokenizer {name!r} has no chat template; use an instruction-tuned model "
-                                    "or add a chat_template to its tokenizer")
+            raise ChatTemplateError(
+                f"the tokenizer {name!r} has no chat template; use an instruction-tuned model "
+                "or add a chat_template to its tokenizer"
+            )
         self._tokenizer = tokenizer
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._turn_end = self._text_after_marker([], generation=False)
@@ -40,8 +42,16 @@ class TemplateChat:
 
     def following(self, observation: str, *, ended: bool) -> list[int]:
         """Ids between two policy turns. ``ended``: the policy itself sampled the end of its turn."""
-        text = self._text_after_marker([{"role": "user", "content": observation}], generation=True)
-        ids = self._ids(text)
+        return self.following_messages([{"role": "user", "content": observation}], ended=ended)
+
+    def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a whole conversation, none of it sampled here, and the cue for the policy. No system prompt is
+        added."""
+        return self._ids(self._render(messages, generation=True))
+
+    def following_messages(self, messages: Sequence[Mapping[str, str]], *, ended: bool) -> list[int]:
+        """``following`` for any messages between two policy turns."""
+        ids = self._ids(self._text_after_marker(messages, generation=True))
         if ended and ids and ids[0] in self.stop_ids:
             del ids[0]
         return ids
@@ -59,10 +69,10 @@ class TemplateChat:
         stop = set(self.stop_ids)
         return self._tokenizer.decode([i for i in token_ids if i not in stop], skip_special_tokens=False)
 
-    def _render(self, messages: list[dict[str, str]], *, generation: bool) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+    def _render(self, messages: Sequence[Mapping[str, str]], *, generation: bool) -> str:
+        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
 
-    def _text_after_marker(self, tail: list[dict[str, str]], *, generation: bool) -> str:
+    def _text_after_marker(self, tail: Sequence[Mapping[str, str]], *, generation: bool) -> str:
         head = [*self._system, {"role": "user", "content": "task"}, {"role": "assistant", "content": _MARKER}]
         _, found, after = self._render([*head, *tail], generation=generation).partition(_MARKER)
         if not found:

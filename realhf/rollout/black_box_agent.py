@@ -1,0 +1,167 @@
+"""Episodes of agents that only know a base URL: ordinary programs that talk to an OpenAI-compatible model.
+
+The program is an async function ``agent(task_text, base_url, run_command) -> float | None``. It may use any client,
+keep any conversation and call ``await run_command("aws ...")`` when it likes; the reward is what it returns or
+reports, else what the environment gave. It runs on the rollout worker's event loop and must not block it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from realhf.api.aws_models import AwsStepResult
+from realhf.api.chat import TemplateChat
+from realhf.api.env import RolloutOutcome
+from realhf.api.generation import TokenSource
+from realhf.api.observation_text import observation_text, shorten
+from realhf.rollout.env_client import EnvError
+from realhf.rollout.episode_agent import EpisodeEnv
+from realhf.rollout.failures import FAILURES, failure_status
+from realhf.rollout.group_result import episode_return
+from realhf.rollout.openai_endpoint.server import OpenAiServer
+from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
+from realhf.rollout.rollout_state import Job, Limits
+
+_OVER = "error: the episode is over"
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """What a command printed, as a policy reads it; ``done``: the environment takes no further one."""
+
+    output: str
+    done: bool
+
+
+RunCommand = Callable[[str], Awaitable[CommandOutput]]
+AgentFunction = Callable[[str, str, RunCommand], Awaitable[float | None]]
+
+
+def load_agent(name: str) -> AgentFunction:
+    """The function that ``module:function`` names. Raises ValueError."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r} names no agent (module:function): {error}") from error
+    if not inspect.iscoroutinefunction(found):
+        raise ValueError(f"{name!r} is not an async function")
+    return found
+
+
+class BlackBoxAgent:
+    """``EpisodeAgent`` around a black-box agent. ``start`` it before the first episode, ``close`` it after the last.
+
+    Args:
+        chat, limits: as for any agent; max_turns and the token limits are enforced by the endpoint.
+        timeout_s: what an episode of the agent may take.
+
+    An agent may hold several conversations; the one with the most sampled tokens is the episode's trajectory, and
+    ``timings["branches"]`` says how many there were.
+    """
+
+    def __init__(self, agent: AgentFunction, chat: TemplateChat, limits: Limits, *, timeout_s: float = 600.0) -> None:
+        self._agent, self._limits, self._timeout_s = agent, limits, timeout_s
+        session_limits = SessionLimits(limits.max_total_tokens, limits.turn_tokens, limits.max_turns)
+        self._server = OpenAiServer(Sessions(chat, session_limits))
+
+    async def start(self) -> None:
+        """Serve the endpoint on the running loop. Raises RuntimeError."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        await self._server.stop()
+
+    async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """See ``EpisodeAgent``. An exception of the agent is a ``policy_error``, unless it is the agent's way to say
+        that a limit was reached."""
+        began = time.perf_counter()
+        world = _World(env, self._limits)
+        session = self._server.sessions.open(llm, slot=slot, seed=job.sampling_seed)
+        try:
+            ending = await self._ending(world, session)
+        finally:
+            self._server.sessions.close(session)
+        main = session.outcomes(replace(ending, seed=job.seed, task=world.task))[0]
+        return replace(main, timings=main.timings | {"wall_s": time.perf_counter() - began})
+
+    async def _ending(self, world: _World, session: Session) -> Ending:
+        reward, problem = None, ""
+        try:
+            text = await world.reset()
+        except FAILURES as error:
+            return Ending(failure_status(error), message=str(error))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reward = await self._agent(text, self._server.base_url(session), world.run)
+        except TimeoutError as error:
+            problem = str(error) or f"the agent was not done after {self._timeout_s:g} s"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"[:500]
+        if world.failure is not None:
+            return Ending(failure_status(world.failure), message=str(world.failure))
+        limit = session.ledger.limit_hit
+        if problem and not limit:
+            return Ending("policy_error", message=str(session.engine_error or problem))
+        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+            return Ending("policy_error", message=f"the agent returned {str(reward)[:100]!r}, not a reward")
+        reward = world.reward() if reward is None and session.reward is None else reward
+        status = "achieved" if world.achieved else limit or "finished"
+        return Ending(status, reward, world.achieved, world.progress)
+
+
+class _World:
+    """The environment of one episode as the agent's ``run_command`` sees it, and what became of it."""
+
+    def __init__(self, env: EpisodeEnv, limits: Limits) -> None:
+        self.task: dict[str, Any] = {}
+        self.achieved = False
+        self.progress = 0.0
+        self.failure: Exception | None = None
+        self._env, self._limits = env, limits
+        self._rewards: list[float] = []
+        self._done = False
+        self._turn = asyncio.Lock()
+
+    async def reset(self) -> str:
+        """Text of the task. Raises FAILURES."""
+        first = await self._env.reset()
+        self.task = first.observation.task.model_dump() if first.observation.task else {}
+        return str(self.task.get("description", ""))
+
+    async def run(self, command: str) -> CommandOutput:
+        """``run_command``. Raises what the environment raises, and again if it is called again."""
+        async with self._turn:
+            if self.failure is not None:
+                raise self.failure
+            if self._done:
+                return CommandOutput(_OVER, True)
+            try:
+                return self._taken(await self._env.step(command))
+            except EnvError as error:
+                if error.code == "VALIDATION_ERROR":
+                    return CommandOutput(f"error: {shorten(str(error), self._limits.observation_chars)}", False)
+                self.failure = error
+                raise
+            except FAILURES as error:
+                self.failure = error
+                raise
+
+    def reward(self) -> float:
+        """The environment's reward of the episode."""
+        return episode_return(self._rewards, self._limits.reward_mode)
+
+    def _taken(self, result: AwsStepResult) -> CommandOutput:
+        if result.reward is None or not math.isfinite(result.reward):
+            raise EnvError("EXECUTION_ERROR", "the environment answered a step without a finite reward")
+        seen = result.observation
+        self._rewards.append(result.reward)
+        self.achieved, self.progress, self._done = seen.task_achieved, seen.partial_progress, result.done
+        return CommandOutput(observation_text(seen.model_dump(), max_chars=self._limits.observation_chars), result.done)

@@ -1,0 +1,93 @@
+"""The OpenAI-compatible chat endpoint, one base URL per session: ``/sessions/<id>/v1``.
+
+``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST /sessions/<id>/reward`` with
+``{"reward": x}``, which ends the session. Sessions are opened by the process itself, never over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from realhf.rollout.openai_endpoint import replies
+from realhf.rollout.openai_endpoint.chat_request import ApiError, ChatRequest
+from realhf.rollout.openai_endpoint.sessions import Sessions
+from realhf.rollout.openai_endpoint.token_ledger import OpenTurn
+
+MAX_BODY_BYTES = 1 << 20
+
+
+class RewardReport(BaseModel):
+    reward: float
+
+
+def build_app(sessions: Sessions) -> FastAPI:
+    """The application; serve it on the event loop that ``sessions`` are used on."""
+    app = FastAPI(title="realhf policy", openapi_url=None)
+    app.add_middleware(_BodyLimit)
+    _add_errors(app)
+
+    @app.get("/sessions/{key}/v1/models")
+    async def models(key: str) -> dict[str, Any]:
+        sessions.find(key)
+        return replies.models()
+
+    @app.post("/sessions/{key}/v1/chat/completions")
+    async def complete(key: str, body: ChatRequest, request: Request) -> Response:
+        session, messages = sessions.find(key), body.conversation()
+        turn = await session.sample(messages)
+        if await request.is_disconnected():
+            session.ledger.discard(turn)
+            return Response(status_code=499)
+        session.ledger.keep(turn)
+        if body.stream:
+            return StreamingResponse(_streamed(turn, body, sessions), media_type="text/event-stream")
+        return JSONResponse(replies.completion(turn, sessions.chat, logprobs=bool(body.logprobs)))
+
+    @app.post("/sessions/{key}/reward")
+    async def reward(key: str, body: RewardReport) -> dict[str, Any]:
+        session = sessions.find(key)
+        session.report(body.reward)
+        return {"trajectories": len(session.ledger.branches), "turns": session.ledger.turns}
+
+    return app
+
+
+async def _streamed(turn: OpenTurn, body: ChatRequest, sessions: Sessions) -> AsyncIterator[str]:
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    for chunk in replies.chunks(turn, sessions.chat, logprobs=bool(body.logprobs), usage=usage):
+        yield chunk
+
+
+class _BodyLimit:
+    """Refuses what is too long, or does not say how long it is, before anything is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            length = dict(scope["headers"]).get(b"content-length", b"")
+            if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+                error = ApiError(413, "too_large", f"a body has a Content-Length of at most {MAX_BODY_BYTES}")
+                await JSONResponse(error.body(), 413)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return JSONResponse(ApiError(400, "invalid_request", f"{where}: {first['msg']}"[:300]).body(), 400)

@@ -1,0 +1,205 @@
+"""The token ids of a black-box agent's conversations, exactly as the engine saw and sampled them.
+
+An agent sends whole conversations as text. One that extends a conversation of this session (the policy's turns
+byte-equal to what was returned) goes on with that conversation's ids; nothing is tokenised twice. One that leaves a
+known conversation after some policy turn *branches* off there: a trajectory of its own, whose prompt is the ids up to
+that point. Anything else starts a new conversation. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from realhf.api.chat import TemplateChat
+from realhf.api.env import Turn
+from realhf.api.model import GenOutput, GenRequest
+from realhf.rollout.openai_endpoint.chat_request import ApiError, Message
+from realhf.rollout.token_buffer import TokenBuffer
+
+MAX_BRANCHES = 64
+_SLOT_STRIDE = 1 << 40
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place after a policy turn: so many messages and completion ids; ``ended``: by a sampled stop id."""
+
+    messages: int
+    tokens: int
+    ended: bool
+
+
+@dataclass(eq=False)
+class Branch:
+    """One trajectory. ``messages`` and ``marks`` cover what ``tokens`` holds. ``slot``: its cache row."""
+
+    slot: int
+    seed: int | None
+    tokens: TokenBuffer
+    messages: list[Message] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    busy: bool = False
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the policy."""
+        return sum(self.tokens.loss_mask)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """The policy's turns as a person reads them, each with the message that followed."""
+        words = [content for _, content in self.messages] + [""]
+        return tuple(Turn(words[mark.messages - 1], None, words[mark.messages], 0.0) for mark in self.marks)
+
+
+@dataclass
+class OpenTurn:
+    """A policy turn in progress; its branch changes only when it is kept. ``prompt``: what it follows, of which the
+    branch does not have ``between`` yet. ``text`` is there when it is complete."""
+
+    branch: Branch
+    messages: list[Message]
+    between: list[int]
+    parts: list[GenOutput] = field(default_factory=list)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.branch.tokens.prefix() + self.between
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for part in self.parts for token in part.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [value for part in self.parts for value in part.logprobs]
+
+    @property
+    def finish_reason(self) -> str:
+        return self.parts[-1].finish_reason
+
+    def request(self) -> GenRequest:
+        """What the engine continues."""
+        ids = self.ids
+        return GenRequest(self.branch.slot, self.prompt + ids, len(ids), self.branch.seed)
+
+
+class TokenLedger:
+    """All conversations of one session.
+
+    Args:
+        slot: cache row of the first conversation; those of others are derived from it. seed: of its random numbers.
+        max_total_tokens: prompt and completion of one trajectory. turn_tokens: what a turn may have.
+        max_turns: policy turns of the session.
+    """
+
+    def __init__(
+        self, chat: TemplateChat, *, slot: int, seed: int | None, max_total_tokens: int, turn_tokens: int,
+        max_turns: int,
+    ) -> None:  # fmt: skip
+        self.branches: list[Branch] = []
+        self.slots: list[int] = []
+        self.turns = 0
+        self.limit_hit = ""
+        self._chat = chat
+        self._first_slot = slot
+        self._seed = seed
+        self._max_total = max_total_tokens
+        self._turn_tokens = turn_tokens
+        self._max_turns = max_turns
+
+    def begin(self, messages: Sequence[Message]) -> OpenTurn:
+        """The turn that follows ``messages``. Raises ApiError when there is no room for it."""
+        if self.turns >= self._max_turns:
+            raise self._over("max_turns", "turn_limit", f"this session has had its {self._max_turns} turns")
+        branch, mark = self._known(messages)
+        if branch is None or mark is None:
+            turn = OpenTurn(self._new_branch(self._chat.conversation(_maps(messages))), list(messages), [])
+        else:
+            tail = list(messages[mark.messages :])
+            between = self._chat.following_messages(_maps(tail), ended=mark.ended)
+            if mark is branch.marks[-1] and not branch.busy:
+                turn = OpenTurn(branch, tail, between)
+            else:
+                turn = self._fork(branch, mark, tail, between)
+        if turn.branch.tokens.room - len(turn.between) < self._turn_tokens:
+            text = (
+                f"the conversation has {len(turn.prompt)} tokens; with a turn of {self._turn_tokens} that is more "
+                f"than {self._max_total}"
+            )
+            raise self._over("token_budget", "context_length_exceeded", text)
+        turn.branch.busy = True
+        return turn
+
+    def add(self, turn: OpenTurn, output: GenOutput) -> bool:
+        """Take what was sampled; whether the turn is complete. Raises ValueError for what is no turn."""
+        count = len(output.token_ids)
+        interrupted = output.finish_reason == "interrupted"
+        if (not count and not interrupted) or not count == len(output.logprobs) == len(output.versions):
+            raise ValueError(
+                f"the engine returned {count} tokens, {len(output.logprobs)} logprobs, {len(output.versions)} versions"
+            )
+        if count:
+            turn.parts.append(output)
+        if interrupted:
+            return False
+        turn.text = self._chat.decode(turn.ids)
+        return True
+
+    def keep(self, turn: OpenTurn) -> None:
+        """The agent gets the turn: it is part of the trajectory from now on."""
+        branch = turn.branch
+        if turn.between:
+            branch.tokens.append_environment(turn.between)
+        for number, part in enumerate(turn.parts):
+            branch.tokens.append_policy(part, continues=number > 0)
+        branch.messages += [*turn.messages, ("assistant", turn.text)]
+        ended = turn.finish_reason == "stop"
+        branch.marks.append(Mark(len(branch.messages), len(branch.tokens.completion_ids), ended))
+        if branch not in self.branches:
+            self.branches.append(branch)
+        branch.busy = False
+        self.turns += 1
+
+    def discard(self, turn: OpenTurn) -> None:
+        """The turn failed, or nobody got it."""
+        turn.branch.busy = False
+
+    def ordered(self) -> list[Branch]:
+        """Trajectories, the main one first: that with the most sampled tokens, of equal ones the latest."""
+        return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
+
+    def _known(self, messages: Sequence[Message]) -> tuple[Branch | None, Mark | None]:
+        """The latest place in a known conversation that ``messages`` go on from with words of others only."""
+        best: tuple[Branch | None, Mark | None] = (None, None)
+        spoken = max((n for n, (role, _) in enumerate(messages, 1) if role == "assistant"), default=0)
+        for branch in reversed(self.branches):
+            mark = next((mark for mark in branch.marks if mark.messages == spoken), None)
+            if mark is None or spoken == len(messages) or branch.messages[:spoken] != list(messages[:spoken]):
+                continue
+            if mark is branch.marks[-1] and not branch.busy:
+                return branch, mark
+            if best[0] is None:
+                best = branch, mark
+        return best
+
+    def _fork(self, parent: Branch, mark: Mark, tail: list[Message], between: list[int]) -> OpenTurn:
+        ids = parent.tokens.prompt_ids + parent.tokens.completion_ids[: mark.tokens]
+        return OpenTurn(self._new_branch(ids + between), parent.messages[: mark.messages] + tail, [])
+
+    def _new_branch(self, prompt: list[int]) -> Branch:
+        number = len(self.slots)
+        if number >= MAX_BRANCHES:
+            raise self._over("max_turns", "branch_limit", f"this session has had its {MAX_BRANCHES} conversations")
+        seed = None if self._seed is None else (self._seed + number * _SEED_STRIDE) % (1 << 63)
+        self.slots.append(self._first_slot + number * _SLOT_STRIDE)
+        return Branch(self.slots[-1], seed, TokenBuffer(prompt, self._max_total))
+
+    def _over(self, status: str, code: str, message: str) -> ApiError:
+        self.limit_hit = status
+        return ApiError(400, code, message)
+
+
+def _maps(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]

@@ -1,0 +1,59 @@
+"""Tokens without a model for tests of the OpenAI endpoint: words spelt letter by letter, as no tokenizer would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from realhf.api.chat import TemplateChat
+from realhf.api.generation import GenerationFailed
+from realhf.api.model import GenOutput, GenRequest
+
+
+@cache
+def chat() -> TemplateChat:
+    from realhf.backends.builtin_policy import train_tokenizer
+
+    return TemplateChat(
+        train_tokenizer(["aws s3 ls", "aws s3api list-buckets", "ok"] * 3, 400, 512), system_prompt=None
+    )
+
+
+def spelt(text: str) -> list[int]:
+    return [token for letter in text for token in chat().encode(letter)]
+
+
+class FakeTokens:
+    """A ``TokenSource`` that says what ``speak(prompt text)`` says. ``part``: turns come in parts of so many tokens,
+    each under a version of its own. ``fail`` counts down failures; ``hold`` keeps answers back."""
+
+    def __init__(self, speak: Callable[[str], str], *, part: int = 0, finish: str = "stop") -> None:
+        self.requests: list[GenRequest] = []
+        self.freed: list[int] = []
+        self.fail = 0
+        self.hold: asyncio.Event | None = None
+        self.cancelled = 0
+        self._speak, self._part, self._finish = speak, part, finish
+
+    async def generate(self, request: GenRequest) -> GenOutput:
+        self.requests.append(request)
+        if self.fail:
+            self.fail -= 1
+            raise GenerationFailed("no generation worker is there")
+        try:
+            await (self.hold.wait() if self.hold else asyncio.sleep(0))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        prompt = list(request.token_ids)[: len(request.token_ids) - request.sampled]
+        words = self._speak(chat()._tokenizer.decode(prompt))
+        whole = spelt(words) + ([chat().stop_ids[0]] if self._finish == "stop" else [])
+        rest, version = whole[request.sampled :], len(self.requests)
+        if self._part and len(rest) > self._part:
+            part = rest[: self._part]
+            return GenOutput(part, [-0.5] * len(part), [version] * len(part), "interrupted")
+        return GenOutput(rest, [-0.5] * len(rest), [version] * len(rest), self._finish)
+
+    def free(self, slots: Sequence[int]) -> None:
+        self.freed += slots
