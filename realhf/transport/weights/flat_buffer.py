@@ -23,7 +23,9 @@ Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 def layout(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSlot, ...], int]:
     """Slots of tensors in the order given, and the size of the buffer (at least one step). Raises ValueError on an
-    element type without a tag."""
+    element type without a tag and on the one name that safetensors files reserve."""
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor cannot be called '__metadata__'")
     slots: list[TensorSlot] = []
     end = 0
     for name, tensor in tensors.items():

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
-from realhf.transport.weights.flat_buffer import layout
+from realhf.transport.weights.broadcast import Broadcast
+from realhf.transport.weights.disk import WeightFile, file_stem, sweep
+from realhf.transport.weights.flat_buffer import Buffer, layout, pack
 from realhf.transport.weights.memory_file import MemoryFile
+from realhf.transport.weights.rendezvous import is_loopback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT_VERSIONS = 2
+CLOSE_S = 1.0
 
-Medium = Literal["shm"]
+Medium = Literal["shm", "disk", "broadcast"]
 
 
 class _Published(Protocol):
@@ -28,14 +36,36 @@ class _Published(Protocol):
 
 
 class WeightPublisher:
-    """Publishes the versions of one policy and keeps the last two. Not thread-safe."""
+    """Publishes the versions of one policy and keeps the last two, each complete or not there at all.
 
-    def __init__(self, run_id: str, worker: str, folder: Path, medium: Medium = "shm") -> None:
-        if medium != "shm":
-            raise ValueError(f"medium {medium!r}: one of shm")
-        self._medium = medium
+    ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the same path (only this
+    medium uses it), ``broadcast`` every process that reaches ``host``. Not thread-safe. Raises ValueError on a medium
+    that is none of these, on an address for a medium that has none, and on an address other than loopback without
+    ``insecure``: the broadcast is not protected.
+    """
+
+    def __init__(
+        self, run_id: str, worker: str, folder: Path, medium: Medium = "shm", *, host: str = "", insecure: bool = False
+    ) -> None:
+        if medium not in get_args(Medium):
+            raise ValueError(f"medium {medium!r} of weights, one of {', '.join(get_args(Medium))}")
+        if medium != "broadcast" and (host or insecure):
+            raise ValueError(f"host and insecure are settings of the medium broadcast, not of {medium}")
+        self._host = host or "127.0.0.1"
+        if not is_loopback(self._host) and (not insecure or self._host in ("0.0.0.0", "::")):
+            raise ValueError(
+                f"broadcasting weights at {self._host!r} needs insecure=True and the address of one "
+                "interface: there is neither password nor encryption"
+            )
+        self._medium: Medium = medium
+        self._folder = folder
+        self._stem = file_stem(run_id, worker)
         self._versions: dict[int, tuple[_Published, WeightsManifest]] = {}
+        self._closing: list[threading.Thread] = []
         self._last = -1
+        if medium == "disk":
+            folder.mkdir(parents=True, exist_ok=True)
+            sweep(folder, run_id, worker)
 
     @property
     def latest(self) -> WeightsManifest | None:
@@ -44,12 +74,13 @@ class WeightPublisher:
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], receivers: int = 1) -> WeightsManifest:
         """Copy tensors (any device, any strides) and make them available; versions before the previous one are
-        retired. Raises ValueError on a version that is not above the last, or an element type without a tag, and
-        OSError when the medium is full: then nothing is published."""
+        retired. ``receivers``: how many a broadcast waits for, for a short while, before it begins; it bounds nothing.
+        Raises ValueError on a version that is not above the last, or on a tensor that cannot travel, and OSError when
+        the medium is full: then nothing is published."""
         if version <= self._last:
             raise ValueError(f"weights version {version} after version {self._last}")
         slots, nbytes = layout(tensors)
-        published = self._store(tensors, slots, nbytes)
+        published = self._store(version, tensors, slots, nbytes, receivers)
         manifest = WeightsManifest(version, self._medium, published.location, nbytes, published.checksum, slots)
         self._versions[version] = (published, manifest)
         self._last = version
@@ -57,16 +88,35 @@ class WeightPublisher:
             self.retire(old)
         return manifest
 
-    def _store(self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> _Published:
-        return MemoryFile(tensors, slots, nbytes)
+    def _store(
+        self, version: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int, receivers: int
+    ) -> _Published:
+        if self._medium == "shm":
+            return MemoryFile(tensors, slots, nbytes)
+        buffer: Buffer = np.zeros(nbytes, dtype=np.uint8)
+        pack(tensors, slots, buffer)
+        if self._medium == "disk":
+            return WeightFile(self._folder, self._stem, version, slots, buffer)
+        return Broadcast(version, buffer, self._host, receivers)
+
+    def unconfirmed(self, version: int) -> list[str]:
+        """Receivers of a broadcast that asked for this version and have not confirmed it: on their way, or dead."""
+        entry = self._versions.get(version)
+        return entry[0].unconfirmed if entry and isinstance(entry[0], Broadcast) else []
 
     def retire(self, version: int) -> None:
-        """Serve a version no more; receivers that are reading it finish."""
-        entry = self._versions.pop(version, None)
-        if entry is not None:
-            entry[0].close()
+        """Serve a version no more; receivers that are reading it finish. An unknown version is retired already."""
+        published, _ = self._versions.pop(version, (None, None))
+        if published is not None:
+            published.close()
+        if isinstance(published, Broadcast):
+            self._closing = [*(thread for thread in self._closing if thread.is_alive()), published.thread]
 
     def close(self) -> None:
-        """Retire all versions: nothing is left behind."""
+        """Retire all versions: nothing is left behind. Waits a second for broadcasts under way."""
         for version in list(self._versions):
             self.retire(version)
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._closing:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._closing.clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from realhf.api.generation import WeightsManifest
+from realhf.transport.weights.broadcast import read_broadcast
+from realhf.transport.weights.disk import read_weight_file
 from realhf.transport.weights.errors import WeightsError
 from realhf.transport.weights.flat_buffer import Buffer, check_manifest, unpack
 from realhf.transport.weights.memory_file import read_memory_file
@@ -13,16 +15,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def receive(manifest: WeightsManifest, timeout_s: float) -> dict[str, Tensor]:
+def receive(manifest: WeightsManifest, timeout_s: float, name: str = "") -> dict[str, Tensor]:
     """Tensors of a manifest on the CPU, complete and verified (sizes, then the checksum) before any is handed out.
+    They share memory with no other process: writing to them is safe.
 
-    They may share memory with each other's padding but with no other process: writing to them is safe. Raises
-    WeightsGone when the version is no more to be had, WeightsError when it is damaged."""
+    ``timeout_s`` bounds waiting for a publisher (broadcast; the other media never wait), ``name`` is what the
+    publisher calls this receiver in its messages. Raises WeightsGone when the version is no more to be had,
+    WeightsTimeout, and WeightsError when it is damaged or the manifest is."""
     check_manifest(manifest)
-    return unpack(manifest, _read(manifest, timeout_s))
+    return unpack(manifest, _read(manifest, timeout_s, name))
 
 
-def _read(manifest: WeightsManifest, timeout_s: float) -> Buffer:
+def _read(manifest: WeightsManifest, timeout_s: float, name: str) -> Buffer:
     if manifest.medium == "shm":
         return read_memory_file(manifest)
-    raise WeightsError(manifest, "no such medium: shm")
+    if manifest.medium == "disk":
+        return read_weight_file(manifest)
+    if manifest.medium == "broadcast":
+        return read_broadcast(manifest, timeout_s, name)
+    raise WeightsError(manifest, "no such medium")

@@ -1,0 +1,254 @@
+"""Weights over every medium within one process: what arrives, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from realhf.api.generation import WeightsManifest
+from realhf.api.keys import ITEMSIZE, TORCH_NAMES
+from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
+from realhf.transport.weights.publisher import Medium, WeightPublisher
+from realhf.transport.weights.receiver import receive
+
+torch.set_num_threads(1)
+MEDIA: list[Medium] = ["shm", "disk", "broadcast"]
+TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(7, dtype=torch.int16), "c": torch.ones(300).half()}
+
+
+@contextmanager
+def publishing(medium: Medium) -> Iterator[WeightPublisher]:
+    with TemporaryDirectory() as folder:
+        publisher = WeightPublisher("run", "model_worker/0", Path(folder), medium)
+        try:
+            yield publisher
+        finally:
+            publisher.close()
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(got: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(sent)
+    for name, tensor in sent.items():
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape)
+        assert raw(got[name]) == raw(tensor)
+
+
+@st.composite
+def tensors(draw: Any) -> torch.Tensor:
+    """Any bits, any supported type, up to three dimensions, also empty, scalar and with foreign strides."""
+    tag = draw(st.sampled_from(sorted(ITEMSIZE)))
+    shape = draw(st.lists(st.integers(0, 9), max_size=3))
+    tensor = torch.empty(shape, dtype=getattr(torch, TORCH_NAMES[tag]))
+    if tensor.numel():
+        bits = np.random.default_rng(draw(st.integers(0, 99))).bytes(tensor.numel() * ITEMSIZE[tag])
+        if tag == "bool":
+            bits = bytes(byte % 2 for byte in bits)
+        tensor = torch.frombuffer(bytearray(bits), dtype=tensor.dtype).reshape(shape)
+    return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_any_tensors_arrive_bit_by_bit(medium: Medium) -> None:
+    @settings(max_examples=12 if medium == "broadcast" else 40, deadline=None)
+    @given(st.dictionaries(st.text(max_size=8), tensors(), max_size=6))
+    def check(sent: dict[str, torch.Tensor]) -> None:
+        nonlocal version
+        version += 1
+        manifest = WeightsManifest.from_map(publisher.publish(version, sent).to_map())
+        assert all(slot.offset % 64 == 0 for slot in manifest.slots)
+        assert_same(receive(manifest, 10.0), sent)
+
+    version = -1
+    with publishing(medium) as publisher:
+        check()
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_the_last_two_versions_are_kept_and_what_is_received_is_the_receivers_own(medium: Medium) -> None:
+    with publishing(medium) as publisher:
+        assert publisher.latest is None
+        old = [publisher.publish(version, {"x": torch.full((50,), float(version))}) for version in range(4)]
+        assert publisher.latest == old[3]
+        for manifest in old[:2]:
+            with pytest.raises(WeightsGone, match=f"version {manifest.version} by {medium}"):
+                receive(manifest, 5.0)
+        mine = receive(old[3], 5.0)["x"]
+        mine += 1
+        assert receive(old[3], 5.0)["x"].unique().tolist() == [3.0]
+        held = receive(old[2], 5.0)["x"]
+        publisher.retire(2)
+        publisher.retire(2)
+        assert held.unique().tolist() == [2.0]
+    with pytest.raises(WeightsGone):
+        receive(old[3], 5.0)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path) -> None:
+    def held() -> tuple[int, list[str], set[str]]:
+        return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm")), set(os.listdir(tmp_path))
+
+    threads, before = set(threading.enumerate()), held()
+    publisher = WeightPublisher("run", "w", tmp_path, medium)
+    for version in range(3):
+        receive(publisher.publish(version, TENSORS), 5.0)
+    publisher.close()
+    assert not [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("weights-")]
+    if medium != "broadcast":  # gloo closes its connections when it likes
+        assert held() == before
+
+
+@pytest.mark.parametrize("medium", ["shm", "disk"])
+def test_without_room_nothing_is_published_and_the_version_before_stays(medium: Medium, tmp_path: Path) -> None:
+    publisher = WeightPublisher("run", "w", tmp_path, medium)
+    first = publisher.publish(1, TENSORS)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files, descriptors = os.listdir(tmp_path), len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            publisher.publish(2, {"x": torch.ones(5000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (os.listdir(tmp_path), len(os.listdir("/proc/self/fd"))) == (files, descriptors)
+    assert publisher.latest == first
+    assert_same(receive(first, 1.0), TENSORS)
+    assert_same(receive(publisher.publish(2, TENSORS), 1.0), TENSORS)
+    publisher.close()
+
+
+def test_versions_only_rise_and_settings_have_an_effect(tmp_path: Path) -> None:
+    with publishing("shm") as publisher:
+        publisher.publish(3, TENSORS)
+        for version in (3, 2, -1):
+            with pytest.raises(ValueError, match=f"weights version {version} after version 3"):
+                publisher.publish(version, TENSORS)
+        with pytest.raises(ValueError, match="complex64 is not supported"):
+            publisher.publish(4, {"x": torch.zeros(2, dtype=torch.complex64)})
+        with pytest.raises(ValueError, match="__metadata__"):
+            publisher.publish(4, {"__metadata__": torch.zeros(2)})
+        assert publisher.publish(4, TENSORS).version == 4
+    with pytest.raises(ValueError, match="medium 'pigeon' of weights, one of shm, disk, broadcast"):
+        WeightPublisher("run", "w", tmp_path, "pigeon")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="settings of the medium broadcast"):
+        WeightPublisher("run", "w", tmp_path, "disk", host="127.0.0.1")
+    for host, insecure in (("10.0.0.7", False), ("0.0.0.0", True)):
+        with pytest.raises(ValueError, match="neither password nor encryption"):
+            WeightPublisher("run", "w", tmp_path, "broadcast", host=host, insecure=insecure)
+    WeightPublisher("run", "w", tmp_path, "broadcast", host="10.0.0.7", insecure=True).close()
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_manifest_that_contradicts_itself_or_the_bytes_is_refused(medium: Medium) -> None:
+    with publishing(medium) as publisher:
+        good = publisher.publish(1, TENSORS)
+        first = good.slots[0]
+        for slot in (
+            replace(first, shape=(4, 7)),
+            replace(first, dtype="f8"),
+            replace(first, offset=8),
+            replace(first, offset=1 << 40),
+            replace(first, shape=(-4, -6)),
+            replace(first, name="b"),
+        ):
+            with pytest.raises(WeightsError, match=f"version 1 by {medium}: .*tensor"):
+                receive(replace(good, slots=(slot, *good.slots[1:])), 1.0)
+        # Another version's checksum: over a broadcast that is another version.
+        with pytest.raises(WeightsError, match="version 1 by"):
+            receive(replace(good, checksum="0" * 32), 5.0)
+        for location in ("", "nowhere", "1:2:3:4", "-1:0:0", "127.0.0.1:99999999"):
+            with pytest.raises(WeightsError):
+                receive(replace(good, location=location), 1.0)
+        with pytest.raises(WeightsError, match="no such medium"):
+            receive(replace(good, medium="pigeon"), 1.0)
+        assert_same(receive(good, 5.0), TENSORS)
+
+
+def test_memory_that_was_published_cannot_be_changed() -> None:
+    with publishing("shm") as publisher:
+        pid, number, _ = publisher.publish(1, TENSORS).location.split(":")
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        with pytest.raises(PermissionError):
+            os.pwrite(descriptor, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+
+
+def test_a_damaged_file_is_never_handed_out() -> None:
+    with publishing("disk") as publisher:
+        manifest = publisher.publish(1, TENSORS)
+        path = Path(manifest.location)
+        whole = path.read_bytes()
+        data = len(whole) - sum(slot.nbytes for slot in manifest.slots)
+
+        @settings(max_examples=150, deadline=None)
+        @given(st.integers(0, len(whole) - 1), st.integers(1, 255))
+        def flipped(place: int, bits: int) -> None:
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :])
+            try:
+                got = receive(manifest, 1.0)
+            except WeightsError:
+                return
+            assert place < data  # e.g. a blank of the header
+            assert_same(got, TENSORS)
+
+        @settings(max_examples=50, deadline=None)
+        @given(st.integers(0, len(whole) - 1))
+        def cut(size: int) -> None:
+            path.write_bytes(whole[:size])
+            with pytest.raises(WeightsError, match="version 1 by disk"):
+                receive(manifest, 1.0)
+
+        flipped()
+        cut()
+
+
+def test_files_are_safetensors_both_ways(tmp_path: Path) -> None:
+    with publishing("disk") as publisher:
+        manifest = publisher.publish(7, {**TENSORS, 'é\n"': torch.tensor(5, dtype=torch.bfloat16)})
+        loaded = load_file(manifest.location)
+        assert_same(receive(manifest, 1.0), {slot.name: loaded[slot.name] for slot in manifest.slots})
+        save_file(loaded, tmp_path / "theirs.safetensors")
+        theirs = receive(replace(manifest, location=str(tmp_path / "theirs.safetensors")), 1.0)
+        assert_same(theirs, {slot.name: loaded[slot.name] for slot in manifest.slots})
+
+
+def test_receivers_of_a_broadcast_share_it_and_late_ones_are_served_too() -> None:
+    with publishing("broadcast") as publisher, ThreadPoolExecutor(4) as pool:
+        manifest = publisher.publish(1, TENSORS, receivers=4)
+        for got in pool.map(lambda i: receive(manifest, 10.0, f"generation/{i}"), range(4)):
+            assert_same(got, TENSORS)
+        assert_same(receive(manifest, 10.0, "generation/4"), TENSORS)
+        alone = publisher.publish(2, TENSORS, receivers=4)
+        assert_same(receive(alone, 10.0, "generation/0"), TENSORS)
+
+
+def test_a_broadcast_that_nobody_serves_ends_at_the_deadline() -> None:
+    from realhf.transport.weights.rendezvous import open_store
+
+    with publishing("broadcast") as publisher:
+        manifest = publisher.publish(1, TENSORS)
+    store, port = open_store("127.0.0.1")
+    store.set("checksum", manifest.checksum)
+    with pytest.raises(WeightsTimeout, match=r"version 1 by broadcast: the publisher .* did not turn to generation/3"):
+        receive(replace(manifest, location=f"127.0.0.1:{port}"), 0.2, "generation/3")
