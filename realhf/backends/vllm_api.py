@@ -1,0 +1,137 @@
+"""The endpoints of a vLLM server (0.32 or later) that a generation worker uses, typed.
+
+Tokens: ``/inference/v1/generate`` (``--enable-scale-out``), which takes and gives token ids and tells which version of
+the weights sampled each. Weights: ``/pause``, ``/resume``, ``/collective_rpc`` and ``/update_weight_version``, which
+exist in development mode (``VLLM_SERVER_DEV_MODE=1``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+_KEEP_ALIVE_S = 2.0
+"""Less than the server's own (5 s), so that no request is sent on a connection that is being closed."""
+_NOT_FINITE = -9999.0
+"""What vLLM reports for a log-probability that is -inf or not a number."""
+
+
+_LOGPROBS_MODE = "processed_logprobs"
+_DEVELOPMENT = ("/pause", "/resume", "/collective_rpc", "/server_info")
+
+
+class VllmError(RuntimeError):
+    """A vLLM server does not answer, refuses, or lacks something that it needs to serve us."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """``root``: the folder or hub name it was started with. ``max_tokens``: longest sequence, prompt included.
+    ``extension``: the class that its workers were given, if any. ``device``: cpu, cuda..."""
+
+    root: str
+    max_tokens: int
+    extension: str | None
+    device: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """``versions``: as many as tokens, the server's labels of its weights. ``finish_reason``: stop, length or abort."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[str]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class VllmApi:
+    """A client of one server, used on one event loop. Every call raises VllmError or TimeoutError, which name it."""
+
+    def __init__(self, url: str, *, connections: int, timeout_s: float) -> None:
+        """``timeout_s``: of a call that names no other."""
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        limits = httpx.Limits(
+            max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_KEEP_ALIVE_S
+        )
+        self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def model(self) -> ServedModel:
+        """What it serves. Raises VllmError when it was not started in the way that training needs."""
+        row = (await self._call("GET", "/v1/models"))["data"][0]
+        config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+        mode = config["model_config"]["logprobs_mode"]
+        if mode != _LOGPROBS_MODE:
+            raise VllmError(f"{self.url} reports {mode}: it must run with --logprobs-mode {_LOGPROBS_MODE}")
+        await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": []})
+        extension = config["parallel_config"]["worker_extension_cls"]
+        return ServedModel(str(row["root"]), int(row["max_model_len"]), extension, config["device_config"]["device"])
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], params: Mapping[str, Any], timeout_s: float
+    ) -> Completion:
+        """One request to its end. Raises FloatingPointError when the model's logits are not finite."""
+        body = {"request_id": request_id, "token_ids": list(token_ids),
+                "sampling_params": {**params, "logprobs": 0, "detokenize": False}}  # fmt: skip
+        answer = await self._call("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
+        choice, usage = answer["choices"][0], answer["usage"]
+        tokens = choice["token_ids"] or []
+        logprobs = [float(row["logprob"]) for row in (choice["logprobs"] or {}).get("content") or []]
+        if len(logprobs) != len(tokens):
+            raise VllmError(f"{self.url} gave {len(tokens)} tokens with {len(logprobs)} log-probabilities")
+        if any(value <= _NOT_FINITE for value in logprobs):
+            raise FloatingPointError(f"{self.url}: the model returned logits that are not finite")
+        versions = self._versions(choice.get("weight_versions"), len(tokens))
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Completion(tokens, logprobs, versions, choice["finish_reason"], usage["prompt_tokens"], cached)
+
+    def _versions(self, spans: list[dict[str, Any]] | None, count: int) -> list[str]:
+        versions = [span["version"] for span in spans or [] for _ in range(span["start"], span["end"])]
+        if len(versions) != count:
+            raise VllmError(f"{self.url} does not tell which weights sampled a token; vLLM 0.32 or later does")
+        return versions
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with the tokens it has; harmless if there is none."""
+        names = [f"generate-tokens-{request_id}"]
+        await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": names})
+
+    async def pause(self, *, clear_cache: bool, timeout_s: float) -> None:
+        """Return when nothing is sampled; running requests stay. ``clear_cache``: their keys and values do not."""
+        query = {"mode": "keep", "clear_cache": str(clear_cache).lower()}
+        await self._call("POST", "/pause", params=query, timeout_s=timeout_s)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume")
+
+    async def set_version(self, version: str) -> None:
+        """Name the weights in use; the tokens sampled from now on carry the name."""
+        await self._call("POST", "/update_weight_version", json={"new_version": version})
+
+    async def on_workers(self, method: str, arguments: Mapping[str, str], timeout_s: float) -> list[Any]:
+        """Call a method of every worker of the server; their answers."""
+        body = {"method": method, "kwargs": dict(arguments)}
+        return (await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)).get("results", [])
+
+    async def _call(self, verb: str, path: str, *, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            answer = await self._http.request(verb, path, timeout=limit, **fields)
+        except httpx.TimeoutException as error:
+            raise TimeoutError(f"{self.url}{path} did not answer within {limit:g} s") from error
+        except httpx.HTTPError as error:
+            raise VllmError(f"{self.url}{path}: {type(error).__name__} {error}") from error
+        if answer.status_code == httpx.codes.NOT_FOUND and path in _DEVELOPMENT:
+            raise VllmError(f"{self.url} has no {path}: it must run with VLLM_SERVER_DEV_MODE=1")
+        if answer.is_error:
+            raise VllmError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
+        return answer.json() if answer.content else {}

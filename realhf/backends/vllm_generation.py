@@ -1,0 +1,383 @@
+"""Generation by a real vLLM server: the ``StreamingGenerator`` over its HTTP endpoints.
+
+New weights reach running requests between two tokens: the server is paused with its requests frozen, its workers take
+the weights, and it goes on. Which version sampled a token is what the server itself says, token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from realhf.api.config import GenConfig
+from realhf.api.generation import Done
+from realhf.api.model import GenOutput, GenRequest
+from realhf.api.trace import WEIGHTS, NoTrace, Tracer
+from realhf.backends.sampling import check_gen_config
+from realhf.backends.vllm_api import Completion, ServedModel, VllmApi, VllmError
+from realhf.backends.vllm_weights import TIED_HEAD, Shapes, checked, file_in_memory, folder_on_disk, folder_shapes
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_CALL_TIMEOUT_S = 30.0
+_ABORT_EVERY_S = 0.2
+_ABORT_TIMEOUT_S = 10.0
+EXTENSION = "realhf.backends.vllm_extension.WeightExtension"
+
+
+@dataclass
+class _Entry:
+    """A request that is not finished. ``task``: its exchange with the server; None while it waits for weights."""
+
+    id: str
+    request: GenRequest
+    config: GenConfig
+    stop_ids: tuple[int, ...]
+    done: Done
+    task: asyncio.Task[None] | None = None
+    aborted: bool = False
+
+
+class VllmGenerator:
+    """A ``StreamingGenerator``. With ``kv_policy`` "recompute" the server forgets keys and values at every update.
+
+    A seeded request gets the same tokens from the same server if it begins with the same prefix; they are not those of
+    the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` reach the server, whose log-probabilities are then
+    those of the truncated distribution. A server without our extension reloads from a temporary folder."""
+
+    def __init__(self, url: str, *, version: int = -1, kv_policy: str = "recompute", max_requests: int = 256,
+                 request_timeout_s: float = 600.0, update_timeout_s: float = 120.0,
+                 tracer: Tracer | None = None) -> None:  # fmt: skip
+        """``version``: of the weights that the server was started with; -1: requests wait for ``load_weights``.
+
+        Returns when the server has answered. Raises VllmError or TimeoutError that tell what it lacks."""
+        if kv_policy not in ("recompute", "keep"):
+            raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
+        self._clear_cache = kv_policy == "recompute"
+        self._request_timeout_s, self._update_timeout_s = request_timeout_s, update_timeout_s
+        self._tracer = tracer or NoTrace()
+        self._version = version
+        self._entries: dict[int, _Entry] = {}
+        self._paused = False
+        self._failure: VllmError | None = None
+        self._expected: Shapes | None = None
+        self._update = threading.Lock()
+        self._counts = dict.fromkeys(("generated_tokens", "prefill_tokens", "reused_tokens", "busy_s"), 0.0)
+        self._weight_pause_ms = 0.0
+        self._busy_since: float | None = None
+        self._number = 0
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        # Weights and aborts must get through while every generating connection is in use.
+        self._api = VllmApi(url, connections=max_requests + 8, timeout_s=_CALL_TIMEOUT_S)
+        self._slots = asyncio.Semaphore(max_requests)
+        self._thread = threading.Thread(target=self._run, name="vllm-generator", daemon=True)
+        self._thread.start()
+        try:
+            self._model = self._call(self._connect(version), _CALL_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        if Path(self._model.root).is_dir():
+            self._expected = folder_shapes(Path(self._model.root))
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def model(self) -> ServedModel:
+        return self._model
+
+    def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
+        """See ``StreamingGenerator``. Raises ValueError on an empty prefix or an option out of range."""
+        check_gen_config(config)
+        if len(request.token_ids) == 0:
+            raise ValueError(f"generate: the request for slot {request.slot} has no tokens")
+        self._post(self._begin, _Entry("", request, config, tuple(stop_ids), done))
+
+    def abort(self, slots: Sequence[int]) -> None:
+        self._post(self._abort, tuple(slots))
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Nothing: the server evicts by itself what it caches."""
+
+    def pause(self, timeout_s: float) -> None:
+        """See ``StreamingGenerator``. When the server does not stop in time it is told to go on."""
+        with self._update:
+            try:
+                self._call(self._api.pause(clear_cache=False, timeout_s=timeout_s), timeout_s)
+            except BaseException:
+                self._post(self._spawn, self._api.resume())
+                raise
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._update:
+            self._call(self._api.resume(), _CALL_TIMEOUT_S)
+            self._paused = False
+
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See ``StreamingGenerator``. Raises VllmError when the server could not take them: if that may have left it
+        with a mixture, every request fails from then on."""
+        with self._update:
+            if version == self._version:
+                return
+            if version < self._version:
+                raise ValueError(f"weights of version {version} come after version {self._version}")
+            if self._failure is not None:
+                raise self._failure
+            given = checked(tensors, self._expected or {name: tuple(t.shape) for name, t in tensors.items()})
+            with self._tracer.span(f"{WEIGHTS}/vllm", version=version):
+                self._load(version, given)
+            self._expected = {name: tuple(t.shape) for name, t in given.items()}
+
+    def stats(self) -> dict[str, float]:
+        """See ``StreamingGenerator``; ``busy_s`` counts while any request runs, ``weight_pause_ms`` is how long the
+        last update stopped generation."""
+        since = self._busy_since
+        busy = self._counts["busy_s"] + (time.monotonic() - since if since is not None else 0.0)
+        entries = list(self._entries.values())
+        running = sum(entry.task is not None for entry in entries)
+        return {**self._counts, "busy_s": busy, "running": float(running), "waiting": float(len(entries) - running),
+                "weight_pause_ms": self._weight_pause_ms}  # fmt: skip
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(TimeoutError, VllmError):
+            self._call(self._shut(), _CALL_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CALL_TIMEOUT_S)
+
+    # Weights, on the caller's thread.
+
+    def _load(self, version: int, tensors: dict[str, Tensor]) -> None:
+        if self._model.extension == EXTENSION:
+            with file_in_memory(tensors) as path:
+                self._commit(version, "take_weights", {"path": path, "version": str(version)})
+            return
+        if self._model.device == "cpu" and TIED_HEAD not in tensors:
+            # vLLM 0.32 computes with a packed copy of the head there, which its own reload does not renew.
+            raise VllmError(f"{self._api.url} cannot renew a tied head: it must run with "
+                            f"--worker-extension-cls {EXTENSION}")  # fmt: skip
+        with folder_on_disk(tensors) as folder:
+            self._commit(version, "reload_weights", {"weights_path": folder})
+
+    def _commit(self, version: int, method: str, arguments: dict[str, str]) -> None:
+        limit = self._update_timeout_s + 2 * _CALL_TIMEOUT_S
+        for answer in self._call(self._swap(version, method, arguments), limit):
+            if answer is not None and not answer["ok"]:
+                raise VllmError(f"{self._api.url} did not take version {version}: {answer['error']}")
+
+    async def _swap(self, version: int, method: str, arguments: dict[str, str]) -> list[Any]:
+        """Stop, change all weights or none, go on."""
+        began = time.monotonic()
+        try:
+            await self._api.pause(clear_cache=self._clear_cache, timeout_s=_CALL_TIMEOUT_S)
+            answers = await self._change(method, arguments)
+            if all(answer is None or answer["ok"] for answer in answers):
+                await self._api.set_version(str(version))
+                self._version = version
+            elif any(answer["touched"] or answer["ok"] for answer in answers if answer):
+                self._fail(VllmError(f"{self._api.url} has weights of two versions: {answers}"))
+        finally:
+            await self._go_on()
+            self._weight_pause_ms = (time.monotonic() - began) * 1e3
+        self._start_waiting()
+        return answers
+
+    async def _go_on(self) -> None:
+        if self._paused:
+            return
+        try:
+            await self._api.resume()
+        except (VllmError, TimeoutError) as error:
+            self._fail(VllmError(f"{self._api.url} does not go on after an update: {error}"))
+
+    async def _change(self, method: str, arguments: dict[str, str]) -> list[Any]:
+        try:
+            return await self._api.on_workers(method, arguments, self._update_timeout_s)
+        except (VllmError, TimeoutError) as error:
+            self._fail(VllmError(f"{self._api.url} may have weights of two versions: {error}"))
+            raise
+
+    # Requests, on the engine's thread.
+
+    def _begin(self, entry: _Entry) -> None:
+        slot = entry.request.slot
+        if self._failure is not None or self._closed:
+            self._tell(entry, self._failure or VllmError(f"the client of {self._api.url} is closed"))
+        elif slot in self._entries:
+            self._tell(entry, ValueError(f"generate: slot {slot} has a request already"))
+        else:
+            self._number += 1
+            entry.id = f"{id(self):x}-{self._number}"
+            self._entries[slot] = entry
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        if self._version < 0:
+            return
+        for entry in self._entries.values():
+            if entry.task is None:
+                entry.task = self._loop.create_task(self._play(entry))
+        if self._busy_since is None and self._entries:
+            self._busy_since = time.monotonic()
+
+    async def _play(self, entry: _Entry) -> None:
+        outcome: GenOutput | Exception
+        try:
+            outcome = await self._exchange(entry)
+        except asyncio.CancelledError:
+            given_up = GenOutput([], [], [], "aborted") if entry.aborted and not self._closed else None
+            outcome = self._failure or given_up or VllmError(f"the client of {self._api.url} was closed")
+        except Exception as error:
+            outcome = self._failure or error
+        self._finish(entry, outcome)
+
+    async def _exchange(self, entry: _Entry) -> GenOutput:
+        request, config = entry.request, entry.config
+        room = self._model.max_tokens - len(request.token_ids)
+        count = min(room, config.max_new_tokens - request.sampled)
+        if count < 1:
+            return GenOutput([], [], [], "length")
+        params = {"max_tokens": count, "min_tokens": min(max(0, config.min_new_tokens - request.sampled), count),
+                  "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k,
+                  "stop_token_ids": list(entry.stop_ids), "ignore_eos": True}  # fmt: skip
+        if request.seed is not None:
+            params["seed"] = position_seed(request.seed, len(request.token_ids))
+        async with self._slots:
+            if entry.aborted:
+                return GenOutput([], [], [], "aborted")
+            made = await self._api.generate(entry.id, request.token_ids, params, self._request_timeout_s)
+        return self._output(entry, made)
+
+    def _output(self, entry: _Entry, made: Completion) -> GenOutput:
+        if self._failure is not None:
+            raise self._failure
+        reason = "aborted" if made.finish_reason == "abort" and entry.aborted else made.finish_reason
+        if reason not in ("stop", "length", "aborted"):
+            raise VllmError(f"{self._api.url} ended a request of its own accord: {made.finish_reason}")
+        try:
+            versions = [int(label) for label in made.versions]
+        except ValueError:
+            raise VllmError(f"{self._api.url} sampled with weights named by somebody else: {made.versions}") from None
+        self._counts["generated_tokens"] += len(made.token_ids)
+        self._counts["prefill_tokens"] += made.prompt_tokens - made.cached_tokens
+        self._counts["reused_tokens"] += made.cached_tokens
+        return GenOutput(made.token_ids, made.logprobs, versions, reason)
+
+    def _abort(self, slots: tuple[int, ...]) -> None:
+        for slot in slots:
+            entry = self._entries.get(slot)
+            if entry is None or entry.aborted:
+                continue
+            entry.aborted = True
+            if entry.task is None:
+                self._finish(entry, GenOutput([], [], [], "aborted"))
+            else:
+                self._spawn(self._end(entry))
+
+    async def _end(self, entry: _Entry) -> None:
+        """Ask until the request is over: the server may not have seen it yet."""
+        assert entry.task is not None
+        deadline = time.monotonic() + _ABORT_TIMEOUT_S
+        while not entry.task.done():
+            if time.monotonic() > deadline:
+                entry.task.cancel()
+                return
+            with contextlib.suppress(VllmError, TimeoutError):
+                await self._api.abort(entry.id)
+            await asyncio.wait([entry.task], timeout=_ABORT_EVERY_S)
+
+    def _finish(self, entry: _Entry, outcome: GenOutput | Exception) -> None:
+        if self._entries.get(entry.request.slot) is entry:
+            del self._entries[entry.request.slot]
+        if not any(other.task is not None for other in self._entries.values()) and self._busy_since is not None:
+            self._counts["busy_s"] += time.monotonic() - self._busy_since
+            self._busy_since = None
+        self._tell(entry, outcome)
+
+    def _tell(self, entry: _Entry, outcome: GenOutput | Exception) -> None:
+        try:
+            entry.done(outcome)
+        except Exception:
+            _log.exception("the receiver of the output for slot %d raised", entry.request.slot)
+
+    def _fail(self, error: VllmError) -> None:
+        self._failure = error
+        _log.error("%s", error)
+        for entry in list(self._entries.values()):
+            if entry.task is None:
+                self._finish(entry, error)
+            else:
+                entry.task.cancel()
+
+    # The thread.
+
+    async def _connect(self, version: int) -> ServedModel:
+        model = await self._api.model()
+        # A client before us may have died while it had paused the server.
+        await self._api.resume()
+        if version >= 0:
+            await self._api.set_version(str(version))
+        return model
+
+    async def _shut(self) -> None:
+        entries = list(self._entries.values())
+        for entry in entries:
+            if entry.task is None:
+                self._finish(entry, VllmError(f"the client of {self._api.url} was closed"))
+            else:
+                entry.task.cancel()
+        await asyncio.gather(*(entry.task for entry in entries if entry.task is not None), return_exceptions=True)
+        await self._api.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        task.add_done_callback(_log_failure)
+
+    def _post(self, function: Any, argument: Any) -> None:
+        if self._closed:
+            raise VllmError(f"the client of {self._api.url} is closed")
+        self._loop.call_soon_threadsafe(function, argument)
+
+    def _call(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+        """Run on the engine's thread. Raises what it raises, or TimeoutError."""
+        future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s + 1.0)
+        except TimeoutError as error:
+            future.cancel()
+            raise TimeoutError(f"{self._api.url}: {str(error) or f'no end within {timeout_s:g} s'}") from None
+
+
+def position_seed(seed: int, position: int) -> int:
+    """Seed of a request that goes on at ``position`` of a sequence: vLLM begins its random numbers anew per request,
+    and a turn must not repeat those of the turn before."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.warning("a call to the vLLM server failed: %s", error)

@@ -1,0 +1,148 @@
+"""A vLLM server as a child: started, waited for, watched and stopped, with nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_EXTENSION = "realhf.backends.vllm_extension.WeightExtension"
+_POLL_S = 0.25
+_STOP_TIMEOUT_S = 12.0
+_WORDS = 3000
+"""So many last characters of its log are told when it fails."""
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice); ``kv_cache_gib``:
+    its memory for keys and values. ``max_model_len``: longest sequence (None: the model's). ``eager``: no graph
+    capture. ``arguments``: more of ``vllm serve``."""
+
+    dtype: str = "float32"
+    threads: int | None = None
+    kv_cache_gib: int = 1
+    max_model_len: int | None = None
+    eager: bool = True
+    arguments: tuple[str, ...] = ()
+
+
+class VllmServer:
+    """Runs ``vllm serve`` on this host's loopback; a context manager. It ends with the process that started it, however
+    that one ends. ``url`` is its address; ``log`` collects what it says."""
+
+    def __init__(self, model: str | Path, *, executable: Path, log: Path, port: int = 0,
+                 options: VllmOptions = VllmOptions()) -> None:  # fmt: skip
+        """``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. ``port`` 0: a free one.
+
+        Returns at once (``wait_until_up``). Raises FileNotFoundError without the executable."""
+        if not executable.exists():
+            raise FileNotFoundError(f"{executable}: no vLLM there (`make test-vllm` installs one for the CPU)")
+        self._port = port or _free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        imports = _imports(log.parent / "vllm_imports")
+        command = [sys.executable, str(Path(__file__).with_name("vllm_guard.py")),
+                   *_command(str(executable), str(model), self._port, options)]  # fmt: skip
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                                            env=_environment(options, imports), start_new_session=True)  # fmt: skip
+
+    def wait_until_up(self, timeout_s: float = 180.0) -> None:
+        """Return when it has sampled a first token. Raises TimeoutError or RuntimeError with its last words, and it is
+        stopped then."""
+        deadline = time.monotonic() + timeout_s
+        body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
+        said = "nothing"
+        try:
+            with httpx.Client(base_url=self.url, trust_env=False) as http:
+                while (left := deadline - time.monotonic()) > 0:
+                    if failure := self.failure():
+                        raise RuntimeError(failure)
+                    try:
+                        answer = http.post("/inference/v1/generate", json=body, timeout=left)
+                        if answer.is_success:
+                            return
+                        said = f"{answer.status_code} {answer.text[:300]}"
+                    except httpx.HTTPError as error:
+                        said = type(error).__name__
+                    time.sleep(_POLL_S)
+            raise TimeoutError(f"the vLLM server at {self.url} is not up within {timeout_s:g} s (last answer: {said}): "
+                               f"{self._last_words()}")  # fmt: skip
+        except BaseException:
+            self.stop()
+            raise
+
+    def failure(self) -> str | None:
+        """Why it ended, with its last words; None while it runs."""
+        code = self.process.poll()
+        return None if code is None else f"the vLLM server at {self.url} ended (code {code}): {self._last_words()}"
+
+    def stop(self) -> None:
+        """End it and all of its processes; harmless when repeated."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> VllmServer:
+        self.wait_until_up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _last_words(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")[-_WORDS:]
+
+
+def _command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
+    # Log-probabilities after the temperature, as a trainer computes them; no sampling defaults of the model's folder;
+    # token ids in and out; cached prompt tokens told.
+    command = [executable, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype,
+               "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out",
+               "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
+               "--worker-extension-cls", _EXTENSION]  # fmt: skip
+    if options.eager:
+        command.append("--enforce-eager")
+    if options.max_model_len is not None:
+        command += ["--max-model-len", str(options.max_model_len)]
+    return [*command, *options.arguments]
+
+
+def _imports(folder: Path) -> Path:
+    """A folder with our package alone: the server's packages are its own, and ours may lie among others."""
+    folder.mkdir(exist_ok=True)
+    link = folder / _PACKAGE.name
+    if not link.is_symlink():
+        link.symlink_to(_PACKAGE, target_is_directory=True)
+    return folder
+
+
+def _environment(options: VllmOptions, imports: Path) -> dict[str, str]:
+    more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib), "PYTHONPATH": str(imports.resolve())}  # fmt: skip
+    if options.threads is not None:
+        more["OMP_NUM_THREADS"] = str(options.threads)
+    return {**os.environ, **more}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

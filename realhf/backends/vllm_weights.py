@@ -1,0 +1,67 @@
+"""New weights on their way to a vLLM server of the same host: checked, then readable by name for as long as it takes.
+
+They are a safetensors file in memory that only this process holds: the server opens it through /proc, and nothing is
+left behind however either of them ends. A server without our extension wants a folder: a temporary one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+TIED_HEAD = "lm_head.weight"
+"""A tensor that a model with tied embeddings need not have."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def folder_shapes(folder: Path) -> Shapes | None:
+    """Names and shapes of the safetensors files of a model's folder; None where there are none."""
+    shapes: Shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes or None
+
+
+def checked(tensors: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
+    """The tensors that the server knows, contiguous on the CPU. A head that is tied to the embedding is left out.
+
+    Raises ValueError that names a tensor which is missing, unknown or of another shape."""
+    missing = sorted(expected.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - expected.keys() - {TIED_HEAD})
+    if missing or unknown:
+        raise ValueError(f"weights do not fit the server's model: missing {missing[:3]}, unknown {unknown[:3]}")
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"weights: {name} has shape {tuple(tensors[name].shape)}, the server's model {shape}")
+    return {name: tensors[name].detach().cpu().contiguous() for name in expected}
+
+
+@contextlib.contextmanager
+def file_in_memory(tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Path of a safetensors file that other processes of this user on this host can open meanwhile."""
+    descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC)
+    try:
+        view, done = memoryview(save(tensors)), 0
+        while done < len(view):
+            done += os.write(descriptor, view[done:])
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def folder_on_disk(tensors: dict[str, Tensor]) -> Iterator[str]:
+    """A folder with ``model.safetensors``, removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="realhf-weights-") as folder:
+        (Path(folder) / "model.safetensors").write_bytes(save(tensors))
+        yield folder

@@ -1,0 +1,64 @@
+"""Tests against a real vLLM server: ``make test-vllm`` installs one and runs them; a plain run skips them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from realhf.api.config import BuiltinModelConfig
+from realhf.backends.builtin_policy import build_model, train_tokenizer
+from realhf.backends.vllm_server import VllmServer
+
+HERE = Path(__file__).resolve().parent
+EXECUTABLE = HERE.parents[1] / ".venv-vllm" / "bin" / "vllm"
+CONFIG = BuiltinModelConfig(vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128,
+                            max_positions=512)  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-vllm", action="store_true", help="run the tests that start a real vLLM server")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reason = None
+    if not config.getoption("--run-vllm", default=False):
+        reason = "starts a real vLLM server; `make test-vllm` installs one and runs this"
+    elif not EXECUTABLE.exists():
+        reason = "no vLLM beside us; `make test-vllm` installs one"
+    if reason is not None:
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def models() -> list:
+    """Three sets of weights of one architecture, far from uniform so that they disagree."""
+    torch.set_num_threads(1)
+    made = [build_model(CONFIG, CONFIG.vocab_size, 3, 0, seed) for seed in range(3)]
+    for model in made:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(3.0)
+        model.eval()
+    return made
+
+
+@pytest.fixture(scope="session")
+def folder(models: list, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    words = [f"aws s3api create-bucket --bucket fox-{n}" for n in range(50)]
+    models[0].save_pretrained(path)
+    train_tokenizer(words, CONFIG.vocab_size, CONFIG.max_positions).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    log = tmp_path_factory.mktemp("vllm") / "server.txt"
+    with VllmServer(folder, executable=EXECUTABLE, log=log) as running:
+        yield running
