@@ -1,6 +1,6 @@
 """A model worker: holds models, their tensors, and runs the calls that the master sends.
 
-    python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --index 0
+python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --index 0
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from realhf.api.experiment import ModelSpec, RunPlan
 from realhf.api.model import Model
 from realhf.api.plugin import load_plugin
 from realhf.api.registry import backends, datasets, interfaces
+from realhf.api.trace import WEIGHTS
+from realhf.data.stream_host import StreamHost
 from realhf.dataflow.model_host import ModelHost
+from realhf.monitor.trace import TraceWriter
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.tensor_store import TensorStore
+from realhf.transport.weights.publisher import Medium, WeightPublisher
 
 HOST_HANDLERS = ("call", "load", "clear", "evaluate", "save", "restore", "committed", "export", "stats")
+STREAM_HANDLERS = ("open", "restore", "prune", "stats")
 
 
 class ModelWorker:
@@ -35,9 +40,16 @@ class ModelWorker:
         self._plane = DataPlane(name, run_id, self._store, shm=plan.rpc.shm)
         self._plane.start()
         self._host: ModelHost | None = None
+        run_dir, rollout = plan.spec.run_dir, plan.spec.rollout
+        self._tracer = TraceWriter(run_dir / "trace" / f"model_worker-{index}.jsonl", name)
+        self._stream = StreamHost(run_id, name, run_dir / "stream", self._store)
+        medium = cast(Medium, rollout.options.weights) if rollout else "shm"
+        self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium)
         self._rpc = RpcWorker(
             name, "model_worker", index, run_id, master,
-            ordered={"initialize": self.initialize, **{handler: self._on_host(handler) for handler in HOST_HANDLERS}},
+            ordered={"initialize": self.initialize, "publish_weights": self._publish_weights,
+                     **{handler: self._on_host(handler) for handler in HOST_HANDLERS}},
+            immediate={f"stream_{handler}": getattr(self._stream, handler) for handler in STREAM_HANDLERS},
             data_endpoint=self._plane.endpoint, connect_timeout_s=plan.rpc.connect_timeout_s,
         )
 
@@ -46,9 +58,12 @@ class ModelWorker:
         try:
             self._rpc.run()
         finally:
+            self._stream.close()
+            self._publisher.close()
             if self._host is not None:
                 self._host.close()
             self._plane.close()
+            self._tracer.close()
 
     def initialize(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Load the models of this worker and build the interfaces of its calls."""
@@ -57,14 +72,27 @@ class ModelWorker:
         set_torch_threads(self._plan.torch_threads, spec.n_model_workers)
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
         models = {role: self._load(model) for role, model in mine.items()}
-        calls = {mfc.name: (mfc, interfaces.get(mfc.interface)(**mfc.interface_args))
-                 for mfc in spec.mfcs if mfc.model_role in mine}
+        calls = {
+            mfc.name: (mfc, interfaces.get(mfc.interface)(**mfc.interface_args))
+            for mfc in spec.mfcs
+            if mfc.model_role in mine
+        }
         dataset = None
         if spec.source.worker == self._index and spec.source.dataset_args is not None:
             tokenizer = next(iter(models.values())).tokenizer
             dataset = datasets.get(spec.source.name)(tokenizer=tokenizer, **spec.source.dataset_args)
-        self._host = ModelHost(models, calls, self._store, self._plane.fetch, run_dir=spec.run_dir, dataset=dataset)
+        self._host = ModelHost(models, calls, self._store, self._plane.fetch, run_dir=spec.run_dir, dataset=dataset,
+                               tracer=self._tracer)
         return {"roles": sorted(models)}
+
+    def _publish_weights(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Make the weights of {role} available as {version} to {receivers} generation workers -> {manifest}."""
+        if self._host is None:
+            raise RuntimeError("publish_weights before initialize")
+        with self._tracer.span(f"{WEIGHTS}/publish", version=payload["version"]):
+            tensors = self._host.weights(payload["role"])
+            manifest = self._publisher.publish(payload["version"], tensors, receivers=payload["receivers"])
+        return {"manifest": manifest.to_map()}
 
     def _load(self, model: ModelSpec) -> Model:
         spec = self._plan.spec

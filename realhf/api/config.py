@@ -257,10 +257,12 @@ class FailureConfig:
 class AsyncConfig:
     """Asynchronous training. max_head_offpolicyness (eta): versions that the oldest token of a sample may lie behind
     the weights it trains; 0 is synchronous batches. max_concurrent_rollouts: samples in play at once (None: as many as
-    the environment's sessions hold). engine: embedded or vllm; vllm_url: a server that runs already (None: the launcher
-    starts one). staleness_policy: wait for stragglers, or drop what is too old. kv_policy: recompute keys and values of
-    running episodes under new weights, or keep them. weights: shm, disk or broadcast. rollout_deadline_s: a sample
-    that takes longer is given back."""
+    the environment's sessions hold). engine: embedded or vllm; vllm_url: a server that runs already (None: each
+    generation worker starts one with vllm_executable). staleness_policy: wait for stragglers, or drop what is too old.
+    kv_policy: recompute keys and values of running episodes under new weights, or keep them. weights: shm, disk or
+    broadcast. rollout_deadline_s: a sample that takes longer is given back. pause_timeout_s: how long an engine may
+    take to stop for new weights. recover_retries: how often the run begins again from its last checkpoint by itself,
+    after the death of its master or of a model worker."""
 
     max_head_offpolicyness: int = 1
     max_concurrent_rollouts: int | None = None
@@ -269,6 +271,7 @@ class AsyncConfig:
     generation_threads: int = 1
     engine: str = "embedded"
     vllm_url: str | None = None
+    vllm_executable: str = "vllm"
     staleness_policy: str = "wait"
     kv_policy: str = "recompute"
     weights: str = "shm"

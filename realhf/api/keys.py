@@ -84,6 +84,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("version_start", "i64", "1"),
     KeySpec("version_end", "i64", "1"),
     KeySpec("seq_no_eos_mask", "bool", "1"),
+    KeySpec("env_rewards", "f32", "1"),
     KeySpec("rewards", "f32", "1"),
     KeySpec("dense_rewards", "f32", "L-1"),
     KeySpec("packed_ref_logprobs", "f32", "L-1"),

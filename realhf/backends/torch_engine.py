@@ -123,6 +123,10 @@ class TorchEngine:
         # A copy made outside inference mode is an ordinary tensor, which a loss may use later.
         return logprobs.cpu().clone()
 
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Engine.weights``."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
     def save_checkpoint(self, folder: Path) -> None:
         """Write what training needs to go on bit-identically into ``folder`` (made if missing). A frozen
         engine writes its version only: its weights are those it was built from."""

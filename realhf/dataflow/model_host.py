@@ -20,6 +20,7 @@ from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.registry import interfaces as interface_registry
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
 from realhf.dataflow.model_function_call import WrongReply, check_keys
 from realhf.transport.codec import encode_sample
 from realhf.transport.tensor_store import TensorStore
@@ -53,12 +54,14 @@ class ModelHost:
         run_dir: Path,
         dataset: Dataset | None = None,
         fetch_timeout_s: float = 120.0,
+        tracer: Tracer | None = None,
     ) -> None:
         self._models = dict(models)
         self._interfaces = dict(interfaces)
         self._store, self._fetch = store, fetch
         self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
         self._dataset = dataset
+        self._tracer = tracer or NoTrace()
         # An evaluation with the arguments of a call shares its interface, and what that holds open.
         self._evaluators: dict[str, Any] = {
             _interface_key(mfc.interface, mfc.interface_args): interface for mfc, interface in interfaces.values()
@@ -98,7 +101,8 @@ class ModelHost:
         fetched = time.perf_counter()
         context = self._context(payload, mfc.mb_spec)
         model.engine.version = context.step
-        result = getattr(interface, mfc.interface_type.value)(model, sample, context)
+        with self._tracer.span(_traced_as(mfc), step=context.step):
+            result = getattr(interface, mfc.interface_type.value)(model, sample, context)
         if mfc.interface_type is InterfaceType.TRAIN_STEP:
             model.engine.version = context.step + 1
         outputs, stats = _parted(mfc, result)
@@ -154,6 +158,10 @@ class ModelHost:
         if role not in self._models:
             raise KeyError(f"this worker has no model role {role!r} (it has {', '.join(sorted(self._models))})")
         return self._models[role]
+
+    def weights(self, role: str) -> Mapping[str, Any]:
+        """The parameters of a role by name, as they are: copy what has to stay."""
+        return self._model(role).engine.weights()
 
     # ---- data
 
@@ -237,6 +245,12 @@ class ModelHost:
         folder.mkdir(parents=True, exist_ok=True)
         self._model(payload["role"]).engine.export_hf(folder)
         return {"folder": str(folder)}
+
+
+def _traced_as(mfc: MFCDef) -> str:
+    """Name of the span of a call."""
+    kinds = {InterfaceType.TRAIN_STEP: TRAIN, InterfaceType.GENERATE: GENERATE}
+    return f"{kinds.get(mfc.interface_type, REF)}/{mfc.name}"
 
 
 def _interface_key(name: str, args: Mapping[str, Any]) -> str:

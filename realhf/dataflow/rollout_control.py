@@ -74,6 +74,7 @@ class RolloutControl:
         self._next_order = 0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
+        self.holding = False
         self.lost_attempts = 0
         self.given_up = 0
         self.refused = 0
@@ -91,18 +92,29 @@ class RolloutControl:
             self._return(sample_id, "worker_died", reason, failed=False)
         self._wake()
 
-    async def allocate(self, worker: str, count: int) -> list[RolloutLease]:
-        """Between one and ``count`` samples to play, written down before they are given; waits for capacity. [] when
-        the run needs no more, or when the worker has left."""
-        while worker in self._workers and self._failure is None:
+    async def allocate(self, worker: str, count: int, hold_s: float) -> list[RolloutLease] | None:
+        """Between one and ``count`` samples to play, written down before they are given. Waits for capacity up to
+        ``hold_s`` seconds, then None: ask again. [] when the worker is to stop: the run needs no more, holds, or has
+        seen it leave."""
+        until = time.monotonic() + hold_s
+        while worker in self._workers and self._failure is None and not (self.holding or self.complete):
             leases, number = self._admit(worker, count)
             if leases:
                 await self._ledger.durable(number)
                 return leases
-            if self.complete:
-                return []
-            await self._change()
+            if not await self._change(until - time.monotonic()):
+                return None
         return []
+
+    def hold(self, holding: bool) -> None:
+        """Give no more samples, or give them again; what is in play is played to its end."""
+        self.holding = holding
+        self._wake()
+
+    @property
+    def in_play(self) -> int:
+        """Samples that a worker has."""
+        return len(self._open)
 
     @property
     def complete(self) -> bool:
@@ -296,8 +308,13 @@ class RolloutControl:
         self._failure = self._failure or error
         self._wake()
 
-    async def _change(self) -> None:
-        await self._changed.wait()
+    async def _change(self, timeout_s: float | None = None) -> bool:
+        """Wait for any change; False when there was none in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._changed.wait()
+        except TimeoutError:
+            return False
 
     def _wake(self) -> None:
         """Let every waiter look again."""

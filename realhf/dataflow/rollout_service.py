@@ -11,6 +11,7 @@ from realhf.dataflow.rollout_control import RolloutControl
 from realhf.transport.service_server import Request, ServiceServer
 
 MAX_LEASES = 4096
+MAX_HOLD_S = 60.0
 
 
 class RolloutService:
@@ -48,7 +49,8 @@ class RolloutService:
     async def _handle(self, client: str, method: str, fields: Mapping[str, Any]) -> Any:
         if method == "allocate":
             count = max(1, min(int(fields["count"]), MAX_LEASES))
-            return [lease.to_map() for lease in await self._control.allocate(client, count)]
+            leases = await self._control.allocate(client, count, min(float(fields["hold_s"]), MAX_HOLD_S))
+            return None if leases is None else [lease.to_map() for lease in leases]
         if method == "arrived":
             return await self._control.arrived([Arrival.from_map(entry) for entry in fields["arrivals"]])
         sample_id, attempt = str(fields["id"]), int(fields["attempt"])

@@ -57,8 +57,8 @@ class GenerationClient:
             worker = self._workers[endpoint]
             worker.tokens += len(request.token_ids)
             try:
-                answer = await worker.client.request("generate", fields, timeout_s=max(0.0, deadline - time.monotonic()))
-                return GenOutput(*answer)
+                left = max(0.0, deadline - time.monotonic())
+                return GenOutput(*await worker.client.request("generate", fields, timeout_s=left))
             except PeerLost:
                 self.rerouted += 1
                 self._drop(endpoint)

@@ -1,0 +1,21 @@
+"""Which agent plays: the built-in one, or a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from realhf.api.chat import TemplateChat
+from realhf.api.config import GenConfig
+from realhf.api.observation_text import OBSERVATION_CHARS
+from realhf.rollout.episode_agent import EpisodeAgent, TurnAgent
+from realhf.rollout.rollout_state import Limits
+
+
+def make_agent(name: str, chat: TemplateChat, args: Mapping[str, Any]) -> EpisodeAgent:
+    """``args`` are those of the ``env_rollout`` interface. Raises ValueError for an agent that cannot be had."""
+    gen = GenConfig(**args["gen"])
+    limits = Limits(args["max_turns"], args["max_total_tokens"], gen.max_new_tokens, OBSERVATION_CHARS)
+    if not name:
+        return TurnAgent(chat, limits)
+    raise ValueError(f"rollout.agent={name}: unknown")

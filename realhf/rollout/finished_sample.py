@@ -1,0 +1,50 @@
+"""A played group as the frames that are streamed: its tokens, what the calls that left the graph make of them, and how
+it went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from realhf.api.mfc import MFCDef
+from realhf.api.model import CallContext
+from realhf.api.registry import interfaces
+from realhf.api.rollout import RolloutLease
+from realhf.api.sample import SequenceSample
+from realhf.rollout.group_player import PlayedGroup
+from realhf.rollout.rollout_sample import outcomes_to_sample
+from realhf.rollout.transcript import transcript
+from realhf.transport.codec import encode_sample
+
+
+class SampleEncoder:
+    """``calls`` are run on every sample, in order: inferences that need no weights, such as the reward.
+
+    ``transcripts``: of every ``batch_size`` samples the first so many carry the text of their first rollout.
+    """
+
+    def __init__(
+        self, calls: Sequence[MFCDef], context: CallContext, *, min_group_size: int, transcripts: int, batch_size: int
+    ) -> None:
+        self._calls = [(call, interfaces.get(call.interface)(**call.interface_args)) for call in calls]
+        self._context = context
+        self._min_group_size = min_group_size
+        self._transcripts, self._batch_size = transcripts, batch_size
+
+    def __call__(self, lease: RolloutLease, played: PlayedGroup) -> list[Any]:
+        """Frames of the sample; metadata ``rollout`` is JSON of ``PlayedGroup.statistics``."""
+        sample = outcomes_to_sample([lease.id], [played.outcomes], min_group_size=self._min_group_size)
+        for call, interface in self._calls:
+            outputs, _ = interface.inference(None, sample.select(call.input_keys), self._context)
+            sample = sample.update(outputs)
+        notes = {"rollout": [json.dumps(played.statistics(), separators=(",", ":"))]}
+        if lease.order % self._batch_size < self._transcripts:
+            notes["episode"] = [transcript(played.outcomes[0], header=f"sample {lease.id}")]
+        return encode_sample(_annotated(sample, notes))
+
+
+def _annotated(sample: SequenceSample, notes: dict[str, list[str]]) -> SequenceSample:
+    tensors = {key: sample[key] for key in sample.keys}
+    seqlens = {key: sample.seqlens[key] for key in sample.keys}
+    return SequenceSample.from_tensors(sample.ids, tensors, seqlens, {**sample.metadata, **notes})

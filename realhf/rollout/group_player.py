@@ -1,0 +1,157 @@
+"""Plays one sample, a group of rollouts of one task, in one ``GrpoPool``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from realhf.api.config import FailureConfig
+from realhf.api.env import RolloutOutcome
+from realhf.api.generation import TokenSource
+from realhf.api.rollout import ENGINE_ERROR, ENV_ERROR, RolloutLease
+from realhf.rollout.aws_env import AwsEnv
+from realhf.rollout.episode_agent import EpisodeAgent
+from realhf.rollout.grpo_pool import GrpoPool
+from realhf.rollout.resuming_env import ResumingEnv
+from realhf.rollout.rollout_state import Job
+from realhf.rollout.sampling_seed import sampling_seed
+
+
+class GroupFailed(RuntimeError):
+    """Too few rollouts of a sample are valid. ``outcome`` is a word of ``realhf.api.rollout``."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass
+class PlayedGroup:
+    """The rollouts of a sample, in order, and how they went: ``failures`` and ``retried`` count by kind, also where a
+    retry mended them."""
+
+    outcomes: Sequence[RolloutOutcome]
+    seconds: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+    retried: Counter[str] = field(default_factory=Counter)
+
+    def statistics(self) -> dict[str, Any]:
+        """JSON-able figures that travel with the sample."""
+        valid = [outcome for outcome in self.outcomes if outcome.valid]
+        return {
+            "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
+            "turns": [len(outcome.turns) for outcome in valid],
+            "tokens": sum(sum(outcome.loss_mask) for outcome in valid),
+            "group_s": round(self.seconds, 4),
+            "failed": dict(self.failures),
+            "retried": dict(self.retried),
+        }
+
+
+class Player(Protocol):
+    """Plays one sample after another."""
+
+    async def play(self, lease: RolloutLease) -> PlayedGroup:
+        """Raises GroupFailed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class GroupPlayer:
+    """A ``Player`` on the sessions of ``pool``, which it connects when needed and closes. ``first_slot``: the cache
+    rows ``first_slot .. first_slot + pool.size - 1`` are its own."""
+
+    def __init__(
+        self,
+        pool: GrpoPool,
+        agent: EpisodeAgent,
+        llm: TokenSource,
+        *,
+        first_slot: int,
+        run_seed: int,
+        on_failure: FailureConfig,
+        min_group_size: int,
+        chaos: bool,
+        patience_s: float,
+    ) -> None:
+        self._pool, self._agent, self._llm = pool, agent, llm
+        self._first_slot, self._run_seed = first_slot, run_seed
+        self._on_failure, self._min_group_size = on_failure, min_group_size
+        self._chaos, self._patience_s = chaos, patience_s
+
+    async def play(self, lease: RolloutLease) -> PlayedGroup:
+        """All rollouts at once. A failed one is played again up to ``retries`` times, then it is left out where
+        ``min_group_size`` others are valid."""
+        began = time.perf_counter()
+        played = PlayedGroup([])
+        try:
+            await self._pool.connect()
+            reset = reset_arguments(lease, self._chaos)
+            seats = {id(env): number for number, env in enumerate(self._pool.envs)}
+
+            async def rollout(env: AwsEnv) -> RolloutOutcome:
+                return await self._rollout(env, seats[id(env)], lease, reset, played)
+
+            played.outcomes = [_outcome(end) for end in await self._pool.run_group(rollout)]
+        except ConnectionError as error:
+            raise GroupFailed(ENV_ERROR, str(error)) from error
+        played.seconds = time.perf_counter() - began
+        valid = sum(outcome.valid for outcome in played.outcomes)
+        if valid < min(self._min_group_size, self._pool.size):
+            worst = next(outcome for outcome in played.outcomes if not outcome.valid)
+            kind = ENGINE_ERROR if worst.status == "policy_error" else ENV_ERROR
+            raise GroupFailed(
+                kind, f"{valid} of {len(played.outcomes)} rollouts are valid; {worst.status}: {worst.message}"
+            )
+        return played
+
+    async def close(self) -> None:
+        """End the sessions."""
+        await self._pool.close()
+
+    async def _rollout(
+        self, env: AwsEnv, member: int, lease: RolloutLease, reset: Mapping[str, Any], played: PlayedGroup
+    ) -> RolloutOutcome:
+        job = Job(member, reset, int(reset["seed"]), sampling_seed=sampling_seed(self._run_seed, lease.id, member))
+        attempts = 1 if self._on_failure.fail_fast else 1 + self._on_failure.retries
+        for attempt in range(attempts):
+            session = ResumingEnv(env, reset=reset, retries=self._on_failure.retries, reopen=self._pool.reopen,
+                                  patience_s=self._patience_s)  # fmt: skip
+            outcome = await self._agent.play(session, job, self._llm, self._first_slot + member)
+            played.failures.update(session.failures)
+            if session.resumed:
+                played.retried["resumed"] += session.resumed
+            if outcome.valid:
+                break
+            played.failures[outcome.status] += 1
+            if attempt + 1 < attempts:
+                played.retried[outcome.status] += 1
+        return outcome
+
+
+def reset_arguments(lease: RolloutLease, chaos: bool) -> dict[str, Any]:
+    """Keyword arguments of the environment's reset for a sample of the task curriculum."""
+    metadata = lease.metadata
+    return {"task": json.loads(metadata["task"]), "seed": int(metadata["task_seed"]), "chaos": chaos}
+
+
+def _outcome(end: Any) -> RolloutOutcome:
+    """A session that could not be opened at all ended before the agent had it."""
+    if isinstance(end, RolloutOutcome):
+        return end
+    return RolloutOutcome(end.status, [], [], [], [], [], None, False, 0.0, (), -1, "", 0, message=end.message)
+
+
+async def within(player: Player, lease: RolloutLease) -> PlayedGroup:
+    """``play`` within the sample's deadline. Raises GroupFailed."""
+    try:
+        async with asyncio.timeout(lease.deadline_s):
+            return await player.play(lease)
+    except TimeoutError:
+        raise GroupFailed("timeout", f"not over after {lease.deadline_s:g} s") from None

@@ -1,0 +1,108 @@
+"""The life of a rollout worker: take a sample, play it, stream it, again (spec dataflow, section 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from realhf.api.rollout import RolloutLease
+from realhf.api.trace import Tracer
+from realhf.rollout.group_player import GroupFailed, PlayedGroup, Player, within
+from realhf.transport.errors import TransportError
+from realhf.transport.service_client import ServiceClient
+
+_log = logging.getLogger(__name__)
+HOLD_S = 10.0
+"""How long the master may hold a request for samples before it has to say that there are none yet."""
+
+Encode = Callable[[RolloutLease, PlayedGroup], Sequence[Any]]
+"""The frames of a finished sample."""
+
+
+class Stream(Protocol):
+    """Where finished samples go; ``StreamProducer`` is one."""
+
+    async def push(self, id: str, attempt: int, frames: Sequence[Any], *, timeout_s: float) -> None: ...
+
+
+class RolloutLoop:
+    """Runs one sample on each player at a time. An episode that fails, a player that breaks, a sample that cannot be
+    encoded: each ends one attempt and is told to the master; the loop goes on."""
+
+    def __init__(
+        self,
+        control: ServiceClient,
+        stream: Stream,
+        players: Sequence[Player],
+        encode: Encode,
+        *,
+        tracer: Tracer,
+        timeout_s: float,
+    ) -> None:
+        self._control, self._stream, self._encode = control, stream, encode
+        self._idle = list(players)
+        self._players = list(players)
+        self._tracer, self._timeout_s = tracer, timeout_s
+        self._playing: set[asyncio.Task[None]] = set()
+        self._freed = asyncio.Event()
+        self.played = 0
+
+    async def run(self) -> None:
+        """Until the master gives no more samples; then what is in play is finished. Raises TransportError when master
+        or stream are lost."""
+        try:
+            while await self._take():
+                pass
+            while self._playing:
+                await asyncio.wait(self._playing, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failures()
+        finally:
+            for task in self._playing:
+                task.cancel()
+            await asyncio.gather(*self._playing, return_exceptions=True)
+            await asyncio.gather(*(player.close() for player in self._players), return_exceptions=True)
+
+    async def _take(self) -> bool:
+        """Ask for as many samples as there are idle players; False when there are no more."""
+        while not self._idle:
+            self._freed.clear()
+            await self._freed.wait()
+        self._raise_failures()
+        fields = {"count": len(self._idle), "hold_s": HOLD_S}
+        leases = await self._control.request("allocate", fields, timeout_s=HOLD_S + self._timeout_s)
+        for lease in leases or ():
+            task = asyncio.create_task(self._one(self._idle.pop(), RolloutLease.from_map(lease)))
+            self._playing.add(task)
+        return leases is None or bool(leases)
+
+    def _raise_failures(self) -> None:
+        for task in [task for task in self._playing if task.done()]:
+            self._playing.discard(task)
+            task.result()
+
+    async def _one(self, player: Player, lease: RolloutLease) -> None:
+        began = time.time_ns()
+        try:
+            played = await within(player, lease)
+            frames = self._encode(lease, played)
+            await self._stream.push(lease.id, lease.attempt, frames, timeout_s=self._timeout_s)
+            self.played += 1
+        except GroupFailed as error:
+            await self._tell(lease, error.outcome, str(error))
+        except TransportError:
+            raise
+        except Exception as error:
+            _log.exception("sample %s failed", lease.id)
+            await self._tell(lease, "rejected", f"{type(error).__name__}: {error}")
+        finally:
+            self._tracer.record("sample", began, time.time_ns(), line=f"player {self._players.index(player)}",
+                                id=lease.id, attempt=lease.attempt)  # fmt: skip
+            self._idle.append(player)
+            self._freed.set()
+
+    async def _tell(self, lease: RolloutLease, outcome: str, message: str) -> None:
+        fields = {"id": lease.id, "attempt": lease.attempt, "outcome": outcome, "message": message}
+        await self._control.request("rejected", fields, timeout_s=self._timeout_s)

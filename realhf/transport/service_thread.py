@@ -1,0 +1,51 @@
+"""A ``ServiceClient`` for code that blocks, on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from realhf.transport.errors import PeerLost, RpcTimeout
+from realhf.transport.service_client import ServiceClient
+
+_GRACE_S = 5.0
+
+
+class BlockingServiceClient:
+    """The same arguments and errors as ``ServiceClient``; from any thread."""
+
+    def __init__(self, endpoint: str, peer: str, client: str, run_id: str) -> None:
+        self._peer = peer
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
+        self._thread.start()
+        self._client = self._on_loop(self._make(endpoint, peer, client, run_id), _GRACE_S)
+
+    def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
+        """See ``ServiceClient.request``."""
+        return self._on_loop(self._client.request(method, payload, timeout_s=timeout_s), timeout_s + _GRACE_S)
+
+    def close(self) -> None:
+        """Requests in flight fail."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end)
+            self._thread.join(_GRACE_S)
+
+    def _end(self) -> None:
+        self._client.close()
+        self._loop.call_soon(self._loop.stop)
+
+    @staticmethod
+    async def _make(endpoint: str, peer: str, client: str, run_id: str) -> ServiceClient:
+        return ServiceClient(endpoint, peer, client, run_id)
+
+    def _on_loop(self, coroutine: Any, timeout_s: float) -> Any:
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise PeerLost(f"the client of {self._peer} is closed")
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+        except FutureTimeout:
+            raise RpcTimeout(f"{self._peer} did not answer within {timeout_s:g} s") from None

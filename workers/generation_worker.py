@@ -1,0 +1,167 @@
+"""A generation worker: samples tokens with the newest weights for all rollout workers.
+
+python -m workers.generation_worker --run-dir DIR --run-id ID --master tcp://... --index 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from realhf.api.chat import TemplateChat
+from realhf.api.config import GenConfig
+from realhf.api.experiment import RolloutSpec, RunPlan
+from realhf.api.generation import StreamingGenerator, WeightsManifest
+from realhf.api.model import GenOutput
+from realhf.api.plugin import load_plugin
+from realhf.api.trace import WEIGHTS
+from realhf.backends.streaming_engines import make_streaming_generator
+from realhf.backends.torch_backend import load_tokenizer
+from realhf.monitor.trace import TraceWriter
+from realhf.rollout.generation_client import answer_of, request_of
+from realhf.scheduler.failure import run_guarded
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.service_server import Request, ServiceServer
+from realhf.transport.weights.receiver import receive
+
+
+class SlotTable:
+    """Every client numbers its cache rows from 0; the engine knows them by numbers of its own."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, int], int] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def of(self, client: str, slot: int) -> int:
+        """The engine's number, a new one for a new row."""
+        with self._lock:
+            key = (client, slot)
+            if key not in self._slots:
+                self._slots[key] = self._next
+                self._next += 1
+            return self._slots[key]
+
+    def take(self, client: str, slots: list[int]) -> list[int]:
+        """The engine's numbers of these rows, which the client gives up."""
+        with self._lock:
+            return [self._slots.pop((client, slot)) for slot in slots if (client, slot) in self._slots]
+
+    def take_all_but(self, clients: set[str]) -> list[int]:
+        """The engine's numbers of the rows of clients that are gone."""
+        with self._lock:
+            gone = [key for key in self._slots if key[0] not in clients]
+            return [self._slots.pop(key) for key in gone]
+
+
+class GenerationWorker:
+    """Answers ``generate`` and ``free`` of rollout workers, ``update_weights`` and ``status`` of the master."""
+
+    def __init__(self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str) -> None:
+        self._plan, self._stack = plan, ExitStack()
+        self._slots = SlotTable()
+        name = f"generation/{index}"
+        self._tracer = TraceWriter(plan.spec.run_dir / "trace" / f"generation-{index}.jsonl", name)
+        self._stack.callback(self._tracer.close)
+        model = plan.spec.models[spec.role]
+        self._gen = GenConfig(**spec.calls[0].interface_args["gen"])
+        self._stop_ids = TemplateChat(load_tokenizer(model.path, spec.role)).stop_ids
+        self._engine: StreamingGenerator = self._stack.enter_context(
+            make_streaming_generator(model, spec.options, log=plan.spec.run_dir / "logs" / f"vllm-{index}.log",
+                                     tracer=self._tracer))  # fmt: skip
+        self._service = ServiceServer(name, run_id, self._on_request)
+        self._stack.callback(self._service.close)
+        self._rpc = RpcWorker(
+            name,
+            "generation",
+            index,
+            run_id,
+            master,
+            ordered={"update_weights": self._update_weights},
+            immediate={"status": self._status},
+            endpoints={"generation": self._service.endpoint},
+            connect_timeout_s=plan.rpc.connect_timeout_s,
+            on_roster=self._on_roster,
+        )
+
+    def run(self) -> None:
+        """Until the master says bye. Raises MasterLost."""
+        with self._stack:
+            self._rpc.run()
+
+    def _on_request(self, request: Request) -> None:
+        fields = request.payload
+        if request.method == "generate":
+            slot = self._slots.of(request.client, int(fields[0]))
+
+            def done(output: GenOutput | Exception) -> None:
+                if isinstance(output, Exception):
+                    request.fail(output)
+                else:
+                    request.reply(answer_of(output))
+
+            self._engine.submit(request_of(fields, slot), self._gen, self._stop_ids, done)
+        elif request.method == "free":
+            self._engine.free(self._slots.take(request.client, [int(slot) for slot in fields]))
+            request.reply(None)
+        else:
+            raise ValueError(f"there is no request {request.method!r}")
+
+    def _update_weights(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Stage a version while generation goes on, then take it between two tokens."""
+        manifest = WeightsManifest.from_map(payload["manifest"])
+        began = time.perf_counter()
+        with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
+            tensors = receive(manifest, self._plan.rpc.control_timeout_s)
+        staged = time.perf_counter()
+        with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
+            self._engine.load_weights(manifest.version, tensors)
+        return {
+            "version": self._engine.version,
+            "weight_stage_ms": 1000 * (staged - began),
+            "weight_pause_ms": 1000 * (time.perf_counter() - staged),
+        }
+
+    def _status(self, payload: Any) -> dict[str, float]:
+        del payload
+        return {**self._engine.stats(), "version": float(self._engine.version), "at_s": time.monotonic()}
+
+    def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
+        """Rollout workers that are gone do not come back for their answers."""
+        clients = {f"{name}:{info.pid}" for name, info in roster.items()}
+        gone = self._slots.take_all_but(clients)
+        if gone:
+            self._engine.abort(gone)
+            self._engine.free(gone)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--master", required=True, help="the master's endpoint")
+    parser.add_argument("--index", type=int, required=True)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def work() -> None:
+        plan = RunPlan.read(args.run_dir)
+        for plugin in plan.plugins:
+            load_plugin(plugin)
+        if plan.spec.rollout is None:
+            raise ValueError(f"experiment {plan.spec.name} has no generation workers")
+        GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
+
+    return run_guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

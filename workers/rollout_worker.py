@@ -1,0 +1,182 @@
+"""A rollout worker: plays samples that the master admits and streams them to the trainer.
+
+python -m workers.rollout_worker --run-dir DIR --run-id ID --master tcp://... --index 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from realhf.api.chat import TemplateChat
+from realhf.api.experiment import RolloutSpec, RunPlan
+from realhf.api.model import CallContext
+from realhf.api.plugin import load_plugin
+from realhf.api.sample import MicroBatchSpec
+from realhf.backends.torch_backend import load_tokenizer
+from realhf.monitor.trace import TraceWriter
+from realhf.rollout.agents import make_agent
+from realhf.rollout.finished_sample import SampleEncoder
+from realhf.rollout.generation_client import GenerationClient
+from realhf.rollout.group_player import GroupPlayer
+from realhf.rollout.grpo_pool import GrpoPool
+from realhf.rollout.rollout_loop import RolloutLoop
+from realhf.scheduler.failure import run_guarded
+from realhf.transport.push_producer import StreamProducer
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.service_client import ServiceClient
+
+DRAIN_S = 30.0
+
+
+class RolloutWorker:
+    """Registers, and plays whenever the master says ``play``. The main thread serves the master, another one runs the
+    event loop on which all episodes live."""
+
+    def __init__(self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str) -> None:
+        self._plan, self._spec, self._run_id = plan, spec, run_id
+        self._incarnation = f"rollout_worker/{index}:{os.getpid()}"
+        self._tracer = TraceWriter(
+            plan.spec.run_dir / "trace" / f"rollout_worker-{index}.jsonl", f"rollout_worker/{index}"
+        )
+        self._loop = asyncio.new_event_loop()
+        self._generation: GenerationClient | None = None
+        self._failure: BaseException | None = None
+        self._rpc = RpcWorker(
+            f"rollout_worker/{index}",
+            "rollout_worker",
+            index,
+            run_id,
+            master,
+            ordered={"play": self._play},
+            connect_timeout_s=plan.rpc.connect_timeout_s,
+            on_roster=self._on_roster,
+        )
+
+    def run(self) -> None:
+        """Until the master says bye. Raises what ended the event loop, or MasterLost."""
+        threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+        try:
+            self._rpc.run()
+        finally:
+            self._tracer.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _play(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Begin to take samples: {control: endpoint of the master's service, stream: endpoint of the stream}."""
+        asyncio.run_coroutine_threadsafe(self._played(payload), self._loop)
+        return {}
+
+    async def _played(self, payload: Mapping[str, Any]) -> None:
+        try:
+            await self._play_all(str(payload["control"]), str(payload["stream"]), payload["env"])
+        except Exception as error:
+            self._failure = error
+            self._rpc.stop()
+
+    async def _play_all(self, control: str, stream: str, env_urls: Sequence[str]) -> None:
+        timeout_s = self._plan.rpc.control_timeout_s
+        async with AsyncExitStack() as stack:
+            client = ServiceClient(control, "the master", self._incarnation, self._run_id)
+            stack.callback(client.close)
+            producer = StreamProducer(stream, self._incarnation, self._run_id)
+            stack.push_async_callback(producer.close)
+            self._generation = GenerationClient(
+                self._incarnation, self._run_id, timeout_s=self._spec.options.rollout_deadline_s
+            )
+            stack.callback(self._generation.close)
+            self._generation.update(_generation_workers(self._rpc.roster))
+            loop = RolloutLoop(
+                client,
+                producer,
+                self._players(self._generation, env_urls),
+                self._encoder(),
+                tracer=self._tracer,
+                timeout_s=max(timeout_s, self._spec.options.rollout_deadline_s),
+            )
+            await loop.run()
+            if not await producer.drain(DRAIN_S):
+                raise RuntimeError(f"the stream did not take {producer.unacked} samples within {DRAIN_S:g} s")
+
+    def _players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
+        args = self._spec.calls[0].interface_args
+        group = int(args["group_size"])
+        tokenizer = load_tokenizer(self._plan.spec.models[self._spec.role].path, self._spec.role)
+        agent = make_agent(self._spec.agent, TemplateChat(tokenizer), args)
+        return [
+            GroupPlayer(
+                GrpoPool(
+                    env_urls[number % len(env_urls)],
+                    group,
+                    message_timeout_s=args["message_timeout_s"],
+                    retry_capacity_s=self._plan.rpc.connect_timeout_s,
+                    on_failure="drop",
+                ),
+                agent,
+                generation,
+                first_slot=number * group,
+                run_seed=self._plan.spec.seed,
+                on_failure=self._spec.options.on_failure,
+                min_group_size=args["min_group_size"],
+                chaos=args["chaos"],
+                patience_s=self._plan.rpc.connect_timeout_s,
+            )
+            for number in range(max(1, self._spec.sessions // group))
+        ]
+
+    def _encoder(self) -> SampleEncoder:
+        args, spec = self._spec.calls[0].interface_args, self._plan.spec
+        context = CallContext(0, spec.seed, MicroBatchSpec(), spec.run_dir)
+        return SampleEncoder(
+            self._spec.calls[1:],
+            context,
+            min_group_size=args["min_group_size"],
+            transcripts=args["transcripts"],
+            batch_size=spec.n_seqs,
+        )
+
+    def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
+        workers = _generation_workers(roster)
+        self._loop.call_soon_threadsafe(lambda: self._generation and self._generation.update(workers))
+
+
+def _generation_workers(roster: Mapping[str, WorkerInfo]) -> dict[str, str]:
+    return {name: info.endpoints["generation"] for name, info in roster.items() if "generation" in info.endpoints}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--master", required=True, help="the master's endpoint")
+    parser.add_argument("--index", type=int, required=True)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+    def work() -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        plan = RunPlan.read(args.run_dir)
+        for plugin in plan.plugins:
+            load_plugin(plugin)
+        if plan.spec.rollout is None:
+            raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
+        RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
+
+    return run_guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
