@@ -61,8 +61,8 @@ def _check_effect(value: Mapping[str, Any], config: PPOConfig) -> None:
     if config.kl_estimator is not None and value["kl_ctl"] == 0 and value["kl_loss_coef"] == 0:
         raise ValueError("ppo.kl_estimator has no effect while kl_ctl and kl_loss_coef are 0: remove it")
     if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
-        raise ValueError(f"ppo.kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 or "
-                         "k3, or kl_loss_coef=0 and kl_ctl")
+        raise ValueError(f"ppo.kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 "
+                         "or k3, or kl_loss_coef=0 and kl_ctl")
     if config.discount != 1.0 and value["adv_estimator"] not in RETURN_TO_GO:
         raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
 

@@ -61,6 +61,15 @@ def test_recomputed_in_the_train_call_is_what_actor_inf_says(
     assert (abs(called["ratio_max"] - 1) < 1e-4) == (n_minibatches == 1), "the ratio is to the start of the step"
 
 
+def test_recomputed_logprobs_replace_the_old_ones_in_the_kl_reward_too(rollout_batch: Any) -> None:
+    sample = scored(tiny_actor(), off_policy(rollout_batch))
+    got = PolicyGradientInterface({"recompute_logprob": True, "kl_ctl": 0.1}).prepare(sample)[0]["advantages"]
+    replaced = replace_keys(sample, shifted={"packed_logprobs": sample["proximal_logprobs"]})
+    plain = PolicyGradientInterface({"kl_ctl": 0.1})
+    assert torch.equal(got, plain.prepare(replaced)[0]["advantages"])
+    assert not torch.allclose(got, plain.prepare(sample)[0]["advantages"], atol=1e-3)
+
+
 @pytest.mark.parametrize("given", [{"recompute_logprob": True}, {"use_decoupled_loss": True},
                                    {"use_decoupled_loss": True, "behav_imp_weight_mode": "truncate",
                                     "behav_imp_weight_cap": 1.1}], ids=str)
