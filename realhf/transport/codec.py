@@ -80,7 +80,8 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
             raise CodecError(f"sample format {header.get('fmt')!r}, expected {FORMAT}")
         ids, metadata = field(header, "ids", list), field(header, "metadata", dict)
         meta_only = header.get("meta_only", False)
-        entries = [_Entry.read(item, len(ids), views, bool(meta_only)) for item in field(header, "keys", list)]
+        known: dict[bytes, Lengths] = {}
+        entries = [_Entry.read(item, len(ids), views, bool(meta_only), known) for item in field(header, "keys", list)]
         if len({entry.key for entry in entries}) != len(entries):
             raise CodecError("a key occurs twice")
         if not all(isinstance(column, list) for column in metadata.values()):
@@ -110,7 +111,10 @@ class _Entry:
     raw: memoryview
 
     @staticmethod
-    def read(item: Any, samples: int, views: Sequence[memoryview], meta_only: bool) -> _Entry:
+    def read(
+        item: Any, samples: int, views: Sequence[memoryview], meta_only: bool, known: dict[bytes, Lengths]
+    ) -> _Entry:
+        """``known``: lengths of keys read before; keys of equal lengths share them."""
         if not isinstance(item, dict):
             raise CodecError("an entry of keys is not a map")
         key, dtype, trailing = field(item, "k", str), field(item, "dtype", str), field(item, "trailing", list)
@@ -121,8 +125,10 @@ class _Entry:
         sequences = field(item, "sequences", int)
         if sequences < 0:
             raise CodecError(f"key {key!r}: {sequences} sequences")
-        lens = _slice(views, item, "lens_frame", "lens_offset", 8 * (sequences + samples + 1), key)
-        lengths = _lengths(lens, sequences, key)
+        lens = bytes(_slice(views, item, "lens_frame", "lens_offset", 8 * (sequences + samples + 1), key))
+        lengths = known.get(lens)
+        if lengths is None:
+            lengths = known[lens] = _lengths(lens, sequences, key)
         expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         if meta_only:
             return _Entry(key, dtype, tuple(trailing), lengths, memoryview(b""))
@@ -188,7 +194,7 @@ def _slice(
     return views[frame][offset : offset + nbytes]
 
 
-def _lengths(raw: memoryview, sequences: int, key: str) -> Lengths:
+def _lengths(raw: bytes, sequences: int, key: str) -> Lengths:
     numbers: IntArray = np.frombuffer(raw, dtype="<i8").astype(np.int64)
     values, offsets = numbers[:sequences], numbers[sequences:]
     if sequences and (values.min() < 0 or int(values.max()) > MAX_MESSAGE_BYTES):

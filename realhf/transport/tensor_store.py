@@ -42,9 +42,7 @@ class TensorStore:
         Raises ValueError on a metadata-only sample."""
         if sample.data is None:
             raise ValueError("only samples with data can be stored")
-        columns = {
-            key: (sample.select([key]), sample.sample_tokens(key), _row_bytes(sample, key)) for key in sample.keys
-        }
+        columns = _columns(sample)
         with self._lock:
             known = [(i, key) for i in sample.ids for key in columns if key in self._entries.get(i, ())]
             for sample_id, key in known:
@@ -58,7 +56,7 @@ class TensorStore:
                 entries = self._entries.setdefault(sample_id, {})
                 for key, (batch, tokens, row_bytes) in columns.items():
                     if key not in entries:
-                        entries[key] = _Entry(batch, position, producer, int(tokens[position]) * row_bytes)
+                        entries[key] = _Entry(batch, position, producer, tokens[position] * row_bytes)
                         self._nbytes += entries[key].nbytes
 
     def get(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
@@ -120,8 +118,18 @@ class TensorStore:
             return len(self._entries)
 
 
-def _row_bytes(sample: SequenceSample, key: str) -> int:
-    return math.prod(sample.trailing_shapes[key]) * ITEMSIZE[sample.dtypes[key]]
+def _columns(sample: SequenceSample) -> dict[str, tuple[SequenceSample, list[int], int]]:
+    """By key: the sample with that key alone, the rows of every id, and the bytes of a row."""
+    trailing, dtypes = sample.trailing_shapes, sample.dtypes
+    rows: dict[int, list[int]] = {}
+    out = {}
+    for key, dtype in dtypes.items():
+        lengths = sample.lengths(key)
+        tokens = rows.get(id(lengths))
+        if tokens is None:
+            tokens = rows[id(lengths)] = sample.sample_tokens(key).tolist()
+        out[key] = (sample.select([key]), tokens, math.prod(trailing[key]) * ITEMSIZE[dtype])
+    return out
 
 
 def _column(entries: Sequence[_Entry]) -> SequenceSample:
