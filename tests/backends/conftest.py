@@ -15,8 +15,8 @@ from realhf.api.sample import SequenceSample
 VOCABULARY = 97
 _SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 192,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "intermediate_size": 48, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -26,25 +26,26 @@ def one_thread() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def tiny_config(architecture: str) -> Any:
+def tiny_config(architecture: str, positions: int = 192) -> Any:
+    shape = {**_SHAPE, "max_position_embeddings": positions}
     if architecture == "qwen3":
-        return Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=True)
+        return Qwen3Config(**shape, head_dim=8, tie_word_embeddings=True)
     if architecture == "llama":
-        return LlamaConfig(**_SHAPE)
+        return LlamaConfig(**shape)
     if architecture == "qwen2":
-        return Qwen2Config(**_SHAPE)
+        return Qwen2Config(**shape)
     return GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=192, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=positions, bos_token_id=1, eos_token_id=2
     )
 
 
 @pytest.fixture
 def tiny_model() -> Callable[..., Any]:
-    """tiny_model(architecture) -> the same random weights every time, sharp enough to have favourites."""
+    """tiny_model(architecture, positions) -> the same random weights every time, sharp enough to have favourites."""
 
-    def build(architecture: str = "qwen3") -> Any:
+    def build(architecture: str = "qwen3", positions: int = 192) -> Any:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(architecture)).eval()
+        model = AutoModelForCausalLM.from_config(tiny_config(architecture, positions)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:

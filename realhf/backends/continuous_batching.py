@@ -1,0 +1,379 @@
+"""Continuous batching: requests join and leave between two tokens, on the engine's own thread.
+
+Between two steps the thread does what others asked for, in this order: new weights, ends of requests, forgetting
+slots, new requests, a pause. Everybody else only leaves a word under the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realhf.api.config import GenConfig
+from realhf.api.generation import Done
+from realhf.api.model import GenOutput, GenRequest
+from realhf.api.trace import NoTrace, Tracer
+from realhf.backends.decode_core import DecodeCore, Turn, rest_of_turn
+from realhf.backends.sampling import check_gen_config, stream_of
+from realhf.backends.weight_copy import copy_weights
+
+_log = logging.getLogger(__name__)
+_WEIGHTS_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 30.0
+_SPAN_NS = 100_000_000
+"""Steps without a break are reported to the tracer as one piece of work, so long at most."""
+
+
+_Told = tuple[Done, GenOutput]
+
+
+@dataclass
+class _NewWeights:
+    """An update that waits for the engine's thread."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    over: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+@dataclass
+class _Span:
+    """Steps that are not reported yet: wall-clock nanoseconds, and the tokens made before."""
+
+    began: int
+    tokens: int
+    ended: int = 0
+
+
+class ContinuousGenerator:
+    """A ``StreamingGenerator`` on ``model``, whose parameters it owns from now on.
+
+    ``kv_policy``: after new weights, ``recompute`` computes every prefix again before its next token, ``keep`` goes
+    on with the keys and values of the old ones. ``max_rows`` bounds the sequences that are cached, playing or
+    between two turns; more requests wait. ``version``: policy version of the weights that the model has; -1: it has
+    none yet and requests wait for ``load_weights``. Requests without a seed draw from unpredictable streams."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_policy: str = "recompute",
+        max_rows: int = 256,
+        threads: int = 1,
+        version: int = 0,
+        tracer: Tracer | None = None,
+    ) -> None:
+        if kv_policy not in ("recompute", "keep"):
+            raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
+        if max_rows < 1 or threads < 1:
+            raise ValueError(f"max_rows and threads must be at least 1, got {max_rows} and {threads}")
+        self._model = model.eval()
+        self._kv_policy = kv_policy
+        self._threads = threads
+        self._tracer = tracer or NoTrace()
+        self._core = DecodeCore(model, max_rows=max_rows)
+        self._max_rows = max_rows
+        self._version = version
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Turn, Done]] = deque()
+        self._playing: dict[int, tuple[Turn, Done]] = {}  # by slot
+        self._to_abort: set[int] = set()
+        self._to_free: set[int] = set()
+        self._forget_later: set[int] = set()
+        self._weights: _NewWeights | None = None
+        self._paused = False
+        self._parked = False
+        self._closing = False
+        self._busy_s = self._weight_pause_s = 0.0
+        self._weight_updates = 0
+        self._stopped = 0  # wall-clock nanoseconds since when new weights keep requests waiting
+        self._span: _Span | None = None
+        self._thread = threading.Thread(target=self._serve, name="generation", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """See ``StreamingGenerator``."""
+        return self._version
+
+    def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
+        """See ``StreamingGenerator``. ``done`` gets a ValueError for a request with no tokens, with options out of
+        range or for a slot that is in play, and whatever a forward pass raised. Raises RuntimeError after
+        ``close``."""
+        stream = stream_of(int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed)
+        budget = rest_of_turn(request, config, self._core.limit)
+        turn = Turn(request, config, frozenset(stop_ids), budget, stream)
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("the generation engine is closed")
+            self._waiting.append((turn, done))
+            self._changed.notify_all()
+
+    def abort(self, slots: Sequence[int]) -> None:
+        """See ``StreamingGenerator``. Slots without a request are left alone."""
+        with self._changed:
+            self._to_abort.update(slots)
+            self._changed.notify_all()
+
+    def free(self, slots: Sequence[int]) -> None:
+        """See ``StreamingGenerator``. A request that is in play goes on, and its slot is forgotten at its end."""
+        with self._changed:
+            self._to_free.update(slots)
+            self._changed.notify_all()
+
+    def pause(self, timeout_s: float) -> None:
+        """See ``StreamingGenerator``. A pause that timed out is none."""
+        with self._changed:
+            before, self._paused = self._paused, True
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._parked or self._closing, timeout_s):
+                self._paused = before
+                self._changed.notify_all()
+                raise TimeoutError(f"the generation engine did not finish its step within {timeout_s:g} s")
+
+    def resume(self) -> None:
+        """See ``StreamingGenerator``. Harmless if nothing is paused."""
+        with self._changed:
+            self._paused = self._parked = False
+            self._changed.notify_all()
+
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See ``StreamingGenerator``. Raises TimeoutError when the engine's current step does not end."""
+        update = _NewWeights(version, tensors)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._weights is None or self._closing, _WEIGHTS_TIMEOUT_S):
+                raise TimeoutError(f"the generation engine was busy with other weights for {_WEIGHTS_TIMEOUT_S:g} s")
+            if self._closing:
+                raise RuntimeError("the generation engine is closed")
+            self._weights = update
+            self._changed.notify_all()
+        if not update.over.wait(_WEIGHTS_TIMEOUT_S):
+            with self._changed:
+                taken, self._weights = self._weights is not update, None if self._weights is update else self._weights
+            if not taken:
+                raise TimeoutError(f"the generation engine's step did not end within {_WEIGHTS_TIMEOUT_S:g} s")
+            update.over.wait()  # being copied, which needs nobody else
+        if update.error is not None:
+            raise update.error
+
+    def stats(self) -> dict[str, float]:
+        """See ``StreamingGenerator``; also ``weight_updates`` and ``weight_pause_s``, the seconds in which they kept
+        the engine from sampling."""
+        core = self._core
+        with self._changed:
+            return {
+                "generated_tokens": float(core.generated_tokens),
+                "prefill_tokens": float(core.computed_tokens),
+                "reused_tokens": float(core.reused_tokens),
+                "busy_s": self._busy_s,
+                "weight_updates": float(self._weight_updates),
+                "weight_pause_s": self._weight_pause_s,
+                "running": float(len(self._playing)),
+                "waiting": float(len(self._waiting)),
+            }
+
+    def close(self) -> None:
+        """See ``StreamingGenerator``. Raises TimeoutError when the thread does not end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the generation engine's thread did not end within {_CLOSE_TIMEOUT_S:g} s")
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
+        error: BaseException = RuntimeError("the generation engine was closed")
+        try:
+            while self._round():
+                pass
+        except BaseException as unexpected:
+            _log.exception("the generation engine's thread ends")
+            error = unexpected
+        self._end(error)
+
+    def _round(self) -> bool:
+        """One step, and before it what others asked for. False when the engine closes."""
+        with self._changed:
+            self._wait_for_work()
+            if self._closing:
+                return False
+            paused, update = self._paused, self._weights
+            self._weights = None
+            told = self._end_aborted()
+            self._forget_freed()
+            self._changed.notify_all()
+        for done, result in told:
+            _tell(done, result)
+        if update is not None:
+            self._take_weights(update)
+        if paused or self._version < 0:
+            return True
+        try:
+            self._join()
+            if self._playing:
+                self._step()
+        except Exception as error:
+            _log.exception("a step of generation failed with %d requests in play", len(self._playing))
+            self._core.reset()
+            self._fail_playing(error)
+        return True
+
+    def _wait_for_work(self) -> None:
+        """Until there is something to do. Under the lock; this is where a pause begins."""
+        while True:
+            if self._paused and not self._parked:
+                self._parked = True
+                self._changed.notify_all()
+            asked = self._weights is not None or self._to_abort or self._to_free
+            playable = not self._paused and self._version >= 0 and (self._playing or self._waiting)
+            if self._closing or asked or playable:
+                return
+            self._report()
+            self._changed.wait()
+
+    def _end_aborted(self) -> list[_Told]:
+        """Take aborted requests out of play and out of the queue."""
+        slots, self._to_abort = self._to_abort, set()
+        told: list[_Told] = []
+        ended = [self._playing.pop(slot) for slot in slots if slot in self._playing]
+        self._core.leave([turn for turn, _ in ended])
+        self._to_free |= self._forget_later & slots
+        self._forget_later -= slots
+        kept: deque[tuple[Turn, Done]] = deque()
+        for turn, done in self._waiting:
+            (ended if turn.slot in slots else kept).append((turn, done))
+        self._waiting = kept
+        for turn, done in ended:
+            turn.reason = "aborted"
+            told.append((done, turn.output()))
+        return told
+
+    def _forget_freed(self) -> None:
+        now = self._to_free - self._playing.keys()
+        self._to_free -= now
+        self._forget_later |= self._to_free
+        self._to_free = set()
+        self._core.free(now)
+
+    def _take_weights(self, update: _NewWeights) -> None:
+        began = time.time_ns()
+        try:
+            if update.version < self._version:
+                raise ValueError(f"weights of version {update.version} after those of version {self._version}")
+            if update.version > self._version:
+                self._report()
+                copy_weights(self._model, update.tensors)
+                self._version = update.version
+                self._weight_updates += 1
+                if self._kv_policy == "recompute":
+                    self._core.forget_tokens()
+                # What generation stands still for ends with the next token, if anybody waits for one.
+                self._stopped = began if self._playing and not self._paused else 0
+                self._weight_pause_s += 0.0 if self._stopped else (time.time_ns() - began) * 1e-9
+                self._tracer.record("load weights", began, time.time_ns(), version=update.version)
+        except Exception as error:
+            update.error = error
+        update.over.set()
+
+    def _join(self) -> None:
+        """Bring waiting requests into play as far as there are rows."""
+        with self._changed:
+            room = min(len(self._waiting), self._max_rows - len(self._playing))
+            chosen = [self._waiting.popleft() for _ in range(room)]
+        fit: dict[int, tuple[Turn, Done]] = {}
+        for turn, done in chosen:
+            error = self._refusal(turn, fit)
+            if error is not None:
+                _tell(done, error)
+            elif turn.budget < 1:
+                turn.reason = "length"
+                _tell(done, turn.output())
+            else:
+                fit[turn.slot] = turn, done
+        if fit:
+            with self._changed:
+                self._playing.update(fit)
+            self._core.join([turn for turn, _ in fit.values()])
+
+    def _refusal(self, turn: Turn, others: Mapping[int, object]) -> ValueError | None:
+        if turn.slot in self._playing or turn.slot in others:
+            return ValueError(f"generate: slot {turn.slot} is in play")
+        if len(turn.request.token_ids) == 0:
+            return ValueError(f"generate: the request for slot {turn.slot} has no tokens")
+        try:
+            check_gen_config(turn.config)
+        except ValueError as error:
+            return error
+        return None
+
+    def _step(self) -> None:
+        began, before = time.time_ns(), self._core.generated_tokens
+        ended = self._core.step(self._version)
+        now = time.time_ns()
+        self._busy_s += (now - began) * 1e-9
+        if self._stopped and self._core.generated_tokens > before:
+            self._weight_pause_s += (now - self._stopped) * 1e-9
+            self._stopped = 0
+        if self._span is None:
+            self._span = _Span(began, before)
+        self._span.ended = now
+        if now - self._span.began > _SPAN_NS:
+            self._report()
+        with self._changed:
+            told = [(self._playing.pop(turn.slot)[1], turn.output()) for turn in ended]
+            later = self._forget_later & {turn.slot for turn in ended}
+            self._forget_later -= later
+        self._core.free(later)
+        for done, result in told:
+            _tell(done, result)
+
+    def _report(self) -> None:
+        """Tell the tracer what was done since the last break."""
+        span, self._span = self._span, None
+        if span is not None:
+            tokens = self._core.generated_tokens - span.tokens
+            self._tracer.record("generate", span.began, span.ended, tokens=tokens, rows=len(self._playing))
+
+    def _fail_playing(self, error: Exception) -> None:
+        with self._changed:
+            failed, self._playing = list(self._playing.values()), {}
+            self._forget_later.clear()
+        for _, done in failed:
+            _tell(done, error)
+
+    def _end(self, error: BaseException) -> None:
+        """Nobody waits for this engine any longer."""
+        failure = error if isinstance(error, Exception) else RuntimeError(f"generation ended: {error!r}")
+        self._report()
+        with self._changed:
+            self._closing = True
+            failed = [*self._playing.values(), *self._waiting]
+            self._playing, self._waiting = {}, deque()
+            update, self._weights = self._weights, None
+            self._changed.notify_all()
+        for _, done in failed:
+            _tell(done, failure)
+        if update is not None:
+            update.error = failure
+            update.over.set()
+        self._core.reset()
+
+
+def _tell(done: Done, result: GenOutput | Exception) -> None:
+    try:
+        done(result)
+    except Exception:
+        _log.exception("who asked for tokens failed to take them")

@@ -1,0 +1,35 @@
+"""New weights copied into a model's own tensors: all of them or, on an error, none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors``, named as in the model's state dict, into it. Names that share memory (tied embeddings) may be
+    given once. Raises ValueError that names a tensor which is missing, unknown or of another shape; then nothing has
+    changed."""
+    targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+    unknown = sorted(set(tensors) - set(targets))
+    if unknown:
+        raise ValueError(f"weights: the model has no tensor {unknown[0]} ({len(unknown)} unknown)")
+    given = {_place(targets[name]) for name in tensors}
+    missing = sorted(name for name, target in targets.items() if _place(target) not in given)
+    if missing:
+        raise ValueError(f"weights: {missing[0]} is missing ({len(missing)} missing)")
+    for name, new in tensors.items():
+        if new.shape != targets[name].shape:
+            raise ValueError(f"weights: {name} has shape {tuple(new.shape)}, the model {tuple(targets[name].shape)}")
+        if new.is_floating_point() != targets[name].is_floating_point():
+            raise ValueError(f"weights: {name} is {new.dtype}, in the model {targets[name].dtype}")
+    with torch.no_grad():
+        for name, new in tensors.items():
+            targets[name].copy_(new)
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape)
