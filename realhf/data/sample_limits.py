@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.api.keys import KeySpec, dtype_tag
+from realhf.api.keys import KeySpec
 from realhf.api.sample import SequenceSample
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import CodecError
@@ -52,18 +52,19 @@ class SampleLimits:
         if tokens and not 1 <= min(tokens) <= max(tokens) <= self.max_tokens:
             raise CodecError(f"sample {id!r} has a sequence of no or more than {self.max_tokens} tokens")
         expected = {"L": tokens, "L-1": [n - 1 for n in tokens], "1": [1] * len(tokens)}
+        dtypes = sample.dtypes
         for spec in self.keys:
-            _check_key(sample, spec, expected)
+            _check_key(sample, spec, dtypes[spec.name], expected)
         return sample
 
 
-def _check_key(sample: SequenceSample, spec: KeySpec, expected: dict[str, list[int]]) -> None:
+def _check_key(sample: SequenceSample, spec: KeySpec, dtype: str, expected: dict[str, list[int]]) -> None:
     """``expected``: lengths of the sequences by rule."""
     where = f"sample {sample.ids[0]!r}, key {spec.name!r}"
     tensor = sample[spec.name]
-    shape = tensor.shape[1:]
-    if dtype_tag(tensor.dtype) != spec.dtype or tuple(shape) != spec.trailing:
-        raise CodecError(f"{where}: {tensor.dtype} {tuple(shape)}, expected {spec.dtype} {spec.trailing}")
+    shape = tuple(tensor.shape)[1:]
+    if dtype != spec.dtype or shape != spec.trailing:
+        raise CodecError(f"{where}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}")
     lengths = sample.lengths(spec.name).values.tolist()
     if spec.rule != "free" and lengths != expected[spec.rule]:
         raise CodecError(f"{where}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} tokens")

@@ -64,13 +64,10 @@ def unpack_map(frame: Any, limit: int) -> dict[str, Any]:
 def _check_depth(value: Any) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        nested: list[Any] = []
-        for item in level:
-            children = item.values() if isinstance(item, dict) else item
-            nested.extend(child for child in children if isinstance(child, (dict, list)))
-        if not nested:
+        children = [item.values() if type(item) is dict else item for item in level]
+        level = [child for items in children for child in items if type(child) is dict or type(child) is list]
+        if not level:
             return
-        level = nested
     raise ProtocolError(f"header is nested deeper than {MAX_DEPTH} levels")
 
 
@@ -105,6 +102,8 @@ def unpack_payload(frames: Sequence[Any]) -> Any:
 def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
     """A header field of the given type. Raises ProtocolError when absent or of another type."""
     value = header.get(name)
+    if type(value) is kind:
+        return value
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ProtocolError(f"header field {name!r} is {value!r:.60}, expected {kind.__name__}")
     return value

@@ -17,12 +17,11 @@ __all__ = ["DataMissing", "DuplicateDataError", "TensorStore"]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a value is: a batch with this one key, and the position of the sample in it."""
+    """Where the values of one put are: the batch, and the position of the sample in it. Shared by their keys."""
 
     batch: SequenceSample
     position: int
     producer: str
-    nbytes: int
 
 
 class TensorStore:
@@ -32,6 +31,7 @@ class TensorStore:
     def __init__(self, name: str = "store") -> None:
         self._name = name
         self._entries: dict[str, dict[str, _Entry]] = {}
+        self._sizes: dict[str, int] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
         self._listeners: list[Callable[[frozenset[str]], None]] = []
@@ -42,9 +42,9 @@ class TensorStore:
         Raises ValueError on a metadata-only sample."""
         if sample.data is None:
             raise ValueError("only samples with data can be stored")
-        columns = _columns(sample)
+        sizes = _sizes(sample)
         with self._lock:
-            known = [(i, key) for i in sample.ids for key in columns if key in self._entries.get(i, ())]
+            known = [(i, key) for i in sample.ids for key in sizes if key in self._entries.get(i, ())]
             for sample_id, key in known:
                 before = self._entries[sample_id][key].producer
                 if not producer or before != producer:
@@ -54,10 +54,12 @@ class TensorStore:
                     )
             for position, sample_id in enumerate(sample.ids):
                 entries = self._entries.setdefault(sample_id, {})
-                for key, (batch, tokens, row_bytes) in columns.items():
-                    if key not in entries:
-                        entries[key] = _Entry(batch, position, producer, tokens[position] * row_bytes)
-                        self._nbytes += entries[key].nbytes
+                entry = _Entry(sample, position, producer)
+                fresh = [key for key in sizes if key not in entries]
+                entries.update(dict.fromkeys(fresh, entry))
+                nbytes = sum(sizes[key][position] for key in fresh)
+                self._sizes[sample_id] = self._sizes.get(sample_id, 0) + nbytes
+                self._nbytes += nbytes
 
     def get(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
         """The values of these keys for these ids, in this order. Raises DataMissing with the list."""
@@ -68,8 +70,8 @@ class TensorStore:
                 raise DataMissing(self._name, missing)
             columns = {name: [self._entries[i][name] for i in ids] for name in names}
         out: SequenceSample | None = None
-        for entries in columns.values():
-            column = _column(entries)
+        for name, entries in columns.items():
+            column = _column(name, entries)
             out = column if out is None else out.update(column)
         if out is None:
             raise ValueError("get needs at least one key")
@@ -92,9 +94,9 @@ class TensorStore:
         """Forget these samples (all when None); unknown ids are ignored. Returns the bytes given up."""
         with self._lock:
             gone = frozenset(self._entries if ids is None else ids)
-            freed = 0
             for sample_id in gone:
-                freed += sum(entry.nbytes for entry in self._entries.pop(sample_id, {}).values())
+                self._entries.pop(sample_id, None)
+            freed = sum(self._sizes.pop(sample_id, 0) for sample_id in gone)
             self._nbytes -= freed
             listeners = list(self._listeners)
         for listener in listeners:
@@ -118,24 +120,24 @@ class TensorStore:
             return len(self._entries)
 
 
-def _columns(sample: SequenceSample) -> dict[str, tuple[SequenceSample, list[int], int]]:
-    """By key: the sample with that key alone, the rows of every id, and the bytes of a row."""
-    trailing, dtypes = sample.trailing_shapes, sample.dtypes
+def _sizes(sample: SequenceSample) -> dict[str, list[int]]:
+    """Bytes of every id, by key."""
+    trailing = sample.trailing_shapes
     rows: dict[int, list[int]] = {}
     out = {}
-    for key, dtype in dtypes.items():
+    for key, dtype in sample.dtypes.items():
         lengths = sample.lengths(key)
-        tokens = rows.get(id(lengths))
-        if tokens is None:
-            tokens = rows[id(lengths)] = sample.sample_tokens(key).tolist()
-        out[key] = (sample.select([key]), tokens, math.prod(trailing[key]) * ITEMSIZE[dtype])
+        if id(lengths) not in rows:
+            rows[id(lengths)] = sample.sample_tokens(key).tolist()
+        row_bytes = math.prod(trailing[key]) * ITEMSIZE[dtype]
+        out[key] = [tokens * row_bytes for tokens in rows[id(lengths)]]
     return out
 
 
-def _column(entries: Sequence[_Entry]) -> SequenceSample:
+def _column(key: str, entries: Sequence[_Entry]) -> SequenceSample:
     """One key for these entries, in order; entries of one batch that follow each other are cut at once."""
     parts: list[SequenceSample] = []
     for _, group in groupby(entries, key=lambda entry: id(entry.batch)):
         run = list(group)
-        parts.append(run[0].batch.select_ids([entry.position for entry in run]))
+        parts.append(run[0].batch.select([key]).select_ids([entry.position for entry in run]))
     return parts[0] if len(parts) == 1 else SequenceSample.gather(parts, allow_metadata_loss=True)
