@@ -59,6 +59,10 @@ class StalenessManager:
         self.running -= count
         self.accepted += count
 
+    def restore_accepted(self, count: int) -> None:
+        """Samples that had been accepted before a restart were found again."""
+        self.accepted += count
+
     def reject(self, count: int = 1) -> None:
         """Running samples ended without a result, or go back to be admitted anew."""
         _check(count, self.running, "rejected", "are running:")

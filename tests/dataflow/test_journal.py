@@ -130,14 +130,17 @@ def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(tmp_path: Path) -> 
     data, ends = path.read_bytes(), [0]
     while ends[-1] < len(data):
         ends.append(ends[-1] + 8 + int.from_bytes(data[ends[-1] : ends[-1] + 4], "little"))
+    torn = tmp_path / path.name
     for cut in range(len(data) + 1):
-        torn = tmp_path / f"torn{cut}"
-        torn.mkdir()
-        (torn / path.name).write_bytes(data[:cut])
         survivors = sum(end <= cut for end in ends[1:])
-        assert _reopened(torn) == STORY[:survivors]
-        assert (torn / path.name).stat().st_size == ends[survivors]
-        fold(STORY[:survivors])
+        torn.write_bytes(data[:cut])
+        frames, good = read_segment(torn)
+        assert ([record for frame in frames for record in frame], good) == (STORY[:survivors], ends[survivors])
+        if cut in ends or cut + 1 in ends:
+            assert _reopened(tmp_path) == STORY[:survivors]
+            assert torn.stat().st_size == ends[survivors]
+            for later in segments(tmp_path)[1:]:
+                later.unlink()
 
 
 def test_a_changed_byte_ends_the_history_where_it_is(tmp_path: Path) -> None:

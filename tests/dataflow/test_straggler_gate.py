@@ -100,10 +100,13 @@ def test_what_cannot_be_is_refused() -> None:
     assert (gate.staged, len(gate)) == (1, 1)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_the_rule_is_the_one_of_the_specification(seed: int) -> None:
+def test_the_rule_is_the_one_of_the_specification() -> None:
     """For every a >= u - eta: the sum over a' <= a of (out[a'] - S[a']) is at most (a + eta - u) * B."""
-    random = Random(seed)
+    verdicts = Counter(_gate_agrees_with_the_specification(Random(seed)) for seed in range(1000))
+    assert min(verdicts["opens"], verdicts["too few"], verdicts["waits"]) > 100
+
+
+def _gate_agrees_with_the_specification(random: Random) -> str:
     batch_size, eta, step = random.randint(1, 4), random.randint(0, 4), random.randint(0, 8)
     gate = StragglerGate(batch_size, eta)
     versions = {f"s{order}": random.randint(max(0, step - eta - 1), step) for order in range(random.randint(1, 14))}
@@ -119,10 +122,12 @@ def test_the_rule_is_the_one_of_the_specification(seed: int) -> None:
         for a in range(step - eta, step + 1)
     )
     if len(chosen) == batch_size and fits:
+        assert gate.stragglers(step) == []
         assert gate.release(step) == sorted(chosen, key=list(versions).index)
-    else:
-        assert gate.release(step) is None
-        assert len(gate) == len(versions)
+        return "opens"
+    assert gate.release(step) is None
+    assert len(gate) == len(versions)
+    return "waits" if len(chosen) == batch_size else "too few"
 
 
 @pytest.mark.parametrize("crashes", [0, 2])
