@@ -17,6 +17,8 @@ from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate, solve
 from realhf.rollout.aws_env import AwsEnv
 from realhf.rollout.env_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
+from realhf.rollout.grpo_pool import GrpoPool
+from realhf.rollout.resuming_env import ResumingEnv
 from realhf.rollout.server_metadata import fetch_metadata
 
 
@@ -41,6 +43,25 @@ async def test_an_episode_loses_no_field(server: EnvServerProcess) -> None:
         assert isinstance(state, AwsState) and state.step_count == 2 and state.tracker["hints_used"] == 1
         raw = await env._open().state()
         assert set(raw) <= set(state.model_dump()), "a field of the state was dropped"
+
+
+async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvServerProcess) -> None:
+    async with GrpoPool(server.url, 2) as pool:
+        for number, task_id in enumerate((1, 101, 203, 302, 404)):
+            task, inner = instantiate(task_id, 5), pool.envs[number % 2]
+            arguments = {"task": task.to_json(), "seed": task.seed, "chaos": True}
+            env = ResumingEnv(inner, reset=arguments, retries=1, reopen=pool.reopen)
+            commands = ["aws iam list-users", *solve(task)]
+            played = []
+            for losses in (0, 1):
+                await env.reset()
+                results = [await env.step(command) for command in commands[:-1]]
+                if losses:
+                    inner._open().abort()
+                results.append(await env.step(commands[-1]))
+                played.append([(result.reward, result.done, result.observation.partial_progress) for result in results])
+            assert played[0] == played[1] and played[0][-1][2] == pytest.approx(1.0)
+            assert env.resumed == 1 and env.failures == {"connection_lost": 1}
 
 
 def test_unknown_fields_are_kept_and_missing_ones_neutral() -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from black_box import FakeTokens, chat, spelt
 
 from realhf.api.env import RolloutOutcome
 from realhf.rollout.openai_endpoint.server import OpenAiServer
 from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMITS = SessionLimits(max_total_tokens=400, turn_tokens=40, max_turns=12)
+Endpoint = tuple[OpenAiServer, Any]
 USER = {"role": "user", "content": "task"}
 
 
@@ -24,17 +27,33 @@ def heard(prompt: str) -> str:
     return f"aws {prompt.count('<|user|>')}"
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def endpoint() -> AsyncIterator[Endpoint]:
+    """One server, and one pool of connections to it, for all tests."""
+    async with OpenAiServer(Sessions(chat(), LIMITS)) as server:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
+        yield server, http
+        await http.aclose()
+
+
+def plain_http() -> httpx.AsyncClient:
+    return httpx.AsyncClient(trust_env=False, verify=False)
+
+
 @asynccontextmanager
 async def served(
-    tokens: FakeTokens, limits: SessionLimits = LIMITS, retries: int = 0
+    endpoint: Endpoint, tokens: FakeTokens, retries: int = 0
 ) -> AsyncIterator[tuple[OpenAiServer, Session, openai.AsyncOpenAI]]:
-    async with OpenAiServer(Sessions(chat(), limits)) as server:
-        session = server.sessions.open(tokens, slot=3, seed=7)
-        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
-        async with openai.AsyncOpenAI(
-            base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http
-        ) as client:
-            yield server, session, client
+    """A session of ``tokens`` and the client of its agent."""
+    server, http = endpoint
+    session = server.sessions.open(tokens, slot=3, seed=7)
+    client = openai.AsyncOpenAI(
+        base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http
+    )
+    try:
+        yield server, session, client
+    finally:
+        server.sessions.close(session)
 
 
 async def say(client: openai.AsyncOpenAI, messages: list[dict[str, Any]], **more: Any) -> str:
@@ -46,9 +65,9 @@ def outcomes(session: Session, reward: float | None = 1.0) -> list[RolloutOutcom
     return session.outcomes(Ending("finished", reward))
 
 
-async def test_a_conversation_keeps_the_ids_that_were_sampled() -> None:
+async def test_a_conversation_keeps_the_ids_that_were_sampled(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
-    async with served(tokens) as (server, session, client):
+    async with served(endpoint, tokens) as (server, session, client):
         messages = [USER]
         for answer in ("one", "two"):
             words = await say(client, messages)
@@ -83,9 +102,9 @@ async def test_a_conversation_keeps_the_ids_that_were_sampled() -> None:
     assert tokens.freed == [3]
 
 
-async def test_an_unfinished_turn_is_ended_and_parts_are_joined() -> None:
+async def test_an_unfinished_turn_is_ended_and_parts_are_joined(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard, part=2, finish="length")
-    async with served(tokens) as (_, session, client):
+    async with served(endpoint, tokens) as (_, session, client):
         reply = await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
         assert reply.choices[0].finish_reason == "length" and reply.choices[0].message.content == "aws 1"
         assert [request.sampled for request in tokens.requests] == [0, 2, 4]
@@ -98,8 +117,8 @@ async def test_an_unfinished_turn_is_ended_and_parts_are_joined() -> None:
     assert outcome.versions[: len(first)] == [1, 1, 2, 2, 3][: len(first)]
 
 
-async def test_streaming_logprobs_and_usage() -> None:
-    async with served(FakeTokens(heard)) as (_, session, client):
+async def test_streaming_logprobs_and_usage(endpoint: Endpoint) -> None:
+    async with served(endpoint, FakeTokens(heard)) as (_, session, client):
         stream = await client.chat.completions.create(
             model="m", messages=[USER], stream=True, logprobs=True,  # type: ignore[list-item]
             stream_options={"include_usage": True},
@@ -120,9 +139,9 @@ async def test_streaming_logprobs_and_usage() -> None:
         assert len(session.ledger.branches) == 2, "the streamed conversation was continued, not started again"
 
 
-async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own() -> None:
+async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
-    async with served(tokens) as (_, session, client):
+    async with served(endpoint, tokens) as (_, session, client):
         first = {"role": "assistant", "content": await say(client, [USER])}
         told = {"role": "user", "content": "more"}
         await say(client, [USER, first, told])
@@ -144,9 +163,9 @@ async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own() -> None:
     assert sum(sum(outcome.loss_mask) for outcome in done) == sum(branch.sampled for branch in session.ledger.branches)
 
 
-async def test_requests_at_once_do_not_share_a_row() -> None:
+async def test_requests_at_once_do_not_share_a_row(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
-    async with served(tokens) as (_, session, client):
+    async with served(endpoint, tokens) as (_, session, client):
         first = {"role": "assistant", "content": await say(client, [USER])}
         tokens.hold = asyncio.Event()
         both = [asyncio.ensure_future(say(client, [USER, first, USER])) for _ in range(2)]
@@ -157,9 +176,9 @@ async def test_requests_at_once_do_not_share_a_row() -> None:
         assert tokens.requests[1].slot != tokens.requests[2].slot and len(session.ledger.branches) == 2
 
 
-async def test_a_reported_reward_ends_the_session() -> None:
+async def test_a_reported_reward_ends_the_session(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
-    async with served(tokens) as (server, session, client), httpx.AsyncClient(trust_env=False) as http:
+    async with served(endpoint, tokens) as (server, session, client), plain_http() as http:
         await say(client, [USER])
         address = f"{server.url}/sessions/{session.key}/reward"
         assert (await http.post(address, json={"reward": "much"})).status_code == 400
@@ -176,10 +195,10 @@ async def test_a_reported_reward_ends_the_session() -> None:
     assert tokens.freed == [3]
 
 
-async def test_an_engine_that_fails_is_no_turn() -> None:
+async def test_an_engine_that_fails_is_no_turn(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
     tokens.fail = 1
-    async with served(tokens) as (_, session, client):
+    async with served(endpoint, tokens) as (_, session, client):
         with pytest.raises(openai.InternalServerError, match="no generation worker"):
             await say(client, [USER])
         assert session.engine_error is not None and not session.ledger.branches
@@ -192,14 +211,14 @@ async def test_an_engine_that_fails_is_no_turn() -> None:
         assert len(outcome.turns) == 2 and outcome.valid
     tokens = FakeTokens(heard)
     tokens.fail = 1
-    async with served(tokens, retries=1) as (_, session, client):
+    async with served(endpoint, tokens, retries=1) as (_, session, client):
         assert await say(client, [USER]) == "aws 1", "the package sends it again by itself"
 
 
-async def test_the_end_cancels_what_is_under_way() -> None:
+async def test_the_end_cancels_what_is_under_way(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
     tokens.hold = asyncio.Event()
-    async with served(tokens) as (server, session, client):
+    async with served(endpoint, tokens) as (server, session, client):
         asking = asyncio.ensure_future(say(client, [USER]))
         while not tokens.requests:
             await asyncio.sleep(0.005)
@@ -213,19 +232,18 @@ async def test_the_end_cancels_what_is_under_way() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("limits", "code"),
-    [(SessionLimits(400, 40, 1), "turn_limit"), (SessionLimits(60, 40), "context_length_exceeded")],
-)
-async def test_limits_are_told_in_the_words_of_the_api(limits: SessionLimits, code: str) -> None:
-    async with served(FakeTokens(heard), limits) as (_, session, client):
-        words = await say(client, [USER])
-        long = {"role": "user", "content": "word " * 30}
+async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> None:
+    async with served(endpoint, FakeTokens(heard)) as (_, session, client):
+        first = {"role": "assistant", "content": await say(client, [USER])}
         with pytest.raises(openai.BadRequestError) as refused:
-            await say(client, [USER, {"role": "assistant", "content": words}, long])
-        assert refused.value.code == code
-        assert session.ledger.limit_hit == ("max_turns" if code == "turn_limit" else "token_budget")
-        assert len(session.ledger.branches) == 1
+            await say(client, [USER, first, {"role": "user", "content": "word " * 200}])
+        assert refused.value.code == "context_length_exceeded" and session.ledger.limit_hit == "token_budget"
+        assert len(session.ledger.branches) == 1 and session.ledger.branches[0].sampled
+        for _ in range(LIMITS.max_turns - 1):
+            await say(client, [USER])
+        with pytest.raises(openai.BadRequestError) as refused:
+            await say(client, [USER])
+        assert refused.value.code == "turn_limit" and session.ledger.limit_hit == "max_turns"
 
 
 BAD: list[tuple[Any, int]] = [
@@ -238,8 +256,8 @@ BAD: list[tuple[Any, int]] = [
 ]  # fmt: skip
 
 
-async def test_bad_requests_are_refused_and_harm_nothing() -> None:
-    async with served(FakeTokens(heard)) as (server, session, client), httpx.AsyncClient(trust_env=False) as http:
+async def test_bad_requests_are_refused_and_harm_nothing(endpoint: Endpoint) -> None:
+    async with served(endpoint, FakeTokens(heard)) as (server, session, client), plain_http() as http:
         address = f"{server.base_url(session)}/chat/completions"
         for body, status in BAD:
             content = {"content": body} if isinstance(body, bytes) else {"json": body}
