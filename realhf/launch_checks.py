@@ -24,10 +24,13 @@ AT_LEAST: dict[str, float] = {
     "warm_start.episodes_per_task": 1, "warm_start.train_steps": 1, "warm_start.batch_size": 1,
     "monitor.episodes_per_step": 0, "monitor.plot_every_steps": 0, "actor.optimizer.gradient_clipping": 0,
     "actor.optimizer.weight_decay": 0, "env.step_latency_ms": 0, "env.fault_rate": 0,
+    "async_rl.max_head_offpolicyness": 0, "async_rl.n_rollout_workers": 1, "async_rl.n_generation_workers": 1,
+    "async_rl.generation_threads": 1, "async_rl.recover_retries": 0, "async_rl.on_failure.retries": 0,
+    "async_rl.on_failure.max_attempts": 1,
 }
 POSITIVE = ("actor.optimizer.lr", "warm_start.optimizer.lr", "gen.temperature", "rollout.message_timeout_s",
-            "stream.wait_s", "rpc.connect_timeout_s", "rpc.control_timeout_s", "rpc.call_timeout_s",
-            "rpc.heartbeat_s", "rpc.dead_after_s")
+            "stream.wait_s", "async_rl.rollout_deadline_s", "async_rl.pause_timeout_s", "rpc.connect_timeout_s",
+            "rpc.control_timeout_s", "rpc.call_timeout_s", "rpc.heartbeat_s", "rpc.dead_after_s")
 PORTS = ("env.port", "env.ministack_base_port", "stream.port")
 
 
@@ -80,6 +83,10 @@ def _names(config: ExperimentConfig) -> Iterator[str]:
         "ppo.adv_estimator": (config.ppo.adv_estimator, list(advantage_estimators)),
         "ppo.loss": (config.ppo.loss, list(policy_losses)),
         "dataset.curriculum": (config.dataset.curriculum, ["learnability", "priority"]),
+        "async_rl.engine": (config.async_rl.engine, ["embedded", "vllm"]),
+        "async_rl.staleness_policy": (config.async_rl.staleness_policy, ["wait", "drop"]),
+        "async_rl.kv_policy": (config.async_rl.kv_policy, ["recompute", "keep"]),
+        "async_rl.weights": (config.async_rl.weights, ["shm", "disk", "broadcast"]),
         "dataset.group_success": (config.dataset.group_success, ["fraction", "any"]),
         "scheduler": (config.scheduler, ["local"]),
     }

@@ -24,7 +24,7 @@ from realhf.api.plugin import load_plugin
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.torch_backend import load_tokenizer
-from realhf.monitor.trace import TraceWriter
+from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import answer_of, request_of
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.roster import WorkerInfo
@@ -69,8 +69,7 @@ class GenerationWorker:
         self._plan, self._stack = plan, ExitStack()
         self._slots = SlotTable()
         name = f"generation/{index}"
-        self._tracer = TraceWriter(plan.spec.run_dir / "trace" / f"generation-{index}.jsonl", name)
-        self._stack.callback(self._tracer.close)
+        self._tracer = self._stack.enter_context(open_trace(plan.spec.run_dir, name))
         model = plan.spec.models[spec.role]
         self._gen = GenConfig(**spec.calls[0].interface_args["gen"])
         self._stop_ids = TemplateChat(load_tokenizer(model.path, spec.role)).stop_ids

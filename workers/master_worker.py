@@ -13,24 +13,28 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from realhf.api.config import RecoverMode
-from realhf.api.experiment import EvaluationSpec, RunPlan
+from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
 from realhf.api.plugin import load_plugin
 from realhf.api.registry import sources
+from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.executor import FunctionExecutor
+from realhf.dataflow.rollout_statistics import episode_texts
 from realhf.dataflow.step_report import StepReport
 from realhf.monitor.events import EventStream
 from realhf.monitor.graph_files import write_graph_files
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.step_metrics import flatten_step
+from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
+from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
 
 ACTIVITY_INTERVAL_S = 0.3
@@ -43,21 +47,32 @@ class MasterWorker:
         self._plan, self._spec, self._run_id, self._events = plan, plan.spec, run_id, events
         self._graph = build_graph(plan.spec.mfcs, plan.spec.source.keys, plan.spec.log_keys,
                                   roles=plan.spec.models.keys())
-        self._rpc = RpcMaster(run_id, heartbeat_s=plan.rpc.heartbeat_s, dead_after_s=plan.rpc.dead_after_s)
+        self._rpc = RpcMaster(run_id, heartbeat_s=plan.rpc.heartbeat_s, dead_after_s=plan.rpc.dead_after_s,
+                              on_death=self._left, on_join=self._joined)
         self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
         self._model_workers = [f"model_worker/{index}" for index in range(self._spec.n_model_workers)]
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
         self._wall_before = 0.0
         self._drawing: asyncio.Task[None] | None = None
+        self._rollouts: AsyncRollouts | None = None
 
     async def run(self) -> None:
         await self._rpc.start()
         self._events.emit("endpoint", address=self._rpc.endpoint, run_id=self._run_id)
         try:
             async with contextlib.AsyncExitStack() as stack:
+                tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
                 await self._workers_ready()
+                checkpoint = await self._last_checkpoint()
+                if self._spec.rollout is not None:
+                    self._rollouts = await self._open_rollouts(self._spec.rollout, checkpoint)
+                    stack.push_async_callback(self._rollouts.close)
                 self._executor = self._make_executor()
-                self._log = await self._open_log()
+                if checkpoint is not None:
+                    await self._restore(checkpoint)
+                self._log = RunLog(self._spec.run_dir, self._plan.monitor, self._events, tracer=tracer,
+                                   completed_steps=checkpoint.step if checkpoint else 0,
+                                   total_steps=self._spec.total_train_steps)
                 stack.callback(self._log.close)
                 await self._train(stack)
                 await self._finish()
@@ -69,6 +84,8 @@ class MasterWorker:
     async def _workers_ready(self) -> None:
         services = [service.name for service in self._spec.services]
         names = [*self._model_workers, *(["env/0"] if self._spec.needs_env else []), *services]
+        if self._spec.rollout is not None:
+            names += self._spec.rollout.workers
         self._events.emit("phase", text=f"waiting for {', '.join(names)}")
         await asyncio.to_thread(write_graph_files, self._graph, self._spec.run_dir)
         for warning in self._graph.warnings:
@@ -80,13 +97,15 @@ class MasterWorker:
         await self._rpc.wait_for(names, timeout)
 
     def _make_executor(self) -> FunctionExecutor:
-        spec = self._spec
-        return FunctionExecutor(
-            self._graph, self._rpc, sources.get(spec.source.name)(seed=spec.seed, **spec.source.args),
-            source_worker=f"model_worker/{spec.source.worker}",
-            workers={role: [f"model_worker/{i}" for i in model.workers] for role, model in spec.models.items()},
-            seed=spec.seed, endpoints=self._endpoints(), control_timeout_s=self._plan.rpc.control_timeout_s,
-        )
+        spec, rollouts = self._spec, self._rollouts
+        workers = {role: [f"model_worker/{i}" for i in model.workers] for role, model in spec.models.items()}
+        rest: dict[str, Any] = {"workers": workers, "seed": spec.seed, "endpoints": self._endpoints(),
+                                "control_timeout_s": self._plan.rpc.control_timeout_s}
+        if rollouts is not None:
+            return FunctionExecutor(self._graph, self._rpc, rollouts.control, make_loader=rollouts.loader, **rest)
+        source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
+        return FunctionExecutor(self._graph, self._rpc, source, source_worker=f"model_worker/{spec.source.worker}",
+                                **rest)
 
     def _endpoints(self) -> dict[str, list[str]]:
         """Addresses of every kind of service that registered."""
@@ -96,17 +115,34 @@ class MasterWorker:
                 found.setdefault(kind, []).append(address)
         return found
 
-    async def _open_log(self) -> RunLog:
-        """Restore the last checkpoint, if any and wanted, and open the log at its step."""
+    async def _last_checkpoint(self) -> Checkpoint | None:
+        """The last valid checkpoint, if any and wanted."""
         checkpoint = None
         if self._plan.recover_mode is not RecoverMode.disabled:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
         if checkpoint is None and self._plan.recover_mode is RecoverMode.resume:
             raise RuntimeError(f"recover_mode=resume: no valid checkpoint in {self._checkpoints.folder}")
-        if checkpoint is not None:
-            await self._restore(checkpoint)
-        return RunLog(self._spec.run_dir, self._plan.monitor, self._events,
-                      completed_steps=checkpoint.step if checkpoint else 0, total_steps=self._spec.total_train_steps)
+        return checkpoint
+
+    async def _open_rollouts(self, rollout: RolloutSpec, checkpoint: Checkpoint | None) -> AsyncRollouts:
+        trainer = f"model_worker/{self._spec.models[rollout.role].workers[0]}"
+        plan = RolloutPlan(
+            rollout, trainer, self._graph.n_seqs, self._spec.total_train_steps, checkpoint.step if checkpoint else 0,
+            self._spec.run_dir / "journal", self._run_id, self._plan.rpc.control_timeout_s,
+            self._plan.rpc.call_timeout_s)  # fmt: skip
+        source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
+        rollouts = await AsyncRollouts.open(plan, self._rpc, source)
+        for info in list(self._rpc.roster.values()):
+            rollouts.joined(info)
+        return rollouts
+
+    def _joined(self, info: WorkerInfo) -> None:
+        if self._rollouts is not None:
+            self._rollouts.joined(info)
+
+    def _left(self, name: str, reason: str) -> None:
+        if self._rollouts is not None:
+            self._rollouts.left(name, reason)
 
     # ---- steps
 
@@ -124,15 +160,33 @@ class MasterWorker:
         await stack.enter_async_context(self._executor)
         watcher = asyncio.create_task(self._show_activity())
         stack.callback(watcher.cancel)
+        if self._rollouts is not None:
+            await self._rollouts.start()
         for step in range(done, total):
-            self._report(await self._executor.execute_step(step))
+            report = await self._executor.execute_step(step)
+            if self._rollouts is not None:
+                await self._rollouts.after_step(step + 1)
+            await self._report(report)
             if (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0 or step + 1 == total:
                 await self._checkpoint(step + 1)
             every = self._spec.evaluation.every_steps if self._spec.evaluation else 0
             if every and (step + 1) % every == 0 and step + 1 < total:
-                await self._evaluate(step + 1)
+                async with self._rollouts_held():
+                    await self._evaluate(step + 1)
+        if self._rollouts is not None:
+            await self._rollouts.hold()
 
-    def _report(self, report: StepReport) -> None:
+    @contextlib.asynccontextmanager
+    async def _rollouts_held(self) -> AsyncIterator[None]:
+        """An evaluation needs the environment's sessions for itself."""
+        if self._rollouts is None:
+            yield
+            return
+        await self._rollouts.hold()
+        yield
+        await self._rollouts.go_on()
+
+    async def _report(self, report: StepReport) -> None:
         step = report.step + 1
         tokens: dict[str, int] = {}
         for call in report.calls:
@@ -140,6 +194,9 @@ class MasterWorker:
         metrics = flatten_step(wall_s=report.wall_s, stats=report.stats, times=report.times, tokens=tokens,
                                buffer=report.buffer, source=report.source, train_calls=self._trains)
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
+        if self._rollouts is not None:
+            metrics |= await self._rollouts.step_metrics(report)
+            episodes += episode_texts(report.results)
         self._log.step(step, metrics, episodes)
         for call in report.calls:
             if call.stats.get("skipped"):
@@ -153,6 +210,8 @@ class MasterWorker:
         """Tell the display what runs, when it changes."""
         shown: dict[str, Any] = {}
         while True:
+            if self._rollouts is not None:
+                self._events.emit("rollouts", **await self._rollouts.live())
             running = [name for name, state in self._executor.activity().items() if state.startswith("runs")]
             resident, capacity = len(self._executor.buffer), self._executor.buffer.max_size
             now = {"calls": running, "resident": resident, "capacity": capacity}
@@ -198,6 +257,8 @@ class MasterWorker:
         await asyncio.gather(*calls)
 
     async def _checkpoint(self, step: int) -> None:
+        if self._rollouts is not None:
+            await self._rollouts.before_checkpoint()
         state = {"executor": self._executor.state_dict(), "wall_seconds": self._wall_seconds(),
                  "model_paths": self._model_paths()}
         draft = await asyncio.to_thread(self._checkpoints.begin, step)
@@ -205,8 +266,10 @@ class MasterWorker:
             await self._on_model_workers("save", draft)
         except Exception as error:
             raise self._checkpoints.failed(step, draft, error) from error
-        await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
+        folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
         await self._on_model_workers("committed")
+        if self._rollouts is not None:
+            await self._rollouts.checkpointed(step, folder.name)
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
@@ -235,6 +298,8 @@ class MasterWorker:
         await self._export()
         if self._drawing is not None:
             await self._drawing
+        if self._rollouts is not None:
+            self._rollouts.end()
         summary = await asyncio.to_thread(self._log.finish, wall_seconds=self._wall_seconds(), train_calls=self._trains)
         self._events.emit("done", summary=summary)
 

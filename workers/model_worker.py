@@ -19,7 +19,7 @@ from realhf.api.registry import backends, datasets, interfaces
 from realhf.api.trace import WEIGHTS
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.model_host import ModelHost
-from realhf.monitor.trace import TraceWriter
+from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.rpc_worker import RpcWorker
@@ -41,7 +41,7 @@ class ModelWorker:
         self._plane.start()
         self._host: ModelHost | None = None
         run_dir, rollout = plan.spec.run_dir, plan.spec.rollout
-        self._tracer = TraceWriter(run_dir / "trace" / f"model_worker-{index}.jsonl", name)
+        self._tracer = open_trace(run_dir, name)
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store)
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
         self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium)

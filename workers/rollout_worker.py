@@ -22,7 +22,7 @@ from realhf.api.model import CallContext
 from realhf.api.plugin import load_plugin
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.torch_backend import load_tokenizer
-from realhf.monitor.trace import TraceWriter
+from realhf.monitor.trace import open_trace
 from realhf.rollout.agents import make_agent
 from realhf.rollout.finished_sample import SampleEncoder
 from realhf.rollout.generation_client import GenerationClient
@@ -45,9 +45,7 @@ class RolloutWorker:
     def __init__(self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str) -> None:
         self._plan, self._spec, self._run_id = plan, spec, run_id
         self._incarnation = f"rollout_worker/{index}:{os.getpid()}"
-        self._tracer = TraceWriter(
-            plan.spec.run_dir / "trace" / f"rollout_worker-{index}.jsonl", f"rollout_worker/{index}"
-        )
+        self._tracer = open_trace(plan.spec.run_dir, f"rollout_worker/{index}")
         self._loop = asyncio.new_event_loop()
         self._generation: GenerationClient | None = None
         self._failure: BaseException | None = None
@@ -107,6 +105,7 @@ class RolloutWorker:
             await loop.run()
             if not await producer.drain(DRAIN_S):
                 raise RuntimeError(f"the stream did not take {producer.unacked} samples within {DRAIN_S:g} s")
+            await client.request("stopped", {}, timeout_s=timeout_s)
 
     def _players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
         args = self._spec.calls[0].interface_args

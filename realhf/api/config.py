@@ -174,13 +174,15 @@ class MicroBatchConfig:
 
 @dataclass
 class RolloutConfig:
-    """Multi-turn episodes. min_group_size: fewer valid rollouts give a group no gradient."""
+    """Multi-turn episodes. min_group_size: fewer valid rollouts give a group no gradient. agent: who plays, "" the
+    built-in one or ``module:function`` (asynchronous experiments, see docs/asynchronous.md)."""
 
     max_turns: int = 6
     max_total_tokens: int = 1024
     min_group_size: int = 2
     on_failure: str = "retry"
     message_timeout_s: float = 60.0
+    agent: str = ""
 
 
 @dataclass

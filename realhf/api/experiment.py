@@ -110,6 +110,13 @@ class RolloutSpec:
         """Keys of the samples that they stream."""
         return tuple(key for call in self.calls for key in call.output_keys)
 
+    @property
+    def workers(self) -> list[str]:
+        """Names of the processes beside master and model workers."""
+        options = self.options
+        return [*(f"generation/{i}" for i in range(options.n_generation_workers)),
+                *(f"rollout_worker/{i}" for i in range(options.n_rollout_workers))]
+
 
 @dataclass(frozen=True)
 class ExperimentSpec:

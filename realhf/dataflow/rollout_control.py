@@ -92,6 +92,23 @@ class RolloutControl:
             self._return(sample_id, "worker_died", reason, failed=False)
         self._wake()
 
+    def worker_stopped(self, worker: str) -> None:
+        """It takes no more samples and has given up its sessions."""
+        self._workers.discard(worker)
+        self._wake()
+
+    @property
+    def workers(self) -> list[str]:
+        """Those that play or could."""
+        return sorted(self._workers)
+
+    async def stopped(self) -> None:
+        """Until no worker plays. Raises what ``fail`` was given."""
+        while self._workers:
+            if self._failure is not None:
+                raise self._failure
+            await self._change()
+
     async def allocate(self, worker: str, count: int, hold_s: float) -> list[RolloutLease] | None:
         """Between one and ``count`` samples to play, written down before they are given. Waits for capacity up to
         ``hold_s`` seconds, then None: ask again. [] when the worker is to stop: the run needs no more, holds, or has
@@ -112,14 +129,10 @@ class RolloutControl:
         self._wake()
 
     @property
-    def in_play(self) -> int:
-        """Samples that a worker has."""
-        return len(self._open)
-
-    @property
     def complete(self) -> bool:
-        """Whether every sample that the run trains has arrived."""
-        return self.staleness.accepted >= self._rules.total
+        """Whether every sample that the run trains has arrived (was trained, where one may still be dropped)."""
+        done = self.staleness.consumed if self._rules.drop else self.staleness.accepted
+        return done >= self._rules.total
 
     @property
     def capacity(self) -> int:
@@ -168,13 +181,6 @@ class RolloutControl:
             self.fail(RolloutsFailed(f"sample {sample_id}: {outcome}: {message} (async_rl.on_failure.fail_fast)"))
         self._return(sample_id, outcome, message, failed=True)
         self._wake()
-
-    def returned(self, worker: str, sample_id: str, attempt: int) -> None:
-        """A worker gives a sample back unplayed (it stops)."""
-        entry = self._open.get(sample_id)
-        if entry is not None and entry.attempt == attempt and entry.worker == worker:
-            self._return(sample_id, "cancelled", "given back", failed=False)
-            self._wake()
 
     def expire(self) -> None:
         """Take back what was not answered long after its deadline."""

@@ -1,4 +1,4 @@
-"""What rollout workers and the stream ask the master: ``allocate``, ``rejected``, ``returned``, ``arrived``."""
+"""What rollout workers and the stream ask the master: ``allocate``, ``rejected``, ``arrived``, ``stopped``."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class RolloutService:
             return None if leases is None else [lease.to_map() for lease in leases]
         if method == "arrived":
             return await self._control.arrived([Arrival.from_map(entry) for entry in fields["arrivals"]])
-        sample_id, attempt = str(fields["id"]), int(fields["attempt"])
         if method == "rejected":
-            self._control.rejected(client, sample_id, attempt, str(fields["outcome"]), str(fields["message"]))
-        elif method == "returned":
-            self._control.returned(client, sample_id, attempt)
+            self._control.rejected(client, str(fields["id"]), int(fields["attempt"]), str(fields["outcome"]),
+                                   str(fields["message"]))  # fmt: skip
+        elif method == "stopped":
+            self._control.worker_stopped(client)
         else:
             raise ValueError(f"there is no request {method!r}")
         return None

@@ -38,9 +38,11 @@ class SampleEncoder:
         for call, interface in self._calls:
             outputs, _ = interface.inference(None, sample.select(call.input_keys), self._context)
             sample = sample.update(outputs)
-        notes = {"rollout": [json.dumps(played.statistics(), separators=(",", ":"))]}
-        if lease.order % self._batch_size < self._transcripts:
-            notes["episode"] = [transcript(played.outcomes[0], header=f"sample {lease.id}")]
+        shown = lease.order % self._batch_size < self._transcripts
+        notes = {
+            "rollout": [json.dumps(played.statistics(), separators=(",", ":"))],
+            "episode": [transcript(played.outcomes[0], header=f"sample {lease.id}") if shown else ""],
+        }
         return encode_sample(_annotated(sample, notes))
 
 

@@ -1,0 +1,36 @@
+"""GRPO on AWS tasks, asynchronously: the graph of ``grpo_aws`` without its generating calls.
+
+    rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset ──┬─► ref_inf ───┬─► actor_train
+      (actor_gen, rew_inf; tokens from generation workers)                └─► actor_inf ─┘
+                                    ▲──────────── weights of every step ─────────────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from experiments import grpo_aws
+from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.experiment import ExperimentSpec, RolloutSpec
+from realhf.api.graph import to_async
+
+
+def build(config: ExperimentConfig) -> ExperimentSpec:
+    return asynchronous(grpo_aws.build(config), config)
+
+
+def asynchronous(spec: ExperimentSpec, config: ExperimentConfig) -> ExperimentSpec:
+    """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group."""
+    options = config.async_rl
+    staying, leaving = to_async(spec.mfcs)
+    sessions = config.env.pool_size // options.n_rollout_workers
+    if sessions < config.ppo.group_size:
+        raise ConfigError(f"env.pool_size={config.env.pool_size}: each of async_rl.n_rollout_workers="
+                          f"{options.n_rollout_workers} needs ppo.group_size={config.ppo.group_size} sessions")
+    rollout = RolloutSpec("actor", tuple(leaving), options, sessions, agent=config.rollout.agent)
+    trainer = spec.models["actor"].workers[0]
+    streamed = {key for call in leaving for key in call.output_keys}
+    return replace(
+        spec, name="grpo_aws_async", mfcs=tuple(staying), rollout=rollout,
+        source=replace(spec.source, keys=tuple(sorted(streamed)), worker=trainer),
+    )

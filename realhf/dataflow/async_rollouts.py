@@ -1,0 +1,304 @@
+"""Everything about asynchronous rollouts that the master of a run has to do, behind one object."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realhf.api.arrival import Arrival
+from realhf.api.experiment import RolloutSpec
+from realhf.api.sample import SequenceSample
+from realhf.api.source import DataSource
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.journal_records import Admit, Drop
+from realhf.dataflow.journal_state import Recovery
+from realhf.dataflow.model_function_call import Caller
+from realhf.dataflow.rollout_control import RolloutControl, RolloutRules, RolloutsFailed
+from realhf.dataflow.rollout_ledger import RolloutLedger
+from realhf.dataflow.rollout_service import RolloutService
+from realhf.dataflow.rollout_statistics import rollout_figures
+from realhf.dataflow.staleness import StalenessManager
+from realhf.dataflow.step_report import StepReport
+from realhf.dataflow.storage_map import StorageMap
+from realhf.dataflow.straggler_gate import StragglerGate
+from realhf.dataflow.stream_loader import StreamLoader
+from realhf.dataflow.task_supply import Task, TaskSupply, item_of
+from realhf.dataflow.weight_updates import WeightUpdates
+from realhf.transport.codec import decode_sample
+from realhf.transport.errors import WorkerDied
+from realhf.transport.roster import WorkerInfo
+
+_log = logging.getLogger(__name__)
+ROLLOUT, GENERATION, TRAINER = "rollout_worker", "generation", "model_worker"
+STOP_TIMEOUT_S = 120.0
+WATCH_S = 0.5
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """``trainer``: the model worker that trains the role and holds its samples; ``batch_size`` samples per step;
+    ``seconds``: deadline of a control call; ``load_s``: of loading weights."""
+
+    spec: RolloutSpec
+    trainer: str
+    batch_size: int
+    total_steps: int
+    completed_steps: int
+    folder: Path
+    run_id: str
+    seconds: float
+    load_s: float
+    archive: bool = False
+
+    @property
+    def group_size(self) -> int:
+        return int(self.spec.calls[0].interface_args["group_size"])
+
+    @property
+    def max_concurrent(self) -> int:
+        """Samples in play at once."""
+        options, sessions = self.spec.options, self.spec.sessions
+        return options.max_concurrent_rollouts or options.n_rollout_workers * max(1, sessions // self.group_size)
+
+
+class AsyncRollouts:
+    """Make it with ``open``, before the executor; ``start`` the rollouts, ``after_step`` every step, ``hold`` them for
+    an evaluation, ``close`` at the end."""
+
+    def __init__(self, plan: RolloutPlan, caller: Caller, source: DataSource, ledger: RolloutLedger) -> None:
+        options = plan.spec.options
+        self._plan, self._caller, self._ledger = plan, caller, ledger
+        eta = options.max_head_offpolicyness
+        consumed = plan.completed_steps * plan.batch_size
+        self._supply = TaskSupply(source, plan.batch_size)
+        self._staleness = StalenessManager(
+            batch_size=plan.batch_size, max_head_offpolicyness=eta, max_concurrent=plan.max_concurrent,
+            version=plan.completed_steps, accepted=consumed, consumed=consumed)  # fmt: skip
+        drop = options.staleness_policy == "drop"
+        rules = RolloutRules(plan.total_steps * plan.batch_size, options.rollout_deadline_s,
+                             options.on_failure.max_attempts, options.on_failure.fail_fast, drop)
+        self.control = RolloutControl(self._supply, ledger, self._staleness,
+                                      StragglerGate(plan.batch_size, eta, wait=not drop), rules, discard=self._discard)
+        self._service = RolloutService(self.control, plan.run_id)
+        self._weights = WeightUpdates(
+            caller, plan.trainer, plan.spec.role, on_version=self.control.set_version, on_failed=self._not_loaded,
+            pause_timeout_s=options.pause_timeout_s, timeout_s=plan.load_s)  # fmt: skip
+        self._rollout_workers: dict[str, str] = {}
+        self._playing = False
+        self._stream = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._step_before: dict[str, tuple[float, float, float]] = {}
+        self._live_before: dict[str, tuple[float, float, float]] = {}
+        self._totals: defaultdict[str, float] = defaultdict(float)
+
+    @classmethod
+    async def open(cls, plan: RolloutPlan, caller: Caller, source: DataSource) -> AsyncRollouts:
+        """Go on from the journal in ``plan.folder``, if there is one. Raises JournalError, RpcError, or ValueError
+        where the journal and the checkpoint are of different histories."""
+        ledger, recovery = RolloutLedger.open(plan.folder, completed_steps=plan.completed_steps, archive=plan.archive)
+        rollouts = cls(plan, caller, source, ledger)
+        await rollouts._open_stream()
+        if recovery is not None:
+            await rollouts._recover(recovery)
+        return rollouts
+
+    async def _open_stream(self) -> None:
+        credits = max(8, 2 * self._plan.batch_size)
+        args = self._plan.spec.calls[0].interface_args
+        fields = {"control": self._service.endpoint, "credits": credits, "keys": list(self._plan.spec.keys),
+                  "group_size": self._plan.group_size, "max_tokens": args["max_total_tokens"]}
+        reply = await self._call(self._plan.trainer, "stream_open", fields)
+        self._stream = reply["endpoint"]
+
+    async def _recover(self, recovery: Recovery) -> None:
+        items = [[admit.id, accept.attempt, accept.ref] for admit, accept in recovery.accepted]
+        reply = await self._call(self._plan.trainer, "stream_restore", {"items": items}, self._plan.load_s)
+        arrivals = [Arrival.from_map(fields) for fields in reply["arrivals"]]
+        staged: dict[str, tuple[Admit, SequenceSample]] = {}
+        for (admit, _), arrival in zip(recovery.accepted, arrivals, strict=True):
+            if arrival.error:
+                _log.warning("sample %s had arrived and is lost: %s", admit.id, arrival.error)
+                self._ledger.append(Drop(admit.id, "payload_lost"))
+            else:
+                staged[admit.id] = (admit, decode_sample(arrival.meta))
+        self._staleness.restore_accepted(len(staged))
+        replay = {}
+        for step, ids in recovery.replay:
+            if not staged.keys() >= set(ids):
+                break
+            replay[step] = ids
+        admitted = [*(admit.id for admit, _ in recovery.accepted), *(admit.id for admit in recovery.requeue)]
+        if recovery.draw is not None:
+            self._supply.load_state(recovery.draw, admitted)
+        self._supply.recorded = {sample_id for _, ids in recovery.replay for sample_id in ids}
+        tasks = [Task(item_of(admit.item), admit.attempt + 1, order=admit.order) for admit in recovery.requeue]
+        self.control.restore(tasks, staged, replay, recovery.order)
+        _log.info("journal: %d samples had arrived, %d were in play and are played again, %d steps are repeated",
+                  len(staged), len(tasks), len(replay))
+
+    def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StreamLoader:
+        """Fills the executor's buffer."""
+        keys = buffer.graph.required_dataset_keys()
+        return StreamLoader(self.control, buffer, storage, worker=self._plan.trainer, keys=keys)
+
+    # ---- workers
+
+    def joined(self, info: WorkerInfo) -> None:
+        """A worker has registered."""
+        if info.kind == GENERATION:
+            self._weights.joined(info.name)
+        elif info.kind == ROLLOUT:
+            self._rollout_workers[info.name] = f"{info.name}:{info.pid}"
+            if self._playing:
+                self._spawn(self._play(info.name))
+
+    def left(self, name: str, reason: str) -> None:
+        """A worker has died. What it had in hand is played again; without the trainer nothing can go on."""
+        if name.startswith(f"{GENERATION}/"):
+            self._weights.left(name)
+        elif name in self._rollout_workers:
+            self.control.worker_left(self._rollout_workers.pop(name), reason)
+        elif name.startswith(f"{TRAINER}/"):
+            self.control.fail(WorkerDied(name, reason))
+
+    async def start(self) -> None:
+        """Give the generation workers their weights and let the rollout workers play."""
+        if not self._playing:
+            self._playing = True
+            await self._weights.publish(self._plan.completed_steps)
+            self._spawn(self._watch())
+            await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
+
+    async def _play(self, name: str) -> None:
+        self.control.worker_joined(self._rollout_workers[name])
+        env = [url for _, info in sorted(self._caller.roster.items()) for url in [info.endpoints.get("env")] if url]
+        fields = {"control": self._service.endpoint, "stream": self._stream, "env": env}
+        try:
+            await self._call(name, "play", fields)
+        except WorkerDied as error:
+            _log.warning("%s", error)
+
+    async def hold(self) -> None:
+        """Let what is in play come to its end and the sessions be closed. Raises RolloutsFailed when it does not."""
+        self.control.hold(True)
+        try:
+            async with asyncio.timeout(self._plan.spec.options.rollout_deadline_s + STOP_TIMEOUT_S):
+                await self.control.stopped()
+        except TimeoutError:
+            raise RolloutsFailed(f"{', '.join(self.control.workers)} did not stop") from None
+
+    async def go_on(self) -> None:
+        """After ``hold``."""
+        self.control.hold(False)
+        await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
+
+    def _not_loaded(self, worker: str, error: Exception) -> None:
+        self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self.control.expire()
+
+    # ---- steps
+
+    async def after_step(self, completed_steps: int) -> None:
+        """New weights for the generation workers."""
+        await self._weights.publish(completed_steps)
+
+    async def before_checkpoint(self) -> None:
+        """What the checkpoint will cover has to be in the journal first."""
+        await self._ledger.durable()
+
+    async def checkpointed(self, completed_steps: int, folder: str) -> None:
+        """A checkpoint is valid: payloads that it makes unnecessary are deleted."""
+        self._ledger.checkpointed(completed_steps, folder)
+        await self._ledger.durable()
+        await self._call(self._plan.trainer, "stream_prune", {"alive": self._ledger.payloads()})
+
+    async def step_metrics(self, report: StepReport) -> dict[str, float]:
+        """``rollout/...`` of the step's samples, beside ``live`` without its failures; counts of failures and retries
+        are those since the start."""
+        figures = rollout_figures(report.results)
+        for name in [name for name in figures if name.startswith(("failed/", "retried/"))]:
+            self._totals[name] += figures.pop(name)
+        trained = sum(times["compute_s"] for times in report.times.values())
+        tokens = figures["tokens"]
+        return {
+            **{f"rollout/{name}": value for name, value in {**figures, **self._totals}.items()},
+            **await self.figures(), "training/occupancy": trained / report.wall_s,
+            "tokens": tokens, "tokens_per_second": tokens / report.wall_s,
+        }
+
+    async def live(self) -> dict[str, dict[str, float]]:
+        """What the display shows between steps: {section: {figure: value}}."""
+        sections: dict[str, dict[str, float]] = {"rollout": dict(self._totals)}
+        for name, value in (await self.figures(live=True)).items():
+            section, _, figure = name.partition("/")
+            sections.setdefault(section, {})[figure] = value
+        return sections
+
+    async def figures(self, *, live: bool = False) -> dict[str, float]:
+        """``admission/...`` and ``generation/...`` at this moment; occupancy and speed since the call before."""
+        names = [name for name in self._weights.versions if name in self._caller.roster]
+        replies = await asyncio.gather(*(self._call(name, "status", None) for name in names), return_exceptions=True)
+        statuses = {n: reply for n, reply in zip(names, replies, strict=True) if isinstance(reply, dict)}
+        figures = {f"admission/{name}": float(value) for name, value in self.control.counters().items()}
+        figures |= {f"generation/{name}": value for name, value in self._weights.figures.items()}
+        for name in ("running", "waiting"):
+            figures[f"generation/{name}"] = sum(status.get(name, 0.0) for status in statuses.values())
+        return figures | self._rates(statuses, self._live_before if live else self._step_before)
+
+    def _rates(
+        self, statuses: Mapping[str, Mapping[str, float]], last: dict[str, tuple[float, float, float]]
+    ) -> dict[str, float]:
+        busy, tokens = [], []
+        for name, status in statuses.items():
+            now = (status["at_s"], status["busy_s"], status["generated_tokens"])
+            before = last.get(name, now)
+            elapsed = now[0] - before[0]
+            if elapsed > 0 and now[2] >= before[2]:
+                busy.append((now[1] - before[1]) / elapsed)
+                tokens.append((now[2] - before[2]) / elapsed)
+            last[name] = now
+        if not busy:
+            return {}
+        return {"generation/occupancy": sum(busy) / len(busy), "generation/tokens_per_second": sum(tokens)}
+
+    # ---- end
+
+    async def close(self) -> None:
+        """Whatever state it is in."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._service.close()
+        await asyncio.to_thread(self._ledger.close)
+
+    def end(self) -> None:
+        """The run has come to its end."""
+        self._ledger.end()
+
+    def _discard(self, ids: Sequence[str]) -> None:
+        self._spawn(self._clear(list(ids)))
+
+    async def _clear(self, ids: list[str]) -> None:
+        await self._call(self._plan.trainer, "clear", {"ids": ids})
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.control.fail(error)
+
+    async def _call(self, worker: str, handler: str, payload: Any, timeout_s: float | None = None) -> Any:
+        return await self._caller.call(worker, handler, payload, timeout_s=timeout_s or self._plan.seconds)
