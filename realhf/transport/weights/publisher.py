@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +16,6 @@ from realhf.transport.weights.broadcast import Broadcast
 from realhf.transport.weights.disk import WeightFile, file_stem, sweep
 from realhf.transport.weights.flat_buffer import Buffer, layout, pack
 from realhf.transport.weights.memory_file import MemoryFile
-from realhf.transport.weights.rendezvous import is_loopback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class WeightPublisher:
         if medium != "broadcast" and (host or insecure):
             raise ValueError(f"host and insecure are settings of the medium broadcast, not of {medium}")
         self._host = host or "127.0.0.1"
-        if not is_loopback(self._host) and (not insecure or self._host in ("0.0.0.0", "::")):
+        if not _is_loopback(self._host) and (not insecure or self._host in ("0.0.0.0", "::")):
             raise ValueError(
                 f"broadcasting weights at {self._host!r} needs insecure=True and the address of one "
                 "interface: there is neither password nor encryption"
@@ -110,7 +110,7 @@ class WeightPublisher:
         if published is not None:
             published.close()
         if isinstance(published, Broadcast):
-            self._closing = [*(thread for thread in self._closing if thread.is_alive()), published.thread]
+            self._closing = [*(thread for thread in self._closing if thread.is_alive()), *published.threads]
 
     def close(self) -> None:
         """Retire all versions: nothing is left behind. Waits a second for broadcasts under way."""
@@ -120,3 +120,10 @@ class WeightPublisher:
         for thread in self._closing:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._closing.clear()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

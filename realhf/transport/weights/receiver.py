@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from realhf.api.generation import WeightsManifest
-from realhf.transport.weights.broadcast import read_broadcast
+from realhf.transport.weights.broadcast_receiver import read_broadcast
 from realhf.transport.weights.disk import read_weight_file
 from realhf.transport.weights.errors import WeightsError
 from realhf.transport.weights.flat_buffer import Buffer, check_manifest, unpack
