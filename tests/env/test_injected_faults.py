@@ -104,7 +104,7 @@ async def test_faults_of_every_kind_at_the_asked_rate_and_none_of_them_executed(
 
 
 async def test_an_episode_that_resumes_does_not_notice() -> None:
-    with served([], fault_rate=0.3, fault_kinds="unavailable,disconnect") as url:
+    with served([], fault_rate=0.5, fault_kinds="unavailable=3,disconnect") as url:
         env = ResumingEnv(AwsEnv(url), reset={"seed": 1}, retries=30)
         await env.reset()
         said = [(await env.step(f"aws {n}")).observation.command_output for n in range(8)]
