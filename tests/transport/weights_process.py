@@ -1,0 +1,84 @@
+"""Processes that publish or receive weights: forked from one that has imported torch, a line on its stdin each. They
+connect to the Unix socket named on the command line and take a command per line of JSON, an answer per line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realhf.api.generation import WeightsManifest
+from realhf.transport.weights.control_link import ControlLink
+from realhf.transport.weights.errors import WeightsError
+from realhf.transport.weights.gloo_group import GlooGroup
+from realhf.transport.weights.publisher import WeightPublisher
+from realhf.transport.weights.receiver import receive
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    """4 MB that another process can make again."""
+    numbers = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(125, 80, generator=numbers) for i in range(100)}
+
+
+def publish(medium: Any, folder: str, version: int) -> dict[str, Any]:
+    publisher = WeightPublisher("run", "model_worker/0", Path(folder), medium)
+    held.append(publisher)
+    return publisher.publish(version, values(version)).to_map()
+
+
+def take(manifest: dict[str, Any], name: str) -> str:
+    """``same``, ``other`` or the error."""
+    try:
+        tensors = receive(WeightsManifest.from_map(manifest), 10.0, name)
+    except WeightsError as error:
+        return f"{type(error).__name__}: {error}"
+    held.append(tensors)
+    expected = values(manifest["version"])
+    same = list(tensors) == list(expected) and all(torch.equal(tensors[k], expected[k]) for k in expected)
+    return "same" if same else "other"
+
+
+def die(manifest: dict[str, Any], moment: str) -> None:
+    """Take part in a broadcast and die: ``seated``, or once ``met`` with the others."""
+    host, _, port = manifest["location"].rpartition(":")
+    link = ControlLink(socket.create_connection((host, int(port))))
+    link.send(5.0, checksum=manifest["checksum"], name="generation/dead")
+    rank, size = link.receive(10.0)["seat"]
+
+    def exchange(own: bytes) -> list[bytes]:
+        if moment == "seated":
+            os.kill(os.getpid(), signal.SIGKILL)
+        link.send(5.0, address=own)
+        return link.receive(10.0)["addresses"]
+
+    GlooGroup(rank, size, "127.0.0.1", exchange)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def serve(path: str) -> None:
+    torch.set_num_threads(1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        with connection.makefile("rw") as lines:
+            for line in lines:
+                name, *arguments = json.loads(line)
+                answer = {"publish": publish, "take": take, "die": die}[name](*arguments)
+                lines.write(json.dumps(answer) + "\n")
+                lines.flush()
+
+
+held: list[Any] = []
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for _ in sys.stdin:
+        if os.fork() == 0:
+            serve(sys.argv[1])
+            os._exit(0)
