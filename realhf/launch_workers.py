@@ -7,12 +7,16 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import EnvConfig
+from realhf.api.config import EnvConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
+from realhf.launch_supervision import Supervisor
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.scheduler.base import Scheduler, WorkerExit, WorkerSpec
@@ -29,6 +33,10 @@ SECTIONS = {"env": "env", "trajectory": "stream"}
 
 class LaunchError(RuntimeError):
     """A process failed. The message names it, the cause and its log."""
+
+
+class WorkerFailed(LaunchError):
+    """A worker of a run ended; what the run had saved is whole."""
 
 
 def make_scheduler(name: str) -> Scheduler:
@@ -64,9 +72,28 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
 
 
 def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[str, Any]:
-    """Start master and workers, watch them, stop them all; the summary of the run. Raises LaunchError that
-    names the first worker that failed."""
-    plan.write()
+    """Start master and workers, watch them, stop them all; the summary of the run. An asynchronous run goes on without
+    a person when a worker dies. Raises LaunchError that names the worker that failed for good."""
+    rollout = plan.spec.rollout
+    retries = rollout.options.recover_retries if rollout else 0
+    if rollout is not None and plan.env.port == 0:
+        # A server that is started again must be found where the one before it was.
+        plan = replace(plan, env=replace(plan.env, port=_free_port()))
+    while True:
+        plan.write()
+        try:
+            return _run_once(plan, scheduler, display, Supervisor() if rollout else None)
+        except WorkerFailed as error:
+            if retries == 0:
+                raise
+            retries -= 1
+            display.show({"kind": "warning", "text": f"{error}\nthe run begins again from its last checkpoint"})
+            plan = replace(plan, recover_mode=RecoverMode.auto)
+
+
+def _run_once(
+    plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor | None
+) -> dict[str, Any]:
     summary: dict[str, Any] | None = None
     leave_by = float("inf")
     try:
@@ -82,10 +109,12 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
                 if message["kind"] == "endpoint":
                     for worker in _workers(plan, run_id, message["address"]):
                         scheduler.start(worker)
+                        if supervisor is not None:
+                            supervisor.started(worker)
                 elif message["kind"] == "done":
                     summary, leave_by = message["summary"], time.monotonic() + LEAVE_TIMEOUT_S
             if exits and summary is None:
-                raise LaunchError(failure_message(min(exits, key=_blame)))
+                _replace(sorted(exits, key=_blame), scheduler, display, supervisor)
             if any(event.name == MASTER for event in exits):
                 break
     finally:
@@ -93,6 +122,25 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
     if summary is None:
         raise LaunchError("the master ended without a summary")
     return summary
+
+
+def _replace(
+    exits: Sequence[WorkerExit], scheduler: Scheduler, display: Display, supervisor: Supervisor | None
+) -> None:
+    """Start successors of the workers that ended. Raises WorkerFailed for the first that cannot have one."""
+    for exit_ in exits:
+        spec = supervisor.successor(exit_) if supervisor is not None else None
+        if spec is None or supervisor is None:
+            raise WorkerFailed(failure_message(exit_))
+        display.show({"kind": "warning", "text": f"{failure_message(exit_).splitlines()[0]}; it is started again"})
+        scheduler.start(spec)
+        supervisor.started(spec)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def failure_message(exit_: WorkerExit) -> str:
@@ -140,6 +188,11 @@ def _workers(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
         workers.append(WorkerSpec(service.name, service.module, argv, _log(spec, service.name)))
+    for name in spec.rollout.workers if spec.rollout else ():
+        kind, _, number = name.partition("/")
+        module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
+        argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
+        workers.append(WorkerSpec(name, module, argv, _log(spec, name)))
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"

@@ -54,7 +54,8 @@ class Scheduler(Protocol):
     """Owned by one thread, the one that starts the workers: they die with it."""
 
     def start(self, spec: WorkerSpec) -> None:
-        """Start a worker. Raises OSError if the process cannot be made, ValueError on a name in use."""
+        """Start a worker. Raises OSError if the process cannot be made, ValueError on a name in use. The name of a
+        worker that has ended is free; what that one left behind is killed first."""
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:

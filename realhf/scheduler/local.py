@@ -47,8 +47,11 @@ class LocalScheduler:
         self._orphans_are_ours = orphans_are_ours
 
     def start(self, spec: WorkerSpec) -> None:
-        if spec.name in self._children:
-            raise ValueError(f"worker {spec.name} was started already")
+        before = self._children.get(spec.name)
+        if before is not None:
+            if before.process.poll() is None:
+                raise ValueError(f"worker {spec.name} was started already")
+            self._kill_orphans(before)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         command = [sys.executable, "-m", "realhf.scheduler.child", str(os.getpid()), spec.module, *spec.argv]
@@ -94,6 +97,18 @@ class LocalScheduler:
         for child in self._children.values():
             self._forget(child)
         self._children.clear()
+
+    def _kill_orphans(self, child: _Child) -> None:
+        """What a worker that has ended left behind, e.g. servers it had started."""
+        mine = {other.process.pid for other in self._children.values()}
+        doomed = {process for process in psutil.process_iter() if _session(process.pid) == child.process.pid}
+        if self._orphans_are_ours:
+            doomed |= {process for process in psutil.Process().children() if process.pid not in mine}
+        doomed |= {relative for process in doomed for relative in _descendants(process.pid)}
+        for process in doomed:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
 
     def _kill_leftovers(self) -> None:
         sessions = {child.process.pid for child in self._children.values()}
