@@ -18,7 +18,7 @@ from realhf.transport.push_stream import Ack, StreamFailed, check_frames, pack_p
 
 _log = logging.getLogger(__name__)
 
-PROBE_MAX_S = 5.0
+PROBE_BACKOFF = 10
 LINGER_MS = 500
 Buffer = bytes | memoryview
 
@@ -34,8 +34,8 @@ class StreamProducer:
     """Pushes samples to one receiver and keeps each until the receiver says that it is safe there.
 
     Belongs to the event loop that runs when it is made; no method may be called from another thread. A receiver
-    that does not answer is asked again after ``probe_s`` seconds, then less often. ``on_ack((id, attempt))`` is called
-    for every message that is safe."""
+    that does not answer is asked again after ``probe_s`` seconds, then less often (after ten times that at most).
+    ``on_ack((id, attempt))`` is called for every message that is safe."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class StreamProducer:
     def _on_timer(self) -> None:
         self._timer = None
         if self._spool or self._waiters or not self._heard:
-            self._probe_after = min(2 * self._probe_after, max(PROBE_MAX_S, self._probe_s))
+            self._probe_after = min(2 * self._probe_after, PROBE_BACKOFF * self._probe_s)
             self._probe()
 
     # ---- hearing

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -15,6 +20,7 @@ from realhf.transport.push_producer import StreamProducer
 from realhf.transport.push_receiver import StreamReceiver
 from realhf.transport.push_stream import Ack, StreamFailed, StreamMessage, pack_ack, pack_probe, pack_sample
 
+SCRIPT = str(Path(__file__).with_name("push_process.py"))
 SESSION = b"s" * 16
 
 
@@ -126,9 +132,7 @@ async def test_a_receiver_that_comes_back_gets_what_was_not_acked(sinks):
     await producer.close()
 
 
-async def test_a_failing_delivery_surfaces(sinks):
-    sink = sinks()
-    sink.deliver = None
+async def test_a_failing_delivery_surfaces():
     broken = StreamReceiver("run", lambda batch: {}[batch[0].id], credits=4)
     producer = StreamProducer(broken.endpoint, "w0", "run")
     await producer.push("precious", 0, [b"1"], timeout_s=10)
@@ -156,9 +160,9 @@ async def test_limits_are_checked_before_sending(sinks):
 
 
 def hostile() -> list[list[bytes]]:
-    good = {"name": "w0", "back": "tcp://127.0.0.1:9", "base": 1, "seq": 1, "id": "a", "attempt": 0}
+    good: dict[str, Any] = {"name": "w0", "back": "tcp://127.0.0.1:9", "base": 1, "seq": 1, "id": "a", "attempt": 0}
 
-    def sample(**changes) -> list[bytes]:
+    def sample(**changes: Any) -> list[bytes]:
         return [pack_header("sample", "run", SESSION, **{**good, **changes}), b"x"]
 
     return [
@@ -240,3 +244,99 @@ async def test_hostile_acks_are_counted(sinks):
     assert await producer.drain(10)
     assert sink.names == [("a", 0)]
     await producer.close()
+
+
+def launch(endpoint: str, first: int, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, SCRIPT, endpoint, str(first), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+async def test_a_killed_producer_loses_only_what_it_had_not_sent_and_may_return(sinks):
+    sink = sinks(credits=4)
+    killed = launch(sink.receiver.endpoint, 0, 100_000)
+    try:
+        await sink.until(20)
+    finally:
+        killed.kill()
+    pushed = [int(line) for line in killed.communicate(timeout=20)[0].splitlines()]
+    before = len(sink.messages)
+    again = launch(sink.receiver.endpoint, 200_000, 30)
+    try:
+        await sink.until(before + 30)
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(again.stdout.readline) != "done\n":
+                pass
+    finally:
+        again.kill()
+        again.communicate(timeout=20)
+    old = [number for number, _ in sink.names if int(number[1:]) < 200_000]
+    assert old == [f"s{number}" for number in range(len(old))], "each once, in order, none left out"
+    assert len(pushed) - 4 <= len(old) <= len(pushed) + 1
+    assert sink.names[-30:] == [(f"s{number}", 0) for number in range(200_000, 200_030)]
+    assert len({message.session for message in sink.messages}) == 2
+
+
+class FakeLossyNet:
+    """Between producers and a receiver: forwards messages and acks, and loses some of both."""
+
+    def __init__(self, target: str, *, loss: float, seed: int) -> None:
+        self.random, self.loss = random.Random(seed), loss
+        self.context = zmq.Context()
+        self.front, self.front_address = self.bind()
+        self.out = self.context.socket(zmq.PUSH)
+        self.out.connect(target)
+        self.backs: dict[bytes, zmq.Socket[bytes]] = {}
+        self.acks, self.acks_address = self.bind()
+        self.stop = threading.Event()
+        self.lost = 0
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def bind(self) -> tuple[zmq.Socket[bytes], str]:
+        socket = self.context.socket(zmq.PULL)
+        socket.bind("tcp://127.0.0.1:0")
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.front, zmq.POLLIN)
+        poller.register(self.acks, zmq.POLLIN)
+        while not self.stop.is_set():
+            for socket, _ in poller.poll(20):
+                frames = socket.recv_multipart()
+                header = msgpack.unpackb(frames[0])
+                if socket is self.front and header["session"] not in self.backs and "back" in header:
+                    back = self.backs[header["session"]] = self.context.socket(zmq.PUSH)
+                    back.connect(header["back"])
+                if self.random.random() < self.loss:
+                    self.lost += 1
+                elif socket is self.acks:
+                    self.backs[header["to"]].send_multipart(frames)
+                else:
+                    self.out.send_multipart([msgpack.packb({**header, "back": self.acks_address}), *frames[1:]])
+        self.context.destroy(0)
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(20)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_lost_messages_and_acks_lose_nothing_and_repeat_nothing(sinks, seed):
+    sink = sinks(credits=5)
+    net = FakeLossyNet(sink.receiver.endpoint, loss=0.1 + 0.1 * seed, seed=seed)
+    try:
+        producers = [StreamProducer(net.front_address, f"w{n}", "run", probe_s=0.01) for n in range(3)]
+
+        async def work(number: int) -> None:
+            for sample in range(25):
+                await producers[number].push(f"{number}-{sample}", 0, [b"x"], timeout_s=20)
+            assert await producers[number].drain(20)
+
+        await asyncio.gather(*(work(number) for number in range(3)))
+        assert net.lost
+        assert sorted(sink.names) == sorted((f"{n}-{sample}", 0) for n in range(3) for sample in range(25))
+        for producer in producers:
+            await producer.close()
+    finally:
+        net.close()
