@@ -57,7 +57,7 @@ def load_agent(name: str) -> AgentFunction:
 
 
 class BlackBoxAgent:
-    """``EpisodeAgent`` around a black-box agent. ``start`` it before the first episode, ``close`` it after the last.
+    """``EpisodeAgent`` around a black-box agent. The endpoint is served from the first episode on, until ``close``.
 
     Args:
         chat, limits: as for any agent; max_turns and the token limits are enforced by the endpoint.
@@ -70,19 +70,18 @@ class BlackBoxAgent:
     def __init__(self, agent: AgentFunction, chat: TemplateChat, limits: Limits, *, timeout_s: float = 600.0) -> None:
         self._agent, self._limits, self._timeout_s = agent, limits, timeout_s
         session_limits = SessionLimits(limits.max_total_tokens, limits.turn_tokens, limits.max_turns)
+        self._starting = asyncio.Lock()
         self._server = OpenAiServer(Sessions(chat, session_limits))
-
-    async def start(self) -> None:
-        """Serve the endpoint on the running loop. Raises RuntimeError."""
-        await self._server.start()
 
     async def close(self) -> None:
         await self._server.stop()
 
     async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``. An exception of the agent is a ``policy_error``, unless it is the agent's way to say
-        that a limit was reached."""
+        that a limit was reached. Raises RuntimeError when the endpoint cannot be served."""
         began = time.perf_counter()
+        async with self._starting:
+            await self._server.start()
         world = _World(env, self._limits)
         session = self._server.sessions.open(llm, slot=slot, seed=job.sampling_seed)
         try:

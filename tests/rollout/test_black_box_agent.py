@@ -13,6 +13,7 @@ from fake_env_server import FakeEnvServer
 
 from experiments.agents.openai_agent import solve
 from realhf.api.env import RolloutOutcome
+from realhf.rollout.agents import make_agent
 from realhf.rollout.aws_env import AwsEnv
 from realhf.rollout.black_box_agent import AgentFunction, BlackBoxAgent, RunCommand, load_agent
 from realhf.rollout.resuming_env import ResumingEnv
@@ -32,7 +33,6 @@ async def play(
 ) -> RolloutOutcome:
     agent = BlackBoxAgent(function, chat(), LIMITS, timeout_s=timeout_s)
     env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=retries)
-    await agent.start()
     try:
         return await agent.play(env, Job(0, {}, 11, sampling_seed=5), tokens, 2)
     finally:
@@ -147,6 +147,13 @@ async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:
     outcome = await play(fake, eager, FakeTokens(commands))
     assert outcome.status == "achieved" and outcome.reward == 1.0
     assert sum(message["type"] == "step" for _, message in fake.messages) == 2
+
+
+def test_the_option_makes_the_agent() -> None:
+    args = {"gen": {"max_new_tokens": 8}, "max_turns": 2, "max_total_tokens": 100}
+    assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), args), BlackBoxAgent)
+    with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
+        make_agent("a:b", chat(), args)
 
 
 @pytest.mark.parametrize("name", ["nowhere:solve", "experiments.agents.openai_agent:nobody", "json:dumps", "solve", ""])

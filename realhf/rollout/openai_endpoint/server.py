@@ -41,7 +41,9 @@ class OpenAiServer:
         return f"{self.url}/sessions/{session.key}/v1"
 
     async def start(self) -> None:
-        """Listen on a free port. Raises RuntimeError when the server does not come up in time."""
+        """Listen on a free port, unless it does already. Raises RuntimeError when the server does not come up."""
+        if self._serving is not None and not self._serving.done():
+            return
         listener = socket.create_server(("127.0.0.1", 0))
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         deadline = asyncio.get_running_loop().time() + _START_S
