@@ -12,6 +12,7 @@ import hashlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class VllmGenerator:
         self._counts = dict.fromkeys(("generated_tokens", "prefill_tokens", "reused_tokens", "busy_s"), 0.0)
         self._weight_pause_ms = 0.0
         self._busy_since: float | None = None
-        self._number = 0
+        self._name, self._number = uuid.uuid4().hex, 0
         self._closed = False
         self._loop = asyncio.new_event_loop()
         # Weights and aborts must get through while every generating connection is in use.
@@ -224,7 +225,7 @@ class VllmGenerator:
             self._tell(entry, ValueError(f"generate: slot {slot} has a request already"))
         else:
             self._number += 1
-            entry.id = f"{id(self):x}-{self._number}"
+            entry.id = f"{self._name}-{self._number}"
             self._entries[slot] = entry
             self._start_waiting()
 

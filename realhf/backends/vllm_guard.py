@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,21 +22,22 @@ _GRACE_S = 8.0
 
 
 def main() -> None:
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True,
-                             preexec_fn=_die_with_guard)  # fmt: skip
+    woken, wake = os.pipe()
 
     def stop(signum: int, frame: FrameType | None) -> None:
         del signum, frame
-        raise SystemExit
+        os.write(wake, b".")
 
+    # Before there is a child: a guard that dies between the two would leave it alone.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True,
+                             preexec_fn=_die_with_guard)  # fmt: skip
     threading.Thread(target=_report_end, args=(child,), daemon=True).start()
-    try:
-        while os.read(0, 4096):
-            pass
-    finally:
-        _end(child)
+    ready: list[int] = []
+    while woken not in ready and (0 not in ready or os.read(0, 4096)):
+        ready = select.select([0, woken], [], [])[0]
+    _end(child)
 
 
 def _die_with_guard() -> None:
@@ -49,8 +51,6 @@ def _report_end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     _signal_group(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_GRACE_S)
