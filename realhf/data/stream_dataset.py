@@ -17,7 +17,7 @@ from pathlib import Path
 
 from realhf.api.arrival import ACCEPTED, DUPLICATE, Arrival, checked_answers
 from realhf.api.sample import SequenceSample
-from realhf.data.payload_log import PayloadDamaged, PayloadLog, PayloadRef
+from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog, PayloadRef
 from realhf.data.sample_limits import SampleLimits
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CodecError, TransportError
@@ -69,9 +69,10 @@ class StreamDataset:
         credits: int,
         limits: SampleLimits,
         bind: str = "tcp://127.0.0.1:0",
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._store, self._notify, self._limits = store, notify, limits
-        self._log = PayloadLog(folder)
+        self._log = PayloadLog(folder, segment_bytes=segment_bytes)
         self._held: dict[str, _Held] = {}
         self._held_lock = threading.Lock()
         self._queue: collections.deque[StreamMessage] = collections.deque()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ def path(folder: Path, segment: int) -> Path:
     return folder / f"payload-{segment:06d}.log"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batches=st.lists(st.lists(FRAMES, max_size=4), max_size=6), segment_bytes=st.sampled_from([1, 300, 1 << 20]))
 def test_everything_reads_back_from_another_log(tmp_path_factory, batches, segment_bytes):
     folder = tmp_path_factory.mktemp("log")
@@ -117,3 +119,25 @@ def test_writes_that_are_cut_short_go_on(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert [log.read(ref) for ref in refs] == [[b"abcdefgh", b"", b"ij"], [b"k"]]
     log.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from realhf.data.payload_log import PayloadLog
+log = PayloadLog(Path(sys.argv[1]), segment_bytes=2000)
+for number in range(1_000_000):
+    print(number, *log.append([[b"%d" % number, bytes(300)]])[0], flush=True)
+"""
+
+
+def test_what_was_appended_survives_a_kill(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(20)]
+    process.kill()
+    lines += [line for line in process.communicate(timeout=20)[0].splitlines(keepends=True) if line.endswith("\n")]
+    log = PayloadLog(tmp_path)
+    for line in lines:
+        number, *ref = map(int, line.split())
+        assert log.read(ref) == [b"%d" % number, bytes(300)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from random import Random
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.api.keys import KeySpec
 from realhf.api.sample import SequenceSample
+from realhf.data.payload_log import PayloadLog
 from realhf.data.sample_limits import SampleLimits
 from realhf.data.stream_dataset import StreamDataset
 from realhf.transport.codec import decode_sample, encode_sample
@@ -26,7 +29,7 @@ KEYS = (
 LIMITS = SampleLimits(KEYS, max_sequences=4, max_tokens=50, max_bytes=1 << 20)
 
 
-def group(id: str, lengths: tuple[int, ...] = (3, 5), seed: int = 0) -> SequenceSample:
+def group(id: str, lengths: tuple[int, ...] = (3, 5), seed: int = 0, **changes: torch.Tensor) -> SequenceSample:
     random = torch.Generator().manual_seed(seed)
     total, count = sum(lengths), len(lengths)
     tensors = {
@@ -35,6 +38,7 @@ def group(id: str, lengths: tuple[int, ...] = (3, 5), seed: int = 0) -> Sequence
         "packed_logprobs": -torch.rand(total - count, generator=random),
         "rewards": torch.rand(count, generator=random),
     }
+    tensors |= changes
     rows = {"L": [list(lengths)], "L-1": [[n - 1 for n in lengths]], "1": [[1] * count]}
     seqlens = {spec.name: rows[spec.rule] for spec in KEYS}
     return SequenceSample.from_tensors([id], tensors, seqlens, {"achieved": [f"[{seed}]"]})
@@ -72,17 +76,29 @@ class FakeMaster:
 class Bench:
     def __init__(self, folder) -> None:
         self.folder, self.store, self.master = folder, TensorStore(), FakeMaster()
-        self.dataset = self.open()
+        self.dataset = self.open("tcp://127.0.0.1:0")
         self.producers: list[StreamProducer] = []
 
-    def open(self) -> StreamDataset:
-        return StreamDataset("run", self.folder, self.store, self.master.notify, credits=8, limits=LIMITS)
+    def open(self, bind: str, segment_bytes: int = 1) -> StreamDataset:
+        return StreamDataset(
+            "run",
+            self.folder,
+            self.store,
+            self.master.notify,
+            credits=8,
+            limits=LIMITS,
+            bind=bind,
+            segment_bytes=segment_bytes,
+        )
 
     def reopen(self) -> None:
         """As after a death of the model worker."""
         self.dataset.close()
         self.store = TensorStore()
-        self.dataset = self.open()
+        self.dataset = self.open(self.dataset.endpoint)
+
+    def logged(self, ref: list[int]) -> SequenceSample:
+        return decode_sample(PayloadLog(self.folder).read(ref))
 
     def producer(self, name: str = "w0") -> StreamProducer:
         self.producers.append(StreamProducer(self.dataset.endpoint, name, "run", probe_s=0.1))
@@ -115,10 +131,9 @@ async def test_a_sample_is_logged_stored_told_and_acked(bench):
         (f"s{n}", 2, "w0", "") for n in range(6)
     ]
     for sample, arrival in zip(samples, bench.master.arrivals, strict=True):
-        assert bench.get(sample.ids[0]).select(sample.keys).data.keys() == sample.data.keys()
         assert all(torch.equal(bench.get(sample.ids[0])[key], sample[key]) for key in sample.keys)
         assert decode_sample(arrival.meta) == sample.meta()
-        assert decode_sample(bench.dataset._log.read(arrival.ref)) == sample
+        assert bench.logged(arrival.ref) == sample
     stats = bench.dataset.stats()
     assert (stats["accepted"], stats["waiting"], stats["held"]) == (6, 0, 6)
     bench.store.clear()
@@ -148,6 +163,15 @@ async def test_malformed_samples_are_told_and_acked(bench):
         "keys": encode_sample(group("keys").select(["packed_input_ids", "rewards"])),
         "many": encode_sample(group("many", (2,) * 5)),
         "long": encode_sample(group("long", (51,))),
+        "nan": encode_sample(group("nan", rewards=torch.tensor([1.0, float("nan")]))),
+        "inf": encode_sample(group("inf", packed_logprobs=torch.tensor([0, -torch.inf, 0, 0, 0, 0]))),
+        "dtype": encode_sample(group("dtype", loss_mask=torch.ones(8, dtype=torch.uint8))),
+        "rule": encode_sample(
+            SequenceSample.from_tensors(
+                ["rule"], group("rule").data or {}, {**group("rule").seqlens, "loss_mask": [[4, 4]]}
+            )
+        ),
+        "torn": [frame[:-1] for frame in encode_sample(group("torn"))],
     }
     producer = bench.producer()
     for id, frames in bad.items():
@@ -156,6 +180,8 @@ async def test_malformed_samples_are_told_and_acked(bench):
     assert await producer.drain(10)
     told = {a.id: a for a in bench.master.arrivals}
     assert [id for id, a in told.items() if a.error] == list(bad)
+    assert "not finite" in told["nan"].error and "not finite" in told["inf"].error
+    assert "[4, 4] do not fit" in told["rule"].error and "u8" in told["dtype"].error
     assert "'another'" in told["ids"].error and "loss_mask" in told["keys"].error
     assert all(not a.ref and not a.meta for id, a in told.items() if id != "good")
     assert bench.dataset.stats()["malformed"] == len(bad)
@@ -190,7 +216,6 @@ async def test_an_unexpected_error_surfaces(bench):
 
 
 async def test_prune_keeps_what_came_after_the_list_was_made(bench):
-    bench.dataset._log = type(bench.dataset._log)(bench.folder, segment_bytes=1)
     for n in range(5):
         await bench.push(group(f"s{n}"))
     refs = [a.ref for a in bench.master.arrivals]
@@ -199,3 +224,92 @@ async def test_prune_keeps_what_came_after_the_list_was_made(bench):
     assert bench.dataset.prune([], newest=refs[4]) == [0, 2, 3]
     damaged = bench.dataset.restore([("s0", 0, refs[0])])
     assert "cannot be read" in damaged[0].error
+
+
+async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(bench):
+    """It was accepted before a death, and comes in again before the restore."""
+    await bench.push(group("s", seed=1))
+    (arrival,) = bench.master.arrivals
+    bench.reopen()
+    bench.master.may_answer.clear()
+    producer = bench.producer()
+    await producer.push("s", 0, encode_sample(group("s", seed=1)), timeout_s=10)
+    async with asyncio.timeout(10):
+        while not bench.dataset.stats()["held"]:
+            await asyncio.sleep(0.005)
+    assert [a.error for a in bench.dataset.restore([("s", 0, arrival.ref)])] == [""]
+    bench.master.may_answer.set()
+    assert await producer.drain(10)
+    assert bench.dataset.stats()["duplicate"] == 1
+    assert torch.equal(bench.get("s")["rewards"], group("s", seed=1)["rewards"])
+
+
+async def test_two_attempts_that_arrive_together_are_answered_one_after_the_other(bench):
+    bench.master.may_answer.clear()
+    bench.master.answers[("s", 0)] = REFUSED
+    producer = bench.producer()
+    for attempt in range(2):
+        await producer.push("s", attempt, encode_sample(group("s", seed=attempt)), timeout_s=10)
+    bench.master.may_answer.set()
+    assert await producer.drain(10)
+    assert [(a.id, a.attempt) for a in bench.master.arrivals] == [("s", 0), ("s", 1)]
+    assert torch.equal(bench.get("s")["rewards"], group("s", seed=1)["rewards"])
+
+
+async def test_close_does_not_wait_for_a_master_that_is_gone(bench):
+    bench.master.troubles = [TimeoutError("gone")] * 1000
+    producer = bench.producer()
+    await producer.push("s", 0, encode_sample(group("s")), timeout_s=10)
+    async with asyncio.timeout(10):
+        while not bench.dataset.stats()["notify_retries"]:
+            await asyncio.sleep(0.005)
+    await asyncio.to_thread(bench.dataset.close)
+    assert producer.unacked == 1
+    with pytest.raises(StreamFailed, match="closed"):
+        bench.dataset.check()
+
+
+class Crash(Exception):
+    """The model worker dies while it talks to the master."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, seed):
+    random, told = Random(seed), bench.master.notify
+
+    def notify(arrivals: list[Arrival]) -> list[str]:
+        if not bench.master.arrivals or random.random() < 0.3:
+            bench.master.arrivals += arrivals
+            raise Crash("before the master knew")
+        answers = told(arrivals)
+        if random.random() < 0.3:
+            raise Crash("after the master knew")
+        return answers
+
+    bench.master.notify = notify
+    bench.reopen()
+    samples = [group(f"s{n}", seed=n) for n in range(40)]
+    producers = [bench.producer(name) for name in ("w0", "w1")]
+
+    async def work(producer: StreamProducer, mine: list[SequenceSample]) -> None:
+        for sample in mine:
+            await producer.push(sample.ids[0], 0, encode_sample(sample), timeout_s=20)
+        assert await producer.drain(20)
+
+    working = asyncio.gather(*(work(producer, samples[n::2]) for n, producer in enumerate(producers)))
+    deaths = 0
+    while not working.done():
+        await asyncio.sleep(0.01)
+        try:
+            bench.dataset.check()
+        except StreamFailed:
+            deaths += 1
+            await asyncio.to_thread(bench.reopen)
+            accepted = list(bench.master.accepted.values())
+            assert not [a.error for a in bench.dataset.restore((a.id, a.attempt, a.ref) for a in accepted) if a.error]
+    await working
+    assert deaths
+    assert sorted(bench.master.accepted) == sorted((sample.ids[0], 0) for sample in samples)
+    for sample in samples:
+        assert bench.logged(bench.master.accepted[(sample.ids[0], 0)].ref) == sample
+        assert all(torch.equal(bench.get(sample.ids[0])[key], sample[key]) for key in sample.keys)
