@@ -235,7 +235,7 @@ class MasterWorker:
         payload = {
             "role": evaluation.role, "interface": evaluation.interface, "args": dict(evaluation.args),
             "interface_args": dict(evaluation.interface_args), "step": step, "seed": self._spec.seed,
-            "endpoints": self._endpoints(),
+            "endpoints": self._endpoints(), "release": self._rollouts is not None,
         }
         reply = await self._rpc.call(worker, "evaluate", payload, timeout_s=self._plan.rpc.call_timeout_s, step=step)
         return reply["stats"]

@@ -197,8 +197,8 @@ class ModelHost:
     # ---- outside the graph
 
     def evaluate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run an interface's ``evaluate``: {role, interface, interface_args, args, step, seed, endpoints}. The
-        interface is built once per name and arguments."""
+        """Run an interface's ``evaluate``: {role, interface, interface_args, args, step, seed, endpoints, release}. The
+        interface is built once per name and arguments; ``release``: what it holds open is closed afterwards."""
         key = _interface_key(payload["interface"], payload["interface_args"])
         if key not in self._evaluators:
             build = interface_registry.get(payload["interface"])
@@ -206,7 +206,12 @@ class ModelHost:
         began = time.perf_counter()
         context = self._context(payload, MicroBatchSpec())
         model = self._model(payload["role"])
-        stats = self._evaluators[key].evaluate(model, payload.get("args", {}), context)
+        evaluator = self._evaluators[key]
+        try:
+            stats = evaluator.evaluate(model, payload.get("args", {}), context)
+        finally:
+            if payload.get("release") and hasattr(evaluator, "close"):
+                evaluator.close()
         return {"stats": stats, "compute_s": time.perf_counter() - began}
 
     def save(self, payload: dict[str, Any]) -> dict[str, Any]:
