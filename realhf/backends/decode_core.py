@@ -23,8 +23,9 @@ from realhf.backends.kv_cache import RowCache
 from realhf.backends.row_table import PrefillItem, RowTable
 from realhf.backends.sampling import sample_tokens, uniform_at
 
-_STEP_TOKENS = 1024
-"""Missing tokens that one step computes, more only for a single turn: the others decode meanwhile."""
+_STEP_TOKENS = {"cpu": 256}
+"""Missing tokens that one step computes, by kind of device (8192 elsewhere), and the rest of the turn that reaches the
+number: whoever plays already gets tokens meanwhile, after new weights too."""
 _IDLE_FRACTION = 0.25
 """Rows in play are brought together when so many in between are idle: a move costs about ten steps of an idle row."""
 
@@ -209,9 +210,9 @@ class DecodeCore:
     def _plan(self) -> list[tuple[Turn, PrefillItem]]:
         planned: dict[int, PrefillItem] = {}
         plan: list[tuple[Turn, PrefillItem]] = []
-        spent = 0
+        spent, most = 0, _STEP_TOKENS.get(self.model.device.type, 8192)
         for turn in self._live:
-            if not turn.cached and spent < _STEP_TOKENS:
+            if not turn.cached and spent < most:
                 item = planned[turn.row] = self._table.plan(turn.row, turn.prefix(), planned)
                 turn.cached = True
                 plan.append((turn, item))
