@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -226,8 +227,13 @@ def test_a_damaged_file_is_never_handed_out() -> None:
 
 def test_files_are_safetensors_both_ways(tmp_path: Path) -> None:
     with publishing("disk") as publisher:
-        manifest = publisher.publish(7, {**TENSORS, 'é\n"': torch.tensor(5, dtype=torch.bfloat16)})
+        flags = torch.tensor([True, False, True])
+        manifest = publisher.publish(7, {"flags": flags, **TENSORS, 'é\n"': torch.tensor(5, dtype=torch.bfloat16)})
         loaded = load_file(manifest.location)
+        content = Path(manifest.location).read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        assert header.pop("__metadata__")["version"] == "7"
+        assert all(header[name]["data_offsets"][0] % loaded[name].element_size() == 0 for name in header)
         assert_same(receive(manifest, 1.0), {slot.name: loaded[slot.name] for slot in manifest.slots})
         save_file(loaded, tmp_path / "theirs.safetensors")
         theirs = receive(replace(manifest, location=str(tmp_path / "theirs.safetensors")), 1.0)
