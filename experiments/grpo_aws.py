@@ -84,7 +84,7 @@ def rollout_args(config: ExperimentConfig) -> dict[str, Any]:
         "max_turns": rollout.max_turns, "max_total_tokens": rollout.max_total_tokens,
         "min_group_size": rollout.min_group_size,
         "message_timeout_s": rollout.message_timeout_s, "on_failure": rollout.on_failure,
-        "chaos": config.env.chaos,
+        "chaos": config.env.chaos, "seed": config.seed,
         "transcripts": config.monitor.episodes_per_step,
     }
 

@@ -15,6 +15,7 @@ from realhf.api.sample import SequenceSample
 from realhf.rollout.evaluation import evaluation_report
 from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
 from realhf.rollout.rollout_sample import outcomes_to_sample
+from realhf.rollout.sampling_seed import sampling_seed
 from realhf.rollout.transcript import transcript
 
 
@@ -53,6 +54,7 @@ class EnvRolloutInterface:
         gen: fields of ``GenConfig``.
         max_turns, max_total_tokens, min_group_size, message_timeout_s, on_failure: see ``RolloutConfig``.
         chaos: whether episodes may be perturbed; told to the environment at every reset.
+        seed: of the run; with a sample's id it decides the random numbers of its rollouts.
         transcripts: how many episodes of a step are returned as text.
     """
 
@@ -69,7 +71,9 @@ class EnvRolloutInterface:
         on_failure: str = "retry",
         chaos: bool = False,
         transcripts: int = 2,
+        seed: int = 0,
     ) -> None:
+        self._seed = seed
         self._group_size = group_size
         self._min_group_size = min_group_size
         self._gen = GenConfig(**gen)
@@ -90,7 +94,8 @@ class EnvRolloutInterface:
         seeds = [int(seed) for seed in sample.metadata["task_seed"]]
         policy = EnginePolicy(model, self._gen, context.seed)
         pool = self._connected_pool(context)
-        groups, stats = self._play(pool, policy, tasks, seeds, self._group_size)
+        own = [[sampling_seed(self._seed, i, member) for member in range(self._group_size)] for i in sample.ids]
+        groups, stats = self._play(pool, policy, tasks, seeds, self._group_size, own)
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: self._transcripts]
@@ -135,10 +140,11 @@ class EnvRolloutInterface:
         del state
 
     def _play(
-        self, pool: MultiTurnEnvPool, policy: EnginePolicy, tasks: list[dict[str, Any]], seeds: list[int], group: int
+        self, pool: MultiTurnEnvPool, policy: EnginePolicy, tasks: list[dict[str, Any]], seeds: list[int], group: int,
+        sampling_seeds: list[list[int]] | None = None,
     ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
         began = time.perf_counter()
-        groups = pool.run_groups(tasks, policy, group_size=group, seeds=seeds)
+        groups = pool.run_groups(tasks, policy, group_size=group, seeds=seeds, sampling_seeds=sampling_seeds)
         total = time.perf_counter() - began
         outcomes = [outcome for members in groups for outcome in members]
         stats: dict[str, Any] = rollout_statistics(outcomes)
