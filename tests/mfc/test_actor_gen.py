@@ -132,10 +132,11 @@ def test_the_observation_is_that_of_the_simulator(played: Played, tasks: list[Ta
         assert f'"Name":"{tasks[number // G].params["name"]}"' in text.replace(" ", "")
 
 
-def test_same_seed_same_tokens_other_seed_other_tokens(bench: MfcBench, tasks: list[Task], played: Played) -> None:
-    again, _ = bench.infer(drawn(tasks, "again"), step=STEP, seed=11)
-    assert torch.equal(again["packed_input_ids"], played[0]["packed_input_ids"])
-    assert torch.equal(again["packed_logprobs"], played[0]["packed_logprobs"])
-    other, _ = bench.infer(drawn(tasks, "other"), step=STEP, seed=12)
-    assert as_lists(other.seqlens) != as_lists(again.seqlens) or not torch.equal(
-        other["packed_input_ids"], again["packed_input_ids"])
+def test_a_samples_own_id_decides_its_tokens(bench: MfcBench, tasks: list[Task], played: Played) -> None:
+    one, _ = bench.infer(drawn(tasks, "own"), step=STEP, seed=11)
+    bench.ask("clear", {"ids": list(one.ids)})
+    again, _ = bench.infer(drawn(tasks, "own"), step=STEP, seed=12)
+    assert torch.equal(again["packed_input_ids"], one["packed_input_ids"])
+    assert torch.equal(again["packed_logprobs"], one["packed_logprobs"])
+    assert as_lists(again.seqlens) != as_lists(played[0].seqlens) or not torch.equal(
+        again["packed_input_ids"], played[0]["packed_input_ids"])
