@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers.utils.logging import disable_progress_bar
 
@@ -119,18 +120,30 @@ def play_generate(model: Any, batch: Sequence[Episode]) -> None:
             texts[i] = texts[i] + reply + (episode.observations[turn] if turn < TURNS - 1 else [])
 
 
-def tokens_per_second(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, list[float]]:
-    """Per side one figure per repeat, the sides in turns; a first round warms up and is not counted."""
+def measure(
+    plays: dict[str, Play], concurrent: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens per second and CPU microseconds per token: per side one figure per repeat, the sides in turns. A first
+    round warms up and is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in plays}
+    cpu: dict[str, list[float]] = {name: [] for name in plays}
     for repeat in range(repeats + 1):
         batch = episodes(concurrent, seed=repeat)
         for name, play in plays.items():
-            began = time.perf_counter()
+            used, began = cpu_seconds(), time.perf_counter()
             play(batch)
-            rate = sum(episode.sampled for episode in batch) / (time.perf_counter() - began)
+            sampled = sum(episode.sampled for episode in batch)
             if repeat:
-                rates[name].append(rate)
-    return rates
+                rates[name].append(sampled / (time.perf_counter() - began))
+                cpu[name].append(1e6 * (cpu_seconds() - used) / sampled)
+    return rates, cpu
+
+
+def cpu_seconds() -> float:
+    """Of this process and everything below it."""
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
 
 
 def weight_pauses(engine: ContinuousGenerator, model: Any, concurrent: int, updates: int) -> list[float]:
@@ -163,14 +176,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def compare(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, Any]:
-    rates = tokens_per_second(plays, concurrent, repeats)
+    rates, cpu = measure(plays, concurrent, repeats)
     ours = rates["embedded"]
-    result: dict[str, Any] = {name: {"tokens_per_second": spread(values)} for name, values in rates.items()}
+    result: dict[str, Any] = {
+        name: {"tokens_per_second": spread(values), "cpu_us_per_token": spread(cpu[name])}
+        for name, values in rates.items()
+    }
     for name, theirs in rates.items():
         line = f"  {name:14}" + "  ".join(f"{key} {value:8.0f}" for key, value in spread(theirs).items())
+        line += f"   {statistics.median(cpu[name]):6.0f} us of CPU a token"
         if name != "embedded":
             ratio = result[name]["ratio"] = spread([a / b for a, b in zip(ours, theirs, strict=True)])
-            line += f"   embedded is {ratio['median']:.1f} times as fast ({ratio['min']:.1f} to {ratio['max']:.1f})"
+            line += f"; embedded is {ratio['median']:.1f} times as fast ({ratio['min']:.1f} to {ratio['max']:.1f})"
             line += "" if ratio["median"] >= TARGET_RATIO else f": below {TARGET_RATIO:g}"
         print(line)
     return result
