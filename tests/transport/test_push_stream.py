@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -22,6 +22,10 @@ from realhf.transport.push_stream import Ack, StreamFailed, StreamMessage, pack_
 
 SCRIPT = str(Path(__file__).with_name("push_process.py"))
 SESSION = b"s" * 16
+
+
+def packed(value: Any) -> bytes:
+    return cast(bytes, msgpack.packb(value))
 
 
 class Sink:
@@ -169,8 +173,8 @@ def hostile() -> list[list[bytes]]:
         [b""],
         [b"\xc1\xff"],
         [bytes(2 << 20)],
-        [msgpack.packb({"v": 99})],
-        [msgpack.packb([1, 2])],
+        [packed({"v": 99})],
+        [packed([1, 2])],
         [pack_header("feast", "run", SESSION, name="w0", back="tcp://127.0.0.1:9", base=1)],
         [pack_header("sample", "other", SESSION, **good), b"x"],
         [pack_header("sample", "run", b"short", **good), b"x"],
@@ -261,10 +265,12 @@ async def test_a_killed_producer_loses_only_what_it_had_not_sent_and_may_return(
     pushed = [int(line) for line in killed.communicate(timeout=20)[0].splitlines()]
     before = len(sink.messages)
     again = launch(sink.receiver.endpoint, 200_000, 30)
+    lines = again.stdout
+    assert lines is not None
     try:
         await sink.until(before + 30)
         async with asyncio.timeout(20):
-            while await asyncio.to_thread(again.stdout.readline) != "done\n":
+            while await asyncio.to_thread(lines.readline) != "done\n":
                 pass
     finally:
         again.kill()
@@ -313,7 +319,7 @@ class FakeLossyNet:
                 elif socket is self.acks:
                     self.backs[header["to"]].send_multipart(frames)
                 else:
-                    self.out.send_multipart([msgpack.packb({**header, "back": self.acks_address}), *frames[1:]])
+                    self.out.send_multipart([packed({**header, "back": self.acks_address}), *frames[1:]])
         self.context.destroy(0)
 
     def close(self) -> None:
