@@ -72,9 +72,13 @@ class VllmApi:
         mode = config["model_config"]["logprobs_mode"]
         if mode != _LOGPROBS_MODE:
             raise VllmError(f"{self.url} reports {mode}: it must run with --logprobs-mode {_LOGPROBS_MODE}")
+        device = config["device_config"]["device"]
+        if device == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
+            # vLLM 0.32 then dies of a seeded request whose prompt is computed in parts.
+            raise VllmError(f"{self.url} computes on the CPU: it must run with --no-enable-chunked-prefill")
         await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": []})
         extension = config["parallel_config"]["worker_extension_cls"]
-        return ServedModel(str(row["root"]), int(row["max_model_len"]), extension, config["device_config"]["device"])
+        return ServedModel(str(row["root"]), int(row["max_model_len"]), extension, device)
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], params: Mapping[str, Any], timeout_s: float

@@ -26,13 +26,15 @@ _WORDS = 3000
 class VllmOptions:
     """``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice); ``kv_cache_gib``:
     its memory for keys and values. ``max_model_len``: longest sequence (None: the model's). ``eager``: no graph
-    capture. ``arguments``: more of ``vllm serve``."""
+    capture. ``chunked_prefill``: prompts may be computed in parts, which ends a CPU server when a request has a seed.
+    ``arguments``: more of ``vllm serve``."""
 
     dtype: str = "float32"
     threads: int | None = None
     kv_cache_gib: int = 1
     max_model_len: int | None = None
     eager: bool = True
+    chunked_prefill: bool = False
     arguments: tuple[str, ...] = ()
 
 
@@ -118,6 +120,8 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
                "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out",
                "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
                "--worker-extension-cls", _EXTENSION]  # fmt: skip
+    if not options.chunked_prefill:
+        command.append("--no-enable-chunked-prefill")
     if options.eager:
         command.append("--enforce-eager")
     if options.max_model_len is not None:

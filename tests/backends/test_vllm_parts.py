@@ -54,9 +54,10 @@ class FakeServer:
         self._thread.join()
 
 
-def answers(mode: str = "processed_logprobs") -> dict[str, tuple[int, object]]:
+def answers(mode: str = "processed_logprobs", chunked: bool = False) -> dict[str, tuple[int, object]]:
     config = {"model_config": {"logprobs_mode": mode}, "device_config": {"device": "cpu"},
-              "parallel_config": {"worker_extension_cls": ""}}  # fmt: skip
+              "parallel_config": {"worker_extension_cls": ""},
+              "scheduler_config": {"enable_chunked_prefill": chunked}}  # fmt: skip
     return {"/v1/models": (200, {"data": [{"root": "org/model", "max_model_len": 32}]}),
             "/server_info": (200, {"vllm_config": config}), "/inference/v1/abort_requests": (200, {}),
             "/resume": (200, {}), "/pause": (200, {}), "/update_weight_version": (200, {})}  # fmt: skip
@@ -75,6 +76,7 @@ def served() -> Iterator[dict[str, tuple[int, object]]]:
 @pytest.mark.parametrize("path, answer, word", [
     ("/server_info", None, "VLLM_SERVER_DEV_MODE=1"),
     ("/server_info", answers("raw_logprobs")["/server_info"], "--logprobs-mode processed_logprobs"),
+    ("/server_info", answers(chunked=True)["/server_info"], "--no-enable-chunked-prefill"),
     ("/inference/v1/abort_requests", (403, {"error": "--enable-scale-out"}), "--enable-scale-out"),
 ])  # fmt: skip
 def test_a_server_that_was_started_wrongly_is_told_what_it_lacks(served: dict, path: str, answer: object, word: str):
