@@ -206,7 +206,20 @@ def vllm_player(model: Any, executable: Path, threads: int, stack: ExitStack) ->
     stack.enter_context(server)
     engine = VllmGenerator(server.url, version=0)
     stack.callback(engine.close)
-    return lambda batch: play_streaming(engine, batch, 0)
+    # An idle server takes CPU time too: it is halted while others play.
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+
+    def awake(call: Callable[[psutil.Process], None]) -> None:
+        for process in processes:
+            call(process)
+
+    def play(batch: Sequence[Episode]) -> None:
+        awake(psutil.Process.resume)
+        play_streaming(engine, batch, 0)
+        awake(psutil.Process.suspend)
+
+    stack.callback(awake, psutil.Process.resume)
+    return play
 
 
 def main() -> None:
