@@ -27,7 +27,7 @@ from realhf.transport.tensor_store import TensorStore
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 
 HOST_HANDLERS = ("call", "load", "clear", "evaluate", "save", "restore", "committed", "export", "stats")
-STREAM_HANDLERS = ("open", "restore", "prune", "stats")
+STREAM_HANDLERS = ("open", "restore", "prune", "check", "stats")
 
 
 class ModelWorker:

@@ -42,8 +42,14 @@ class StreamHost:
         return {"arrivals": [arrival.to_map() for arrival in arrivals]}
 
     def prune(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """{alive: refs that a recovery may need} -> {deleted: segments}."""
-        return {"deleted": self._opened().prune(payload["alive"])}
+        """{alive: refs that a recovery may need, newest: the last that was accepted} -> {deleted: segments}."""
+        return {"deleted": self._opened().prune(payload["alive"], payload["newest"])}
+
+    def check(self, payload: Any) -> dict[str, Any]:
+        """Raises StreamFailed when nothing can arrive any more."""
+        del payload
+        self._opened().check()
+        return {}
 
     def stats(self, payload: Any) -> dict[str, float]:
         """See ``StreamDataset.stats``; {} before ``open``."""

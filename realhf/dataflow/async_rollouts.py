@@ -36,7 +36,7 @@ from realhf.transport.roster import WorkerInfo
 _log = logging.getLogger(__name__)
 ROLLOUT, GENERATION, TRAINER = "rollout_worker", "generation", "model_worker"
 STOP_TIMEOUT_S = 120.0
-WATCH_S = 0.5
+WATCH_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ class AsyncRollouts:
         while True:
             await asyncio.sleep(WATCH_S)
             self.control.expire()
+            await self._call(self._plan.trainer, "stream_check", None)
 
     # ---- steps
 
@@ -219,7 +220,8 @@ class AsyncRollouts:
         """A checkpoint is valid: payloads that it makes unnecessary are deleted."""
         self._ledger.checkpointed(completed_steps, folder)
         await self._ledger.durable()
-        await self._call(self._plan.trainer, "stream_prune", {"alive": self._ledger.payloads()})
+        fields = {"alive": self._ledger.payloads(), "newest": self._ledger.newest_payload}
+        await self._call(self._plan.trainer, "stream_prune", fields)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
         """``rollout/...`` of the step's samples, beside ``live`` without its failures; counts of failures and retries

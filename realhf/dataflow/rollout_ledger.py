@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from realhf.dataflow.journal import Journal
-from realhf.dataflow.journal_records import Ckpt, End, Record, Resume
+from realhf.dataflow.journal_records import Accept, Ckpt, End, Record, Resume
 from realhf.dataflow.journal_state import JournalState, Recovery, fold
 
 
 class RolloutLedger:
-    """Steps are numbered from 0. Use ``open``."""
+    """Steps are numbered from 0. ``newest_payload``: where the last accepted sample lies, since the start. Use
+    ``open``."""
 
     def __init__(self, journal: Journal, state: JournalState) -> None:
         self._journal, self._state = journal, state
         self._settled: int | None = None
         self.last = 0
+        self.newest_payload: list[Any] | None = None
 
     @classmethod
     def open(
@@ -36,6 +38,8 @@ class RolloutLedger:
         """Write the records, all or none. Raises ValueError for one that cannot follow."""
         for record in records:
             self._state.apply(record)
+            if isinstance(record, Accept):
+                self.newest_payload = record.ref
         self.last = self._journal.append(*records)
         return self.last
 
