@@ -1,0 +1,83 @@
+"""The asynchronous command, with everything real and tiny, beside the synchronous one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_end_to_end import MOVING, launch
+
+from realhf.dataflow.journal_audit import audit_folder
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 5
+NO_EVALUATION = ("evaluation.episodes_per_task=0",)
+ALIKE = ("ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute", *MOVING, *NO_EVALUATION)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("async-runs")
+
+
+def trained(root: Path, experiment: str, trial: str, *options: str, steps: int = STEPS) -> Iterator[dict[str, Any]]:
+    done = launch(root, trial, f"total_train_steps={steps}", *ALIKE, *options, experiment=experiment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (root / experiment / trial / "metrics.jsonl").read_text().splitlines()
+    return (json.loads(line) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def streamed(root: Path) -> list[dict[str, Any]]:
+    return list(trained(root, "grpo_aws_async", "eta0", "async_rl.max_head_offpolicyness=0"))
+
+
+def test_staleness_zero_is_the_synchronous_run(root: Path, streamed: list[dict[str, Any]]) -> None:
+    played = list(trained(root, "grpo_aws", "sync"))
+    for one, other in zip(played, streamed, strict=True):
+        for name in ("loss", "grad_norm", "n_tokens", "reward_mean"):
+            assert one[f"actor_train/{name}"] == pytest.approx(other[f"actor_train/{name}"], rel=1e-5, abs=1e-7), name
+        assert other["staleness/head_max"] == 0
+    order = [[line for line in (root / experiment / trial / "episodes.txt").read_text().splitlines()
+              if line.startswith("task: ")] for experiment, trial in (("grpo_aws", "sync"), ("grpo_aws_async", "eta0"))]
+    assert order[0] == order[1] and len(order[0]) == 2 * STEPS
+
+
+def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]]) -> None:
+    folder = root / "grpo_aws_async" / "eta0"
+    for name in ("admission/accepted", "admission/version", "rollout/episode_s_p99", "generation/tokens_per_second",
+                 "generation/weight_pause_ms", "training/occupancy", "staleness/head_mean", "rollout/success"):
+        assert name in streamed[-1], name
+    assert streamed[-1]["admission/consumed"] == streamed[-1]["admission/accepted"] == 2 * STEPS
+    for name in ("async.png", "timeline.png", "trace.json", "report.html", "policy"):
+        assert (folder / name).exists(), name
+    spans = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    assert {"train/actor_train", "weights/publish", "weights/load"} <= spans
+    tally = audit_folder(folder / "journal")
+    assert tally.consumed == tally.admitted == 2 * STEPS and not tally.lost and not tally.twice
+
+
+def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, streamed: list[dict[str, Any]]) -> None:
+    del streamed
+    options = ("async_rl.max_head_offpolicyness=2", "async_rl.n_rollout_workers=2", "async_rl.n_generation_workers=2",
+               "env.pool_size=4", "async_rl.weights=disk")
+    list(trained(root, "grpo_aws_async", "eta2", *options, steps=3))
+    rows = list(trained(root, "grpo_aws_async", "eta2", *options, steps=6))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert 0 < max(row["staleness/head_max"] for row in rows) <= 2
+    fresh = [row for row in rows if row["staleness/head_max"] == 0]
+    assert fresh and all(row["actor_train/mismatch/abs_max"] < 1e-4 for row in fresh)
+
+
+def test_an_agent_that_only_knows_a_base_url(root: Path, streamed: list[dict[str, Any]]) -> None:
+    del streamed
+    pytest.importorskip("openai")
+    rows = list(trained(root, "grpo_aws_async", "blackbox", "rollout.agent=experiments.agents.openai_agent:solve",
+                        steps=10))  # fmt: skip
+    assert len(rows) == 10 and all(row["rollout/failed_rollouts"] == 0 for row in rows)
+    assert all(row["actor_train/n_trained_tokens"] > 0 for row in rows)
+    assert rows[0]["staleness/head_max"] == 0 and rows[0]["actor_train/mismatch/abs_max"] < 1e-4
