@@ -28,8 +28,12 @@ LATE_S = 30.0
 """A worker that does not answer so long after a sample's deadline has lost it."""
 
 
+MAX_IN_VAIN = 8
+"""So many samples given up, none finished in between: nothing works, and another sample will not change that."""
+
+
 class RolloutsFailed(RuntimeError):
-    """A rollout failed where the configuration says that none may."""
+    """A rollout failed where the configuration says that none may, or all do."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class RolloutControl:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self.holding = False
+        self._in_vain = 0
         self.lost_attempts = 0
         self.given_up = 0
         self.refused = 0
@@ -196,10 +201,14 @@ class RolloutControl:
         self.staleness.reject()
         self._gate.forget(sample_id)
         self._ledger.append(Reject(sample_id, entry.attempt, outcome, message[:1000], final))
-        if final:
-            self.given_up += 1
-        else:
+        if not final:
             self._supply.give_back(task)
+            return
+        self.given_up += 1
+        self._in_vain += 1
+        if self._in_vain >= MAX_IN_VAIN:
+            self.fail(RolloutsFailed(f"the last {self._in_vain} samples failed {self._rules.max_attempts} times each, "
+                                     f"{sample_id} at last by {outcome}: {message[:300]}"))
 
     # ---- the stream
 
@@ -222,6 +231,7 @@ class RolloutControl:
             return REFUSED
         meta = _with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
         del self._open[arrival.id]
+        self._in_vain = 0
         self.staleness.accept()
         self._gate.stage(arrival.id)
         self._ledger.append(Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta))
