@@ -129,7 +129,7 @@ class MasterWorker:
         plan = RolloutPlan(
             rollout, trainer, self._graph.n_seqs, self._spec.total_train_steps, checkpoint.step if checkpoint else 0,
             self._spec.run_dir / "journal", self._run_id, self._plan.rpc.control_timeout_s,
-            self._plan.rpc.call_timeout_s)  # fmt: skip
+            self._plan.rpc.call_timeout_s, archive=rollout.options.keep_journal)  # fmt: skip
         source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
         rollouts = await AsyncRollouts.open(plan, self._rpc, source)
         for info in list(self._rpc.roster.values()):

@@ -264,7 +264,8 @@ class AsyncConfig:
     kv_policy: recompute keys and values of running episodes under new weights, or keep them. weights: shm, disk or
     broadcast. rollout_deadline_s: a sample that takes longer is given back. pause_timeout_s: how long an engine may
     take to stop for new weights. recover_retries: how often the run begins again from its last checkpoint by itself,
-    after the death of its master or of a model worker."""
+    after the death of its master or of a model worker. keep_journal: what the journal needs no more is kept in its
+    folder ``archive``, so that every sample of the run can be audited."""
 
     max_head_offpolicyness: int = 1
     max_concurrent_rollouts: int | None = None
@@ -280,6 +281,7 @@ class AsyncConfig:
     rollout_deadline_s: float = 600.0
     pause_timeout_s: float = 30.0
     recover_retries: int = 1
+    keep_journal: bool = False
     on_failure: FailureConfig = field(default_factory=FailureConfig)
 
 

@@ -1,0 +1,241 @@
+"""An asynchronous run of a tiny model whose processes are killed while it goes on, and the balance at its end.
+
+Everything is real: launcher, master, workers, environment server, simulators, training. Only the environment's latency
+is simulated, so that episodes take long enough to be killed in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from realhf.dataflow.journal import ARCHIVE, JournalError
+from realhf.dataflow.journal_audit import Tally, audit_folder
+
+MARKS = {
+    "master": "workers.master_worker",
+    "model_worker": "workers.model_worker",
+    "rollout_worker": "workers.rollout_worker",
+    "generation": "workers.generation_worker",
+    "env": "workers.env_worker",
+    "ministack": "realhf.env.ministack_server",
+}
+"""Kinds of processes that are killed, and the word of their command line by which they are known."""
+LAUNCHER = "launcher"
+BATCH, GROUP = 2, 2
+TINY = (
+    "experiment=grpo_aws_async", "model=builtin_tiny", "builtin.vocab_size=400", "warm_start.episodes_per_task=1",
+    "warm_start.train_steps=3", "env.pool_size=4", "env.tiers=[warmup]", f"dataset.train_bs_n_seqs={BATCH}",
+    f"ppo.group_size={GROUP}", "gen.max_new_tokens=12", "rollout.max_turns=2", "rollout.max_total_tokens=640",
+    "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "torch_threads=1",
+    "monitor.tensorboard=false", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01",
+    "exp_ctrl.ckpt_freq_steps=2", "env.step_latency_ms=150",
+    "async_rl.keep_journal=true", "async_rl.recover_retries=1000",
+)  # fmt: skip
+GONE_WITHIN_S = 10.0
+ANY_MOMENT = 0.3
+"""Share of the kills that come whatever the run does; the others wait until it has got on since the kill before."""
+
+
+class Stuck(RuntimeError):
+    """The run did not get on, or did not end, in time. The message ends with the last lines of its log."""
+
+
+@dataclass
+class Verdict:
+    """What is left of a run. ``problems`` is empty where everything balances."""
+
+    tally: Tally | None
+    kills: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class KilledRun:
+    """One run below ``runs`` (which may hold the warm start of earlier ones), started by ``start`` and again after the
+    launcher itself was killed."""
+
+    def __init__(self, runs: Path, trial: str, *options: str, seed: int = 3, steps: int = 8) -> None:
+        self.folder = runs / "grpo_aws_async" / trial
+        self.steps = steps
+        self.kills: Counter[str] = Counter()
+        self.output = runs / f"{trial}.log"
+        self._command = [
+            sys.executable, "-m", "realhf.launch", *TINY, f"seed={seed}", f"trial_name={trial}", f"fileroot={runs}",
+            f"total_train_steps={steps}", *options,
+        ]  # fmt: skip
+        self._seen: set[psutil.Process] = set()
+        self._named_memory: set[str] = set()
+        self._launcher: psutil.Popen | None = None
+        self._began = time.monotonic()
+
+    def start(self) -> None:
+        """The command; a second time it goes on with the same run."""
+        with self.output.open("ab") as log:
+            self._launcher = psutil.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+
+    @property
+    def running(self) -> bool:
+        return self._launcher is not None and self._launcher.poll() is None
+
+    def processes(self) -> set[psutil.Process]:
+        """Everything below the launcher at this moment."""
+        assert self._launcher is not None
+        found: set[psutil.Process] = set()
+        with contextlib.suppress(psutil.Error):
+            found = set(self._launcher.children(recursive=True))
+        for process in found:
+            self._named_memory |= _named_memory(process.pid)
+        self._seen |= found
+        return found
+
+    def alive(self, kind: str) -> list[psutil.Process]:
+        """Processes of a kind, in the order of their numbers."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if MARKS[kind] in process.cmdline():
+                    found.append(process)
+        return sorted(found, key=lambda process: process.pid)
+
+    def kill(self, kind: str, choice: random.Random) -> bool:
+        """SIGKILL to one of a kind; False where there is none at this moment."""
+        if kind == LAUNCHER:
+            assert self._launcher is not None
+            self.processes()
+            victims: Sequence[psutil.Process] = [self._launcher] if self.running else []
+        else:
+            victims = self.alive(kind)
+        if not victims:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            choice.choice(victims).kill()
+            self.kills[kind] += 1
+        return True
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does to the launcher of a terminal's foreground group."""
+        assert self._launcher is not None
+        self.processes()
+        self._launcher.send_signal(signal.SIGINT)
+
+    def wait(self, timeout_s: float) -> int:
+        """The launcher's exit code. Raises Stuck."""
+        assert self._launcher is not None
+        deadline = time.monotonic() + timeout_s
+        while self.running:
+            if time.monotonic() > deadline:
+                raise Stuck(f"{self.folder.name} did not end within {timeout_s:g} s:\n{self.tail()}")
+            self.processes()
+            time.sleep(0.2)
+        return int(self._launcher.wait())
+
+    def journal_bytes(self) -> int:
+        """Grows while the run gets on."""
+        folder, total = self.folder / "journal", 0
+        for path in [*folder.glob("*.log"), *(folder / ARCHIVE).glob("*.log")]:
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+    def wait_for_progress(self, since: int, timeout_s: float) -> None:
+        """Until the journal is longer than ``since`` bytes, or the run has ended. Raises Stuck."""
+        deadline = time.monotonic() + timeout_s
+        while self.running and self.journal_bytes() <= since:
+            if time.monotonic() > deadline:
+                raise Stuck(f"{self.folder.name} did not get on within {timeout_s:g} s:\n{self.tail()}")
+            self.processes()
+            time.sleep(0.05)
+
+    def left_over(self, within_s: float = GONE_WITHIN_S) -> list[str]:
+        """Command lines of processes of the run that outlive the launcher by ``within_s`` seconds; they are killed."""
+        _, alive = psutil.wait_procs(list(self._seen), timeout=within_s)
+        names = []
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(" ".join(process.cmdline())[:160])
+                process.kill()
+        return names
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        self.processes()
+        for process in [*([self._launcher] if self._launcher and self.running else []), *self._seen]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self._launcher is not None:
+            self._launcher.wait(GONE_WITHIN_S)
+
+    def verdict(self, exit_code: int) -> Verdict:
+        """After a run's end: did it do all its steps, and does the journal balance?"""
+        result = Verdict(None, self.kills, time.monotonic() - self._began)
+        if exit_code != 0:
+            result.problems.append(f"exit code {exit_code}: {self.tail()}")
+        result.problems += [f"left running: {line}" for line in self.left_over()]
+        result.problems += [f"left in /dev/shm: {name}" for name in sorted(self._named_memory) if Path(name).exists()]
+        steps = [row["step"] for row in self.rows()]
+        if steps != list(range(1, self.steps + 1)):
+            result.problems.append(f"steps in metrics.jsonl: {steps}")
+        try:
+            result.tally = audit_folder(self.folder / "journal")
+        except JournalError as error:
+            result.problems.append(str(error))
+        else:
+            result.problems += _faults(result.tally, self.steps * BATCH)
+        return result
+
+    def rows(self) -> list[dict[str, float]]:
+        """What the run wrote about its steps."""
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def tail(self, lines: int = 12) -> str:
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+
+
+def kill_at_random(
+    run: KilledRun, kinds: Sequence[str], choice: random.Random, *, every_s: float, timeout_s: float
+) -> None:
+    """One kill per entry of ``kinds``, in turn, ``every_s`` seconds after the one before on average, and after the run
+    has got on in the meantime (most of them) or at any moment (``ANY_MOMENT`` of them). Ends with the run. Raises
+    Stuck when it does not get on for ``timeout_s`` seconds."""
+    before = 0
+    for kind in kinds:
+        if choice.random() >= ANY_MOMENT:
+            run.wait_for_progress(before, timeout_s)
+        until = time.monotonic() + choice.uniform(0.2, 1.8) * every_s
+        while run.running and time.monotonic() < until:
+            run.processes()
+            time.sleep(min(0.1, max(0.0, until - time.monotonic())))
+        deadline = time.monotonic() + timeout_s
+        while run.running and not run.kill(kind, choice):
+            if time.monotonic() > deadline:
+                raise Stuck(f"{run.folder.name} had no {kind} for {timeout_s:g} s:\n{run.tail()}")
+            time.sleep(0.05)
+        before = run.journal_bytes()
+
+
+def _faults(tally: Tally, samples: int) -> list[str]:
+    expected = {"lost": 0, "twice": 0, "impossible": 0, "rejected": 0, "dropped": 0, "accepted": 0, "outstanding": 0,
+                "consumed": samples, "admitted": samples, "ended": True, "complete": True}  # fmt: skip
+    return [f"journal: {name} is {getattr(tally, name)}, not {value}" for name, value in expected.items()
+            if getattr(tally, name) != value]  # fmt: skip
+
+
+def _named_memory(pid: int) -> set[str]:
+    """Files of /dev/shm that a process has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
+            return {line.split()[5] for line in maps if "/dev/shm/" in line}
+    except OSError:
+        return set()
