@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 8.0
+_GRACE_S = 6.0
+_POLL_S = 0.1
 
 
 def main() -> None:
@@ -33,11 +35,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, stop)
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True,
                              preexec_fn=_die_with_guard)  # fmt: skip
-    threading.Thread(target=_report_end, args=(child,), daemon=True).start()
+    reporter = threading.Thread(target=_report_end, args=(child,), daemon=True)
+    reporter.start()
     ready: list[int] = []
     while woken not in ready and (0 not in ready or os.read(0, 4096)):
         ready = select.select([0, woken], [], [])[0]
-    _end(child)
+    _end(child, reporter)
 
 
 def _die_with_guard() -> None:
@@ -46,20 +49,35 @@ def _die_with_guard() -> None:
 
 def _report_end(child: subprocess.Popen[bytes]) -> None:
     code = child.wait()
-    _signal_group(child.pid, signal.SIGKILL)
+    _clear(child.pid)
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    _signal_group(child.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(_GRACE_S)
-    _signal_group(child.pid, signal.SIGKILL)
+def _end(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
+    """The command ends its own processes when it is asked to; what it leaves is ended after it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+        reporter.join(_GRACE_S)
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def _clear(group: int) -> None:
+    """End what is left of a session. Python's resource trackers outlive a polite signal: they unlink shared memory."""
+    deadline = time.monotonic() + _GRACE_S / 2
+    left = _signal_group(group, signal.SIGTERM)
+    while left and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        left = _signal_group(group, 0)
+    _signal_group(group, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """False when there is nobody left."""
+    try:
         os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import httpx
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXTENSION = "realhf.backends.vllm_extension.WeightExtension"
 _POLL_S = 0.25
-_STOP_TIMEOUT_S = 12.0
+_STOP_TIMEOUT_S = 20.0
 _WORDS = 3000
 """So many last characters of its log are told when it fails."""
 

@@ -107,7 +107,8 @@ def test_a_server_that_was_killed_is_told_and_leaves_nothing(folder: Path, model
         assert owner.stdout is not None
         url = owner.stdout.readline().split()[0]
         processes = of_server(url.rpartition(":")[2])
-        assert len(processes) >= 2
+        segments = {m.path for p in processes for m in p.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+        assert len(processes) >= 2 and segments
         generator = VllmGenerator(url, version=0)
         outputs: queue.Queue[GenOutput | Exception] = queue.Queue()
         generator.submit(GenRequest(1, PROMPT), LONG, (), outputs.put)
@@ -115,6 +116,7 @@ def test_a_server_that_was_killed_is_told_and_leaves_nothing(folder: Path, model
         owner.send_signal(signal.SIGKILL)
         owner.wait(10)
         assert gone(processes, 30)
+        assert not [path for path in segments if Path(path).exists()]
         failure = outputs.get(timeout=30)
         assert isinstance(failure, VllmError) and url in str(failure)
         with pytest.raises(VllmError, match=url):
