@@ -61,9 +61,15 @@ class RolloutPlan:
 
     @property
     def max_concurrent(self) -> int:
-        """Samples in play at once."""
+        """Samples admitted and not yet accepted: in play, or on their way to the trainer."""
         options, sessions = self.spec.options, self.spec.sessions
-        return options.max_concurrent_rollouts or options.n_rollout_workers * max(1, sessions // self.group_size)
+        played = options.n_rollout_workers * max(1, sessions // self.group_size)
+        return options.max_concurrent_rollouts or played + self.credits
+
+    @property
+    def credits(self) -> int:
+        """Samples of one rollout worker that may be on their way."""
+        return max(8, 2 * self.batch_size)
 
 
 class AsyncRollouts:
@@ -108,9 +114,8 @@ class AsyncRollouts:
         return rollouts
 
     async def _open_stream(self) -> None:
-        credits = max(8, 2 * self._plan.batch_size)
         args = self._plan.spec.calls[0].interface_args
-        fields = {"control": self._service.endpoint, "credits": credits, "keys": list(self._plan.spec.keys),
+        fields = {"control": self._service.endpoint, "credits": self._plan.credits, "keys": list(self._plan.spec.keys),
                   "group_size": self._plan.group_size, "max_tokens": args["max_total_tokens"]}
         reply = await self._call(self._plan.trainer, "stream_open", fields)
         self._stream = reply["endpoint"]

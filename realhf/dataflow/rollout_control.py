@@ -115,14 +115,14 @@ class RolloutControl:
             await self._change()
 
     async def allocate(self, worker: str, count: int, hold_s: float) -> list[RolloutLease] | None:
-        """Between one and ``count`` samples to play, written down before they are given. Waits for capacity up to
-        ``hold_s`` seconds, then None: ask again. [] when the worker is to stop: the run needs no more, holds, or has
-        seen it leave."""
+        """Between one and ``count`` samples to play, in the journal before they are given: on the disk no later than
+        what comes of them, and lost only together with this process and all who heard of them. Waits for capacity up
+        to ``hold_s`` seconds, then None: ask again. [] when the worker is to stop: the run needs no more, holds, or
+        has seen it leave."""
         until = time.monotonic() + hold_s
         while worker in self._workers and self._failure is None and not (self.holding or self.complete):
-            leases, number = self._admit(worker, count)
+            leases = self._admit(worker, count)
             if leases:
-                await self._ledger.durable(number)
                 return leases
             if not await self._change(until - time.monotonic()):
                 return None
@@ -145,7 +145,7 @@ class RolloutControl:
         still = self._rules.total - self.staleness.accepted - self.staleness.running
         return max(0, min(self.staleness.capacity, still))
 
-    def _admit(self, worker: str, count: int) -> tuple[list[RolloutLease], int]:
+    def _admit(self, worker: str, count: int) -> list[RolloutLease]:
         leases: list[RolloutLease] = []
         records: list[Record] = []
         while len(leases) < count and self.capacity > 0:
@@ -158,7 +158,9 @@ class RolloutControl:
             lease = self._lease(task, worker)
             records.append(Admit(lease.id, lease.attempt, lease.version, lease.order, worker, item_map(task.item)))
             leases.append(lease)
-        return leases, self._ledger.append(*records) if records else 0
+        if records:
+            self._ledger.append(*records)
+        return leases
 
     def _draw_with(self, first: Task) -> Draw:
         """The state after a draw, of which ``first`` has been taken already."""

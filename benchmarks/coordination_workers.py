@@ -1,0 +1,202 @@
+"""The workers of ``coordination.py``: everything is real but the engine, the environment and the training, which answer
+at once.
+
+    python benchmarks/coordination_workers.py KIND --run-dir DIR --run-id ID --master tcp://... --in-flight GROUPS
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import logging
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from realhf.api.env import RolloutOutcome, Turn
+from realhf.api.experiment import RunPlan
+from realhf.api.rollout import RolloutLease
+from realhf.rollout.group_player import PlayedGroup
+from realhf.scheduler.failure import run_guarded
+from realhf.transport.rpc_worker import RpcWorker
+
+PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS = 40, 20, 20
+TURNS = 2
+VARIETY = 16
+"""Different groups that the fake environment repeats."""
+
+
+class FakeImmediateFlight:
+    """Holds the groups that are in play, and ends the oldest quarter of them when ``groups`` are: so many are in flight
+    all the time, and none waits for anything but the others."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._held: collections.deque[asyncio.Future[None]] = collections.deque()
+
+    async def pass_through(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._held.append(future)
+        if len(self._held) >= self._groups:
+            for _ in range(max(1, self._groups // 4)):
+                self._held.popleft().set_result(None)
+        await future
+
+
+class FakeImmediatePlayer:
+    """A ``Player`` without environment and engine: its groups were made before the run."""
+
+    def __init__(self, flight: FakeImmediateFlight, groups: Sequence[Sequence[RolloutOutcome]]) -> None:
+        self._flight, self._groups = flight, groups
+
+    async def play(self, lease: RolloutLease) -> PlayedGroup:
+        await self._flight.pass_through()
+        return PlayedGroup(self._groups[lease.order % len(self._groups)], seconds=0.001)
+
+    async def close(self) -> None:
+        pass
+
+
+def fake_groups(size: int, seed: int = 0) -> list[list[RolloutOutcome]]:
+    """Groups of ``size`` rollouts of two turns and about a hundred tokens each."""
+    rng = random.Random(seed)
+    return [[_fake_rollout(rng) for _ in range(size)] for _ in range(VARIETY)]
+
+
+def _fake_rollout(rng: random.Random) -> RolloutOutcome:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[bool] = []
+    for turn in range(TURNS):
+        sampled = TURN_TOKENS + rng.randrange(-4, 5)
+        seen = OBSERVATION_TOKENS if turn + 1 < TURNS else 0
+        ids += [rng.randrange(400) for _ in range(sampled + seen)]
+        logprobs += [-rng.random() for _ in range(sampled)] + [0.0] * seen
+        mask += [True] * sampled + [False] * seen
+    turns = tuple(Turn("aws s3 ls", "aws s3 ls", "", 0.5) for _ in range(TURNS))
+    solved = rng.random() < 0.5
+    return RolloutOutcome(
+        status="achieved" if solved else "max_turns", prompt_ids=[rng.randrange(400) for _ in range(PROMPT_TOKENS)],
+        completion_ids=ids, logprobs=logprobs, versions=[0 if flag else -1 for flag in mask], loss_mask=mask,
+        reward=1.0 if solved else 0.25, achieved=solved, progress=0.5, turns=turns, task_id=1, tier="warmup", seed=1,
+        timings={"wall_s": 0.001},
+    )  # fmt: skip
+
+
+def rollout_worker(args: argparse.Namespace) -> None:
+    import torch
+
+    from workers.rollout_worker import RolloutWorker
+
+    torch.set_num_threads(1)
+
+    class FakeImmediateRolloutWorker(RolloutWorker):
+        """The real one with other players."""
+
+        def _players(self, generation: Any, env_urls: Sequence[str]) -> Any:
+            del generation, env_urls
+            groups = fake_groups(int(self._spec.calls[0].interface_args["group_size"]))
+            flight = FakeImmediateFlight(args.in_flight)
+            return [FakeImmediatePlayer(flight, groups) for _ in range(args.in_flight)]
+
+    plan = RunPlan.read(args.run_dir)
+    assert plan.spec.rollout is not None
+    FakeImmediateRolloutWorker(plan, plan.spec.rollout, 0, args.run_id, args.master).run()
+
+
+class FakeImmediateEngine:
+    """Weights that are none."""
+
+    version = 0
+
+
+class FakeImmediateCalls:
+    """The interface of every call that stays in the graph: reads nothing, answers with zeros."""
+
+    def inference(self, model: Any, sample: Any, context: Any) -> Any:
+        import torch
+
+        from realhf.api.sample import SequenceSample
+
+        del model, context
+        lengths = [[n - 1 for n in inner] for inner in sample.lengths("packed_input_ids").nested()]
+        zeros = torch.zeros(sum(map(sum, lengths)), dtype=torch.float32)
+        name = "packed_ref_logprobs"
+        return SequenceSample.from_tensors(sample.ids, {name: zeros}, {name: lengths}), {}
+
+    def train_step(self, model: Any, sample: Any, context: Any) -> Any:
+        from realhf.api.model import TrainResult
+
+        del model, context
+        return TrainResult({"tokens": float(sample.n_tokens("packed_input_ids"))}, grad_norm=0.0, skipped=False)
+
+
+def model_worker(args: argparse.Namespace) -> None:
+    import torch
+
+    from realhf.api.model import Model
+    from realhf.data.stream_host import StreamHost
+    from realhf.dataflow.model_host import ModelHost
+    from realhf.transport.data_plane import DataPlane
+    from realhf.transport.tensor_store import TensorStore
+    from workers.model_worker import STREAM_HANDLERS
+
+    torch.set_num_threads(1)
+    plan, name = RunPlan.read(args.run_dir), "model_worker/0"
+    store = TensorStore(name)
+    plane = DataPlane(name, args.run_id, store)
+    plane.start()
+    engine: Any = FakeImmediateEngine()
+    models = {role: Model(role, engine, None) for role in plan.spec.models}
+    calls = {mfc.name: (mfc, FakeImmediateCalls()) for mfc in plan.spec.mfcs}
+    host = ModelHost(models, calls, store, plane.fetch, run_dir=args.run_dir)
+    stream = StreamHost(args.run_id, name, args.run_dir / "stream", store)
+
+    def publish(payload: Mapping[str, Any]) -> dict[str, Any]:
+        return {"manifest": {"version": payload["version"]}}
+
+    worker = RpcWorker(
+        name, "model_worker", 0, args.run_id, args.master, data_endpoint=plane.endpoint,
+        ordered={"call": host.call, "clear": host.clear, "publish_weights": publish},
+        immediate={f"stream_{handler}": getattr(stream, handler) for handler in STREAM_HANDLERS},
+    )  # fmt: skip
+    try:
+        worker.run()
+    finally:
+        stream.close()
+        plane.close()
+
+
+def generation(args: argparse.Namespace) -> None:
+    def update(payload: Mapping[str, Any]) -> dict[str, float]:
+        del payload
+        return {"weight_stage_ms": 0.0, "weight_pause_ms": 0.0}
+
+    def status(payload: Any) -> dict[str, float]:
+        del payload
+        return {"at_s": 0.0, "busy_s": 0.0, "generated_tokens": 0.0, "running": 0.0, "waiting": 0.0}
+
+    RpcWorker("generation/0", "generation", 0, args.run_id, args.master, ordered={"update_weights": update},
+              immediate={"status": status}).run()  # fmt: skip
+
+
+KINDS = {"model_worker": model_worker, "rollout_worker": rollout_worker, "generation": generation}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--master", required=True)
+    parser.add_argument("--in-flight", type=int, required=True, help="groups")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return run_guarded(lambda: KINDS[args.kind](args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
