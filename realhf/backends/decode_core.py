@@ -228,7 +228,7 @@ class DecodeCore:
         rows = np.array([turn.row for turn in ready])
         positions = self._table.lengths[rows]
         self._table.lengths[rows] += 1
-        return Decoding(rows, self._table.tokens[rows, positions], positions)
+        return Decoding(rows, self._table.tokens[rows, positions], positions, self._table.tokens)
 
     def _forward(self) -> ForwardPass:
         if self._pass is None:

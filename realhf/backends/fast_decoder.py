@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.backends.forward_pass import Decoding, Piece
+from realhf.backends.grouped_attention import blocks_attention, row_blocks
 from realhf.backends.kv_cache import RowCache
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ def _difference(model: Any) -> float:
     decoder, given = FastDecoder(model, cache), _ONEDNN_ROWS
     got = [decoder.run(None, [Piece(1, 0, tokens[:given])])]
     for at in range(given, _PROBE_TOKENS):
-        got.append(decoder.run(Decoding(np.array([1]), tokens[at : at + 1], np.array([at])), []))
+        one = Decoding(np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens)))
+        got.append(decoder.run(one, []))
     error = (torch.cat(got) - expected[given - 1 :]).abs().max() / expected.abs().max().clamp(min=1e-6)
     return float(error) if torch.isfinite(error) else float("inf")
 
@@ -146,19 +148,20 @@ class _Plan:
         if any(stop - start > 1 for start, stop, _, _ in self.spans):
             ends = [*range(self.n), *(stop - 1 for _, stop, _, _ in self.spans)]
             self.last = torch.tensor(ends, device=device)
-        self.height = self.width = 0
+        self.height = 0
         self.scattered = False
         if decoding is not None:
-            self.height, self.width = int(decoding.rows[-1]) + 1, int(decoding.positions.max()) + 1
+            self.height, width = int(decoding.rows[-1]) + 1, int(decoding.positions.max()) + 1
+            self.blocks = row_blocks(decoding.cached, decoding.rows, decoding.positions)
             self.scattered = self.height > self.n
             reach = np.zeros((self.height, 1, 1, 1), dtype=np.int64)
             reach[decoding.rows, 0, 0, 0] = decoding.positions
-            closed = torch.arange(self.width, device=device) > torch.from_numpy(reach).to(device)
+            closed = torch.arange(width, device=device) > torch.from_numpy(reach).to(device)
             self.mask = torch.zeros(closed.shape, dtype=like.dtype, device=device).masked_fill_(closed, float("-inf"))
 
 
 class FastDecoder:
-    """A ``ForwardPass``. Attention of decoding rows is two batched products over the cache as it lies; idle rows in
+    """A ``ForwardPass``. Attention of decoding rows is batched products over the cache as it lies; idle rows in
     between are computed and thrown away."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
@@ -177,10 +180,6 @@ class FastDecoder:
         plan = _Plan(decoding, pieces, embedding.device, embedding)
         x = embedding[plan.tokens]
         cos, sin = (table[plan.columns][:, None] for table in self._rotations(embedding))
-        mask = None
-        if plan.n:
-            spread = plan.mask.expand(-1, self._kv_heads, self._heads // self._kv_heads, -1)
-            mask = spread.reshape(plan.height * self._kv_heads, -1, plan.width)
         head = torch.arange(self._kv_heads, device=x.device)
         target = ((plan.rows[:, None] * self._kv_heads + head) * self._cache.columns + plan.columns[:, None]).view(-1)
         for index, layer in enumerate(self._layers):
@@ -193,20 +192,18 @@ class FastDecoder:
             keys, values = self._cache.storage(index, self._kv_heads, self._dim, embedding)
             keys.view(-1, self._dim).index_copy_(0, target, key.view(-1, self._dim))
             values.view(-1, self._dim).index_copy_(0, target, layer.value(h).view(-1, self._dim))
-            x = x + layer.out(self._attention(plan, mask, layer.scale, query, keys, values))
+            x = x + layer.out(self._attention(plan, layer.scale, query, keys, values))
             h = layer.before_mlp(x)
             x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))
         if plan.last is not None:
             x = x[plan.last]
         return self._head(self._norm(x))
 
-    def _attention(
-        self, plan: _Plan, mask: Tensor | None, scale: float, query: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
+    def _attention(self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; returns (tokens, heads * dim)."""
         parts = []
-        if mask is not None:
-            parts.append(self._decode_attention(plan, mask, scale, query[: plan.n], keys, values))
+        if plan.n:
+            parts.append(self._decode_attention(plan, scale, query[: plan.n], keys, values))
         for start, stop, piece, allowed in plan.spans:
             mixed = F.scaled_dot_product_attention(
                 query[start:stop].transpose(0, 1)[None],
@@ -220,17 +217,11 @@ class FastDecoder:
             parts.append(mixed[0].transpose(0, 1).reshape(stop - start, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode_attention(
-        self, plan: _Plan, mask: Tensor, scale: float, query: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        height, width = plan.height, plan.width
+    def _decode_attention(self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows = plan.rows[: plan.n]
         if plan.scattered:
-            query = query.new_zeros(height, self._heads, self._dim).index_copy_(0, rows, query)
-        packed = query.reshape(height * self._kv_heads, -1, self._dim)
-        keys, values = (t[:height, :, :width].flatten(0, 1) for t in (keys, values))
-        weights = torch.softmax(torch.baddbmm(mask, packed, keys.transpose(1, 2), alpha=scale), -1)
-        mixed = torch.bmm(weights, values).view(height, -1)
+            query = query.new_zeros(plan.height, self._heads, self._dim).index_copy_(0, rows, query)
+        mixed = blocks_attention(query, keys, values, plan.mask, plan.blocks, scale)
         return mixed[rows] if plan.scattered else mixed
 
     def _rotations(self, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,11 +24,13 @@ _PADDING_TOKENS = 768  # computing so many padded tokens costs a small model abo
 
 @dataclass(frozen=True)
 class Decoding:
-    """One token for each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at ``positions`` int64 (n,)."""
+    """One token for each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at ``positions`` int64 (n,).
+    ``cached`` int64 (rows, columns): the tokens of all cache rows; what begins alike may be read from one row."""
 
     rows: np.ndarray
     tokens: np.ndarray
     positions: np.ndarray
+    cached: np.ndarray
 
 
 @dataclass(frozen=True)
