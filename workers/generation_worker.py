@@ -23,7 +23,7 @@ from realhf.api.model import GenOutput
 from realhf.api.plugin import load_plugin
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
-from realhf.backends.torch_backend import load_tokenizer
+from realhf.backends.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import answer_of, request_of
 from realhf.scheduler.failure import run_guarded

@@ -21,7 +21,7 @@ from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.plugin import load_plugin
 from realhf.api.sample import MicroBatchSpec
-from realhf.backends.torch_backend import load_tokenizer
+from realhf.backends.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents import make_agent
 from realhf.rollout.finished_sample import SampleEncoder

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from realhf.api.experiment import ModelSpec
+from realhf.backends.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
 from realhf.backends.torch_engine import TorchEngine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class ModelLoadError(ValueError):
-    """A model cannot be loaded. The message is one line: role, path and cause."""
 
 
 class TorchBackend:
@@ -47,29 +43,20 @@ class TorchBackend:
 
 def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:
     """The model of a folder or hub id, in evaluation mode. Raises ModelLoadError."""
-    _check_folder(path, role)
+    check_folder(path, role)
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(
-            f"{role}.path={path}: no such folder, and no readable model of that name ({_first_line(error)})"
+            f"{role}.path={path}: no such folder, and no readable model of that name ({first_line(error)})"
         ) from None
     if type(config) not in AutoModelForCausalLM._model_mapping:  # type: ignore[attr-defined]
         raise ModelLoadError(f"{role}.path={path}: {config.model_type!r} is not a causal language model")
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelLoadError(f"{role}.path={path}: weights do not load ({_first_line(error)})") from None
-
-
-def load_tokenizer(path: str, role: str) -> Any:
-    """The tokenizer of a folder or hub id. Raises ModelLoadError."""
-    _check_folder(path, role)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"{role}.path={path}: no tokenizer there ({_first_line(error)})") from None
+        raise ModelLoadError(f"{role}.path={path}: weights do not load ({first_line(error)})") from None
 
 
 def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
@@ -79,15 +66,3 @@ def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
             f"{role}.path={path}: the tokenizer has no chat template; choose an instruction-tuned model or add "
             "chat_template.jinja to the folder"
         )
-
-
-def _check_folder(path: str, role: str) -> None:
-    """A path that can only be a folder must be one, or the hub client would report a bad repository name."""
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).is_dir():
-        raise ModelLoadError(f"{role}.path={path}: no such folder")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,34 @@
+"""Loads a tokenizer without the machinery of models, for processes that only read and write tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+class ModelLoadError(ValueError):
+    """A model cannot be loaded. The message is one line: role, path and cause."""
+
+
+def load_tokenizer(path: str, role: str) -> Any:
+    """The tokenizer of a folder or hub id. Raises ModelLoadError."""
+    from transformers import AutoTokenizer
+
+    check_folder(path, role)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"{role}.path={path}: no tokenizer there ({first_line(error)})") from None
+
+
+def check_folder(path: str, role: str) -> None:
+    """A path that can only be a folder must be one, or the hub client would report a bad repository name."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).is_dir():
+        raise ModelLoadError(f"{role}.path={path}: no such folder")
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says, without what it adds."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
