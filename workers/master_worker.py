@@ -48,7 +48,7 @@ class MasterWorker:
         self._graph = build_graph(plan.spec.mfcs, plan.spec.source.keys, plan.spec.log_keys,
                                   roles=plan.spec.models.keys())
         self._rpc = RpcMaster(run_id, heartbeat_s=plan.rpc.heartbeat_s, dead_after_s=plan.rpc.dead_after_s,
-                              on_death=self._left, on_join=self._joined)
+                              on_death=self._left, on_join=self._joined, on_left=self._left)
         self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
         self._model_workers = [f"model_worker/{index}" for index in range(self._spec.n_model_workers)]
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]

@@ -75,7 +75,8 @@ class RpcMaster:
 
     ``bind`` must be a loopback address (ValueError otherwise). A worker is dead when its process on this
     host ends, or after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on
-    the loop and all its calls fail with WorkerDied. ``on_join`` is called with every worker that registers.
+    the loop and all its calls fail with WorkerDied. ``on_join`` is called with every worker that registers,
+    ``on_left(name, reason)`` where one says bye by itself, before ``close``.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class RpcMaster:
         dead_after_s: float = 8.0,
         on_death: Callable[[str, str], None] | None = None,
         on_join: Callable[[WorkerInfo], None] | None = None,
+        on_left: Callable[[str, str], None] | None = None,
     ) -> None:
         self._run_id = run_id
         self._bind = envelope.require_loopback(bind)
         self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
-        self._on_death, self._on_join = on_death, on_join
+        self._on_death, self._on_join, self._on_left = on_death, on_join, on_left
         self._peers: dict[str, _Peer] = {}
         self._ordered_lanes: dict[bytes, bytes] = {}
         self._pending: dict[bytes, _Pending] = {}
@@ -291,6 +293,8 @@ class RpcMaster:
             self._say(identity, session, "bye")
             if name is not None:
                 self._remove(name, "it left")
+                if self._on_left is not None and not self._closing:
+                    self._on_left(name, "it left")
         else:
             raise ProtocolError(f"unknown message kind {kind!r}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -18,6 +19,8 @@ class BlockingServiceClient:
 
     def __init__(self, endpoint: str, peer: str, client: str, run_id: str) -> None:
         self._peer = peer
+        self._lock = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
         self._thread.start()
@@ -28,24 +31,38 @@ class BlockingServiceClient:
         return self._on_loop(self._client.request(method, payload, timeout_s=timeout_s), timeout_s + _GRACE_S)
 
     def close(self) -> None:
-        """Requests in flight fail."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end)
-            self._thread.join(_GRACE_S)
+        """Requests in flight fail with PeerLost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        with contextlib.suppress(FutureTimeout):
+            ended.result(_GRACE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_GRACE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
+        """The requests have ended, and whoever waits for them knows, before the loop stops."""
         self._client.close()
-        self._loop.call_soon(self._loop.stop)
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*requests, return_exceptions=True)
 
     @staticmethod
     async def _make(endpoint: str, peer: str, client: str, run_id: str) -> ServiceClient:
         return ServiceClient(endpoint, peer, client, run_id)
 
     def _on_loop(self, coroutine: Any, timeout_s: float) -> Any:
-        if not self._thread.is_alive():
-            coroutine.close()
-            raise PeerLost(f"the client of {self._peer} is closed")
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise PeerLost(f"the client of {self._peer} is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+            return future.result(timeout_s)
+        except RpcTimeout:
+            raise
         except FutureTimeout:
             raise RpcTimeout(f"{self._peer} did not answer within {timeout_s:g} s") from None

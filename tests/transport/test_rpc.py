@@ -334,3 +334,21 @@ async def test_a_reply_of_a_previous_process_is_dropped(cluster):
         ghost.send_multipart([pack_header("reply", "run", b"previous session", id=request_id), msgpack.packb(666)])
         assert await call == 1
     assert cluster.master.dropped_messages == 1
+
+
+async def test_a_worker_that_leaves_by_itself_is_announced_and_is_no_death():
+    left: list[tuple[str, str]] = []
+    deaths: list[str] = []
+    master = RpcMaster("run", on_death=lambda name, _: deaths.append(name), on_left=lambda *who: left.append(who))
+    await master.start()
+    stays, leaves = (RpcWorker(name, "model", 0, "run", master.endpoint, ordered={}) for name in ("stays", "leaves"))
+    threads = [threading.Thread(target=worker.run) for worker in (stays, leaves)]
+    for thread in threads:
+        thread.start()
+    await master.wait_for(["stays", "leaves"], timeout_s=20)
+    leaves.stop()
+    await asyncio.to_thread(threads[1].join, 10)
+    assert left == [("leaves", "it left")] and deaths == [] and list(master.roster) == ["stays"]
+    await master.close()
+    threads[0].join(10)
+    assert len(left) == 1, "one that is told to leave is not announced"
