@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from realhf.api.model import CallContext, Model
@@ -28,14 +29,15 @@ class OutcomeRewardInterface:
     ) -> tuple[SequenceSample, dict[str, float]]:
         """Output key ``rewards`` with the lengths of ``env_rewards``; stats ``reward_mean`` and ``n_scored``
         over those that have one."""
-        scores = sample["env_rewards"].float()
+        scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
-            scores = torch.where(sample["outcome"] == 0, scores, torch.nan)
-        rewards = ((scores + self._bias) * self._scaling).clamp(-self._clip, self._clip)
-        finite = rewards[torch.isfinite(rewards)]
-        out = SequenceSample.from_tensors(
-            sample.ids, {"rewards": rewards}, {"rewards": sample.seqlens["env_rewards"]}
-        )
+            scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
+        rewards = ((scores + np.float32(self._bias)) * np.float32(self._scaling)).clip(-self._clip, self._clip)
+        finite = rewards[np.isfinite(rewards)]
+        out = SequenceSample.from_lengths(
+            sample.ids, {"rewards": sample.lengths("env_rewards")}, {"rewards": "f32"}, {"rewards": ()},
+            {"rewards": torch.from_numpy(rewards)}, {},
+        )  # fmt: skip
         mean = float(finite.mean()) if len(finite) else 0.0
         return out, {"reward_mean": mean, "n_scored": float(len(finite))}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 ENV_ERROR, ENGINE_ERROR, TIMEOUT, CANCELLED, REJECTED = "env_error", "engine_error", "timeout", "cancelled", "rejected"
@@ -25,7 +25,8 @@ class RolloutLease:
 
     def to_map(self) -> dict[str, Any]:
         """msgpack-able."""
-        return asdict(self)
+        return {"id": self.id, "attempt": self.attempt, "order": self.order, "version": self.version,
+                "deadline_s": self.deadline_s, "metadata": self.metadata, "values": self.values}  # fmt: skip
 
     @staticmethod
     def from_map(fields: Mapping[str, Any]) -> RolloutLease:

@@ -146,9 +146,12 @@ class SequenceSample:
                 raise ValueError(f"key {key!r}: negative trailing dimension in {self._trailing[key]}")
             if self._data is not None:
                 self._check_tensor(key, self._data[key])
-        for key, column in self._metadata.items():
-            if len(column) != count:
-                raise ValueError(f"metadata {key!r} has {len(column)} items for {count} ids")
+        self._check_metadata(self._metadata)
+
+    def _check_metadata(self, metadata: Mapping[str, Sequence[Any]]) -> None:
+        for key, column in metadata.items():
+            if len(column) != len(self._ids):
+                raise ValueError(f"metadata {key!r} has {len(column)} items for {len(self._ids)} ids")
             for item in column:
                 if item is not None and not isinstance(item, (str, int, float, bool, bytes)):
                     raise ValueError(f"metadata {key!r} holds a {type(item).__name__}; scalars only")
@@ -258,6 +261,13 @@ class SequenceSample:
     def meta(self) -> SequenceSample:
         """The same without data."""
         return self._build(self._ids, self._lengths, self._dtypes, self._trailing, None, self._metadata)
+
+    def annotated(self, metadata: Mapping[str, Sequence[Any]]) -> SequenceSample:
+        """With these metadata columns added; they replace those of the same name."""
+        columns = {name: list(column) for name, column in metadata.items()}
+        self._check_metadata(columns)
+        merged = {**self._metadata, **columns}
+        return self._build(self._ids, self._lengths, self._dtypes, self._trailing, self._data, merged)
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
         """Only these keys. Raises KeyError on one that is absent."""

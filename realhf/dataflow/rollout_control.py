@@ -71,7 +71,6 @@ class RolloutControl:
         self.staleness, self._gate = staleness, gate
         self._workers: set[str] = set()
         self._open: dict[str, _Open] = {}
-        self._tasks: dict[str, Task] = {}
         self._staged: dict[str, SequenceSample] = {}
         self._replay: dict[int, list[str]] = {}
         self._step_of: dict[str, int] = {}
@@ -98,9 +97,8 @@ class RolloutControl:
         self._wake()
 
     def worker_stopped(self, worker: str) -> None:
-        """It takes no more samples and has given up its sessions."""
-        self._workers.discard(worker)
-        self._wake()
+        """It takes no more samples, has sent what it finished, and has given up its sessions."""
+        self.worker_left(worker, "it stopped")
 
     @property
     def workers(self) -> list[str]:
@@ -148,18 +146,21 @@ class RolloutControl:
     def _admit(self, worker: str, count: int) -> list[RolloutLease]:
         leases: list[RolloutLease] = []
         records: list[Record] = []
+        exhausted_before = self._supply.exhausted
         while len(leases) < count and self.capacity > 0:
-            drawn_before = len(self._supply.drawn)
+            draws_before = self._supply.draws
             task = self._supply.take()
             if task is None:
                 break
-            if len(self._supply.drawn) > drawn_before:
+            if self._supply.draws > draws_before:
                 records.append(self._draw_with(task))
             lease = self._lease(task, worker)
             records.append(Admit(lease.id, lease.attempt, lease.version, lease.order, worker, item_map(task.item)))
             leases.append(lease)
         if records:
             self._ledger.append(*records)
+        if self._supply.exhausted and not exhausted_before:
+            self._wake()
         return leases
 
     def _draw_with(self, first: Task) -> Draw:
@@ -202,10 +203,12 @@ class RolloutControl:
         final = task.failures >= self._rules.max_attempts
         self.staleness.reject()
         self._gate.forget(sample_id)
-        self._ledger.append(Reject(sample_id, entry.attempt, outcome, message[:1000], final))
+        reject = Reject(sample_id, entry.attempt, outcome, message[:1000], final)
         if not final:
+            self._ledger.append(reject)
             self._supply.give_back(task)
             return
+        self._ledger.append(reject, Draw(self._supply.state()))
         self.given_up += 1
         self._in_vain += 1
         if self._in_vain >= MAX_IN_VAIN:
@@ -264,16 +267,18 @@ class RolloutControl:
             return planned
         if self._rules.drop:
             self._drop(self._gate.drop_stale(step))
-        final = self.complete or (self._supply.exhausted and not self._open and not self._supply.returned)
+        final = self.complete or (self._supply.empty and not self._open)
         return self._gate.release(step, final=final)
 
     def _drop(self, ids: Sequence[str]) -> None:
+        if not ids:
+            return
         for sample_id in ids:
             self.staleness.drop()
-            self._ledger.append(Drop(sample_id, "stale"))
             del self._staged[sample_id]
-        if ids:
-            self._discard(ids)
+        self._ledger.append(*(Drop(sample_id, "stale") for sample_id in ids), Draw(self._supply.state()))
+        self._discard(ids)
+        self._wake()
 
     def waiting_for(self, step: int) -> str:
         """In words, for reports about a stall."""
@@ -304,7 +309,7 @@ class RolloutControl:
     def counters(self) -> dict[str, int]:
         """Every counter of admission."""
         return {**self.staleness.counters(), "capacity": self.capacity, "staged": self._gate.staged,
-                "waiting": len(self._supply.returned), "lost_attempts": self.lost_attempts,
+                "waiting": self._supply.returned, "lost_attempts": self.lost_attempts,
                 "given_up": self.given_up, "refused": self.refused}
 
     # ---- life
@@ -355,6 +360,4 @@ class RolloutControl:
 
 def _with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
     """The sample's own metadata beside that of its task, which the rollout worker cannot change."""
-    merged = {**meta.metadata, **{name: [value] for name, value in item.items()}}
-    return SequenceSample(meta.ids, {k: meta.seqlens[k] for k in meta.keys}, dict(meta.dtypes),
-                          dict(meta.trailing_shapes), None, merged)
+    return meta.annotated({name: [value] for name, value in item.items()})

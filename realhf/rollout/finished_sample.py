@@ -11,7 +11,6 @@ from realhf.api.mfc import MFCDef
 from realhf.api.model import CallContext
 from realhf.api.registry import interfaces
 from realhf.api.rollout import RolloutLease
-from realhf.api.sample import SequenceSample
 from realhf.rollout.group_player import PlayedGroup
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.rollout.transcript import transcript
@@ -43,10 +42,4 @@ class SampleEncoder:
             "rollout": [json.dumps(played.statistics(), separators=(",", ":"))],
             "episode": [transcript(played.outcomes[0], header=f"sample {lease.id}") if shown else ""],
         }
-        return encode_sample(_annotated(sample, notes))
-
-
-def _annotated(sample: SequenceSample, notes: dict[str, list[str]]) -> SequenceSample:
-    tensors = {key: sample[key] for key in sample.keys}
-    seqlens = {key: sample.seqlens[key] for key in sample.keys}
-    return SequenceSample.from_tensors(sample.ids, tensors, seqlens, {**sample.metadata, **notes})
+        return encode_sample(sample.annotated(notes))

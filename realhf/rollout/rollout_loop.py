@@ -44,7 +44,7 @@ class RolloutLoop:
     ) -> None:
         self._control, self._stream, self._encode = control, stream, encode
         self._idle = list(players)
-        self._players = list(players)
+        self._players = {id(player): (player, f"player {number}") for number, player in enumerate(players)}
         self._tracer, self._timeout_s = tracer, timeout_s
         self._playing: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
@@ -63,7 +63,7 @@ class RolloutLoop:
             for task in self._playing:
                 task.cancel()
             await asyncio.gather(*self._playing, return_exceptions=True)
-            await asyncio.gather(*(player.close() for player in self._players), return_exceptions=True)
+            await asyncio.gather(*(player.close() for player, _ in self._players.values()), return_exceptions=True)
 
     async def _take(self) -> bool:
         """Ask for as many samples as there are idle players; False when there are no more."""
@@ -98,7 +98,7 @@ class RolloutLoop:
             _log.exception("sample %s failed", lease.id)
             await self._tell(lease, "rejected", f"{type(error).__name__}: {error}")
         finally:
-            self._tracer.record("sample", began, time.time_ns(), line=f"player {self._players.index(player)}",
+            self._tracer.record("sample", began, time.time_ns(), line=self._players[id(player)][1],
                                 id=lease.id, attempt=lease.attempt)  # fmt: skip
             self._idle.append(player)
             self._freed.set()

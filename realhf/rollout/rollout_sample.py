@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from realhf.api.env import RolloutOutcome
+from realhf.api.lengths import Lengths
 from realhf.api.sample import SequenceSample
 
 OUTCOME_CODES = {"env_error": 3, "policy_error": 5, "env_timeout": 6, "connection_lost": 3, "capacity": 3}
 """Code of a failed episode in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
 FILTERED = 2
+
+_KEYS = {
+    "packed_input_ids": ("i64", "L"), "prompt_mask": ("bool", "L"), "loss_mask": ("bool", "L"),
+    "packed_logprobs": ("f32", "L-1"), "packed_versions": ("i32", "L-1"),
+    "env_rewards": ("f32", "1"), "seq_no_eos_mask": ("bool", "1"), "outcome": ("u8", "1"),
+}
+"""Dtype and length rule of every key."""
+_ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
 
 
 def outcomes_to_sample(
@@ -25,70 +38,74 @@ def outcomes_to_sample(
     """
     import torch
 
+    packed = _Packed()
+    for group in groups:
+        for outcome, code in zip(group, _codes(group, min_group_size), strict=True):
+            packed.add(outcome, code)
     rollouts = [outcome for group in groups for outcome in group]
-    codes = [code for group in groups for code in _codes(group, min_group_size)]
-    tokens = [_tokens(outcome) for outcome in rollouts]
-    prompts = [min(len(outcome.prompt_ids), len(ids)) for outcome, ids in zip(rollouts, tokens, strict=True)]
-    tensors = {
-        "packed_input_ids": torch.tensor([i for ids in tokens for i in ids], dtype=torch.int64),
-        "prompt_mask": torch.tensor(
-            [t < prompt for ids, prompt in zip(tokens, prompts, strict=True) for t in range(len(ids))],
-            dtype=torch.bool,
-        ),
-        "loss_mask": torch.tensor(
-            [flag for pair in zip(rollouts, tokens, codes, strict=True) for flag in _full(*pair, "loss_mask", False)],
-            dtype=torch.bool,
-        ),
-        "packed_logprobs": torch.tensor(_shifted(rollouts, tokens, codes, "logprobs", 0.0), dtype=torch.float32),
-        "packed_versions": torch.tensor(_shifted(rollouts, tokens, codes, "versions", -1), dtype=torch.int32),
-        "env_rewards": torch.tensor([outcome.reward or 0.0 for outcome in rollouts], dtype=torch.float32),
-        "seq_no_eos_mask": torch.tensor(
-            [outcome.status in ("max_turns", "token_budget") for outcome in rollouts], dtype=torch.bool
-        ),
-        "outcome": torch.tensor(codes, dtype=torch.uint8),
+    cut = [outcome.status in ("max_turns", "token_budget") for outcome in rollouts]
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "packed_input_ids": np.asarray(packed.ids),
+        "prompt_mask": np.frombuffer(packed.prompt_mask, dtype=np.bool_),
+        "loss_mask": np.frombuffer(packed.loss_mask, dtype=np.bool_),
+        "packed_logprobs": np.asarray(packed.logprobs),
+        "packed_versions": np.asarray(packed.versions),
+        "env_rewards": np.array([outcome.reward or 0.0 for outcome in rollouts], dtype=np.float32),
+        "seq_no_eos_mask": np.array(cut, dtype=np.bool_),
+        "outcome": np.array(packed.codes, dtype=np.uint8),
     }
-    lengths = _grouped([len(ids) for ids in tokens], groups)
-    shifted = [[length - 1 for length in inner] for inner in lengths]
-    ones = [[1] * len(group) for group in groups]
-    seqlens = {
-        "packed_input_ids": lengths, "prompt_mask": lengths, "loss_mask": lengths,
-        "packed_logprobs": shifted, "packed_versions": shifted,
-        "env_rewards": ones, "seq_no_eos_mask": ones, "outcome": ones,
-    }
+    offsets = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
+    values = np.array(packed.lengths, dtype=np.int64)
+    by_rule = {"L": Lengths(values, offsets), "L-1": Lengths(values - 1, offsets),
+               "1": Lengths(np.ones_like(values), offsets)}  # fmt: skip
     metadata = {
         "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
         "achieved": [
             json.dumps([outcome.achieved if outcome.valid else None for outcome in group]) for group in groups
         ],
     }
-    return SequenceSample.from_tensors(tuple(ids), tensors, seqlens, metadata)
+    return SequenceSample.from_lengths(
+        tuple(ids), {key: by_rule[rule] for key, (_, rule) in _KEYS.items()},
+        {key: dtype for key, (dtype, _) in _KEYS.items()}, dict.fromkeys(_KEYS, ()),
+        {key: torch.from_numpy(array) for key, array in arrays.items()}, metadata,
+    )  # fmt: skip
 
 
-def _tokens(outcome: RolloutOutcome) -> list[int]:
-    """At least one token, so that a rollout that failed before its first prompt keeps its place."""
-    return [*outcome.prompt_ids, *outcome.completion_ids] or [0]
+class _Packed:
+    """The per-token columns of rollouts, appended one rollout after the other."""
+
+    def __init__(self) -> None:
+        self.ids = array("q")
+        self.prompt_mask, self.loss_mask = bytearray(), bytearray()
+        self.logprobs, self.versions = array("f"), array("i")
+        self.codes: list[int] = []
+        self.lengths: list[int] = []
+
+    def add(self, outcome: RolloutOutcome, code: int) -> None:
+        """Only a rollout with code 0 trains. It has at least one token, so that one that failed before its first
+        prompt keeps its place. Position t of the shifted columns describes the prediction of token t+1."""
+        prompt, completion = len(outcome.prompt_ids), len(outcome.completion_ids)
+        length = prompt + completion or 1
+        self.ids.extend(outcome.prompt_ids)
+        self.ids.extend(outcome.completion_ids)
+        if not prompt + completion:
+            self.ids.append(0)
+        self.prompt_mask += b"\1" * prompt + bytes(length - prompt)
+        trains = code == 0
+        before = length - completion if trains else length
+        self.loss_mask += bytes(before)
+        self.logprobs.extend(_ZERO * max(0, before - 1))
+        self.versions.extend(_UNKNOWN * max(0, before - 1))
+        if trains:
+            first = 0 if before else 1
+            self.loss_mask += bytes(outcome.loss_mask)
+            self.logprobs.extend(outcome.logprobs[first:])
+            self.versions.extend(outcome.versions[first:])
+        self.codes.append(code)
+        self.lengths.append(length)
 
 
 def _codes(group: Sequence[RolloutOutcome], min_group_size: int) -> list[int]:
     enough = sum(outcome.valid for outcome in group) >= min_group_size
     valid = 0 if enough else FILTERED
     return [valid if outcome.valid else OUTCOME_CODES[outcome.status] for outcome in group]
-
-
-def _full(outcome: RolloutOutcome, ids: list[int], code: int, field: str, fill: object) -> list:
-    """A per-completion-token list of one rollout, padded in front to all tokens; ``fill`` where nothing trains."""
-    completion = getattr(outcome, field) if code == 0 else [fill] * len(outcome.completion_ids)
-    return [fill] * (len(ids) - len(completion)) + list(completion)
-
-
-def _shifted(
-    rollouts: Sequence[RolloutOutcome], tokens: Sequence[list[int]], codes: Sequence[int], field: str, fill: object
-) -> list:
-    """``_full`` without each rollout's first token: position t describes the prediction of token t+1."""
-    parts = zip(rollouts, tokens, codes, strict=True)
-    return [value for outcome, ids, code in parts for value in _full(outcome, ids, code, field, fill)[1:]]
-
-
-def _grouped(values: Sequence[int], groups: Sequence[Sequence[RolloutOutcome]]) -> list[list[int]]:
-    rest = iter(values)
-    return [[next(rest) for _ in group] for group in groups]

@@ -40,15 +40,19 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
     shared = _SharedFrame()
     frames: list[bytes | memoryview] = []
     keys: list[dict[str, Any]] = []
+    known: dict[int, int] = {}
     for key in sorted(sample.keys):
         lengths = sample.lengths(key)
-        lens = np.concatenate([lengths.values, lengths.offsets]).astype("<i8", copy=False).tobytes()
+        lens_offset = known.get(id(lengths))
+        if lens_offset is None:
+            lens = np.concatenate([lengths.values, lengths.offsets]).astype("<i8", copy=False).tobytes()
+            lens_offset = known[id(lengths)] = shared.add(lens)
         entry: dict[str, Any] = {
             "k": key,
             "dtype": sample.dtypes[key],
             "trailing": list(sample.trailing_shapes[key]),
             "lens_frame": 1,
-            "lens_offset": shared.add(lens),
+            "lens_offset": lens_offset,
             "sequences": len(lengths.values),
         }
         if sample.data is not None:
@@ -167,6 +171,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     if not tensor.numel():
         return memoryview(b"")
+    if tensor.dtype != torch.bfloat16 and not tensor.requires_grad and tensor.device.type == "cpu":
+        array = tensor.numpy()
+        if array.ndim and array.flags.c_contiguous:
+            return memoryview(cast(Any, array)).cast("B")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
 
