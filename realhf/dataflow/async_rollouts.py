@@ -15,7 +15,7 @@ from realhf.api.experiment import RolloutSpec
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.journal_records import Admit, Drop
+from realhf.dataflow.journal_records import Admit, Draw, Drop
 from realhf.dataflow.journal_state import Recovery
 from realhf.dataflow.model_function_call import Caller
 from realhf.dataflow.rollout_control import RolloutControl, RolloutRules, RolloutsFailed
@@ -95,6 +95,7 @@ class AsyncRollouts:
             caller, plan.trainer, plan.spec.role, on_version=self.control.set_version, on_failed=self._not_loaded,
             pause_timeout_s=options.pause_timeout_s, timeout_s=plan.load_s)  # fmt: skip
         self._rollout_workers: dict[str, str] = {}
+        self._env: dict[str, str] = {}
         self._playing = False
         self._stream = ""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -125,10 +126,11 @@ class AsyncRollouts:
         reply = await self._call(self._plan.trainer, "stream_restore", {"items": items}, self._plan.load_s)
         arrivals = [Arrival.from_map(fields) for fields in reply["arrivals"]]
         staged: dict[str, tuple[Admit, SequenceSample]] = {}
+        lost: list[Drop] = []
         for (admit, _), arrival in zip(recovery.accepted, arrivals, strict=True):
             if arrival.error:
                 _log.warning("sample %s had arrived and is lost: %s", admit.id, arrival.error)
-                self._ledger.append(Drop(admit.id, "payload_lost"))
+                lost.append(Drop(admit.id, "payload_lost"))
             else:
                 staged[admit.id] = (admit, decode_sample(arrival.meta))
         self._staleness.restore_accepted(len(staged))
@@ -140,7 +142,9 @@ class AsyncRollouts:
         admitted = [*(admit.id for admit, _ in recovery.accepted), *(admit.id for admit in recovery.requeue)]
         if recovery.draw is not None:
             self._supply.load_state(recovery.draw, admitted)
-        self._supply.recorded = {sample_id for _, ids in recovery.replay for sample_id in ids}
+        self._supply.recorded |= {sample_id for _, ids in recovery.replay for sample_id in ids}
+        if lost:
+            self._ledger.append(*lost, Draw(self._supply.state()))
         tasks = [Task(item_of(admit.item), admit.attempt + 1, order=admit.order) for admit in recovery.requeue]
         self.control.restore(tasks, staged, replay, recovery.order)
         _log.info("journal: %d samples had arrived, %d were in play and are played again, %d steps are repeated",
@@ -157,6 +161,8 @@ class AsyncRollouts:
         """A worker has registered."""
         if info.kind == GENERATION:
             self._weights.joined(info.name)
+        elif "env" in info.endpoints:
+            self._env[info.name] = info.endpoints["env"]
         elif info.kind == ROLLOUT:
             self._rollout_workers[info.name] = f"{info.name}:{info.pid}"
             if self._playing:
@@ -173,15 +179,21 @@ class AsyncRollouts:
 
     async def start(self) -> None:
         """Give the generation workers their weights and let the rollout workers play."""
-        if not self._playing:
-            self._playing = True
-            await self._weights.publish(self._plan.completed_steps)
-            self._spawn(self._watch())
-            await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
+        await self._weights.publish(self._plan.completed_steps)
+        self._spawn(self._watch())
+        await self._play_all()
+
+    async def _play_all(self) -> None:
+        self._playing = True
+        await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
 
     async def _play(self, name: str) -> None:
-        self.control.worker_joined(self._rollout_workers[name])
-        env = [url for _, info in sorted(self._caller.roster.items()) for url in [info.endpoints.get("env")] if url]
+        """Once for every process, as long as it plays: two at once would share sessions and cache rows."""
+        incarnation = self._rollout_workers.get(name)
+        if incarnation is None or incarnation in self.control.workers or not self._playing:
+            return
+        self.control.worker_joined(incarnation)
+        env = [url for _, url in sorted(self._env.items())]
         fields = {"control": self._service.endpoint, "stream": self._stream, "env": env}
         try:
             await self._call(name, "play", fields)
@@ -190,6 +202,7 @@ class AsyncRollouts:
 
     async def hold(self) -> None:
         """Let what is in play come to its end and the sessions be closed. Raises RolloutsFailed when it does not."""
+        self._playing = False
         self.control.hold(True)
         try:
             async with asyncio.timeout(self._plan.spec.options.rollout_deadline_s + STOP_TIMEOUT_S):
@@ -200,7 +213,7 @@ class AsyncRollouts:
     async def go_on(self) -> None:
         """After ``hold``."""
         self.control.hold(False)
-        await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
+        await self._play_all()
 
     def _not_loaded(self, worker: str, error: Exception) -> None:
         self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,31 +25,41 @@ class Task:
 @dataclass
 class TaskSupply:
     """Draws ``batch_size`` items at a time, as the synchronous run does, so that a curriculum sees the same requests;
-    samples that came back go first. A sample whose result was recorded before a crash is not recorded again
-    (``recorded``)."""
+    samples that came back go first, in the order of their admission, so that what waits longest is played first. A
+    sample whose result was recorded before a crash is not recorded again (``recorded``). ``draws`` counts."""
 
     source: DataSource
     batch_size: int
     recorded: set[str] = field(default_factory=set)
     exhausted: bool = False
+    draws: int = 0
     drawn: deque[SourceItem] = field(default_factory=deque)
-    returned: deque[Task] = field(default_factory=deque)
+    _returned: list[tuple[int, str, Task]] = field(default_factory=list)
+
+    @property
+    def returned(self) -> int:
+        """Samples that came back and wait."""
+        return len(self._returned)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to take, and the source has said that it has no more."""
+        return self.exhausted and not self.drawn and not self._returned
 
     def take(self) -> Task | None:
         """The next task; None when the source has no more."""
-        if self.returned:
-            return self.returned.popleft()
+        if self._returned:
+            return heapq.heappop(self._returned)[-1]
         if not self.drawn and not self.exhausted:
             items = self.source.next_batch(self.batch_size)
             self.exhausted = len(items) < self.batch_size
             self.drawn.extend(items)
+            self.draws += 1
         return Task(self.drawn.popleft()) if self.drawn else None
 
     def give_back(self, task: Task) -> None:
-        """In the order of admission, so that what waits longest is played first."""
-        order = -1 if task.order is None else task.order
-        position = sum(1 for other in self.returned if (-1 if other.order is None else other.order) <= order)
-        self.returned.insert(position, task)
+        """It is to be played again."""
+        heapq.heappush(self._returned, (-1 if task.order is None else task.order, task.item.id, task))
 
     def record(self, results: Sequence[SampleResult]) -> None:
         """Tell the source, once per sample."""
@@ -60,7 +71,7 @@ class TaskSupply:
     def state(self) -> dict[str, Any]:
         """The source's state and what is drawn but not admitted, JSON-able."""
         return {"source": self.source.state_dict(), "drawn": [item_map(item) for item in self.drawn],
-                "exhausted": self.exhausted}
+                "exhausted": self.exhausted, "recorded": sorted(self.recorded)}
 
     def load_state(self, state: Mapping[str, Any], admitted: Iterable[str]) -> None:
         """Undo of ``state``; items ``admitted`` since are not drawn again."""
@@ -68,6 +79,7 @@ class TaskSupply:
         self.source.load_state_dict(dict(state["source"]))
         self.drawn = deque(item for fields in state["drawn"] if (item := item_of(fields)).id not in gone)
         self.exhausted = bool(state["exhausted"])
+        self.recorded = set(state["recorded"])
 
 
 def item_map(item: SourceItem) -> dict[str, Any]:
