@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from realhf.api.config import BuiltinModelConfig
+from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.dataflow.journal import ARCHIVE, JournalError
 from realhf.dataflow.journal_audit import Tally, audit_folder
 
@@ -34,8 +36,7 @@ MARKS = {
 LAUNCHER = "launcher"
 BATCH, GROUP = 2, 2
 TINY = (
-    "experiment=grpo_aws_async", "model=builtin_tiny", "builtin.vocab_size=400", "warm_start.episodes_per_task=1",
-    "warm_start.train_steps=3", "env.pool_size=4", "env.tiers=[warmup]", f"dataset.train_bs_n_seqs={BATCH}",
+    "experiment=grpo_aws_async", "env.pool_size=4", "env.tiers=[warmup]", f"dataset.train_bs_n_seqs={BATCH}",
     f"ppo.group_size={GROUP}", "gen.max_new_tokens=12", "rollout.max_turns=2", "rollout.max_total_tokens=640",
     "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "torch_threads=1",
     "monitor.tensorboard=false", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01",
@@ -45,6 +46,16 @@ TINY = (
 GONE_WITHIN_S = 10.0
 ANY_MOMENT = 0.3
 """Share of the kills that come whatever the run does; the others wait until it has got on since the kill before."""
+
+
+def make_policy(folder: Path) -> Path:
+    """An untrained model of the smallest size and its tokenizer."""
+    texts = folder.with_suffix(".jsonl")
+    message = {"role": "user", "content": "aws s3api list-buckets --bucket a-b\n" * 9}
+    texts.write_text(json.dumps({"messages": [message]}))
+    config = BuiltinModelConfig(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    build_builtin_policy(texts, folder, config, seed=3)
+    return folder
 
 
 class Stuck(RuntimeError):
@@ -62,17 +73,16 @@ class Verdict:
 
 
 class KilledRun:
-    """One run below ``runs`` (which may hold the warm start of earlier ones), started by ``start`` and again after the
-    launcher itself was killed."""
+    """One run below ``runs`` with a policy of ``make_policy``; ``start`` it, also after the launcher was killed."""
 
-    def __init__(self, runs: Path, trial: str, *options: str, seed: int = 3, steps: int = 8) -> None:
+    def __init__(self, runs: Path, trial: str, policy: Path, *options: str, seed: int = 3, steps: int = 8) -> None:
         self.folder = runs / "grpo_aws_async" / trial
         self.steps = steps
         self.kills: Counter[str] = Counter()
         self.output = runs / f"{trial}.log"
         self._command = [
             sys.executable, "-m", "realhf.launch", *TINY, f"seed={seed}", f"trial_name={trial}", f"fileroot={runs}",
-            f"total_train_steps={steps}", *options,
+            f"total_train_steps={steps}", f"actor.path={policy}", *options,
         ]  # fmt: skip
         self._seen: set[psutil.Process] = set()
         self._named_memory: set[str] = set()
@@ -139,6 +149,20 @@ class KilledRun:
             self.processes()
             time.sleep(0.2)
         return int(self._launcher.wait())
+
+    def finish(self, timeout_s: float) -> int:
+        """The launcher's exit code in the end: one that was killed is followed by the same command. Raises Stuck."""
+        code = self.wait(timeout_s)
+        while code == -signal.SIGKILL:
+            self.again()
+            code = self.wait(timeout_s)
+        return code
+
+    def again(self) -> None:
+        """The same command after the launcher was killed. Raises Stuck when something of it stays."""
+        if left := self.left_over():
+            raise Stuck(f"left running {GONE_WITHIN_S:g} s after the launcher was killed: {'; '.join(left)}")
+        self.start()
 
     def journal_bytes(self) -> int:
         """Grows while the run gets on."""
@@ -222,6 +246,8 @@ def kill_at_random(
             if time.monotonic() > deadline:
                 raise Stuck(f"{run.folder.name} had no {kind} for {timeout_s:g} s:\n{run.tail()}")
             time.sleep(0.05)
+        if kind == LAUNCHER and run.wait(timeout_s) == -signal.SIGKILL:
+            run.again()
         before = run.journal_bytes()
 
 
