@@ -1,8 +1,8 @@
 """Runs of a tiny model whose processes are killed at random while they train: is a sample lost, or trained twice?
 
 Every run is killed ``--kills`` times: master, model worker, rollout worker, generation worker, environment server, a
-simulator or the launcher, which is started again by the same command. At the end of each run its journal is audited
-from the first record on. One line per run, a tally at the end; exit code 1 where a run did not balance.
+simulator or the launcher, or Ctrl-C stops it; after these two the same command goes on. At the end of each run its
+journal is audited from the first record on. One line per run, then a tally; exit code 1 where a run did not balance.
 
     python benchmarks/kill_soak.py [--runs 100] [--kills 6] [--every 2.0] [--seed 1] [--json FILE] [--keep FOLDER]
 
@@ -25,10 +25,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from killed_run import LAUNCHER, MARKS, KilledRun, Stuck, Verdict, kill_at_random, make_policy
+from killed_run import CTRL_C, LAUNCHER, MARKS, KilledRun, Stuck, Verdict, kill_at_random, make_policy
 
 STUCK_S = 180.0
-KINDS = (*MARKS, LAUNCHER)
+KINDS = (*MARKS, LAUNCHER, CTRL_C)
 SCHEMA = 1
 
 
@@ -40,7 +40,7 @@ def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> 
     run.start()
     try:
         kill_at_random(run, kinds, choice, every_s=options.every, timeout_s=STUCK_S)
-        return run.verdict(run.finish(STUCK_S))
+        return run.verdict(run.wait(STUCK_S))
     except Stuck as error:
         return Verdict(None, run.kills, problems=[str(error)])
     finally:
@@ -61,7 +61,7 @@ def entry(number: int, verdict: Verdict) -> dict[str, Any]:
     """A run in the JSON file."""
     tally = asdict(verdict.tally) if verdict.tally else None
     return {"run": number, "seconds": round(verdict.seconds, 1), "kills": dict(verdict.kills), "tally": tally,
-            "problems": verdict.problems}  # fmt: skip
+            "stop_s": [round(value, 2) for value in verdict.stop_s], "problems": verdict.problems}  # fmt: skip
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
                       for name in ("admitted", "consumed", "lost", "twice", "impossible", "rejected", "resumes")})
     bad = [found["run"] for found in entries if found["problems"]]
     return {"runs": len(entries), "bad": bad, "kills": dict(kills), **books,
+            "stop_s_max": max((value for found in entries for value in found["stop_s"]), default=None),
             "seconds": round(sum(found["seconds"] for found in entries))}
 
 

@@ -33,7 +33,8 @@ MARKS = {
     "ministack": "realhf.env.ministack_server",
 }
 """Kinds of processes that are killed, and the word of their command line by which they are known."""
-LAUNCHER = "launcher"
+LAUNCHER, CTRL_C = "launcher", "ctrl_c"
+"""The launcher is killed; it is interrupted. The same command then goes on."""
 BATCH, GROUP = 2, 2
 TINY = (
     "experiment=grpo_aws_async", "env.pool_size=4", "env.tiers=[warmup]", f"dataset.train_bs_n_seqs={BATCH}",
@@ -69,6 +70,7 @@ class Verdict:
     tally: Tally | None
     kills: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    stop_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -79,6 +81,7 @@ class KilledRun:
         self.folder = runs / "grpo_aws_async" / trial
         self.steps = steps
         self.kills: Counter[str] = Counter()
+        self.stop_s: list[float] = []
         self.output = runs / f"{trial}.log"
         self._command = [
             sys.executable, "-m", "realhf.launch", *TINY, f"seed={seed}", f"trial_name={trial}", f"fileroot={runs}",
@@ -119,13 +122,8 @@ class KilledRun:
         return sorted(found, key=lambda process: process.pid)
 
     def kill(self, kind: str, choice: random.Random) -> bool:
-        """SIGKILL to one of a kind; False where there is none at this moment."""
-        if kind == LAUNCHER:
-            assert self._launcher is not None
-            self.processes()
-            victims: Sequence[psutil.Process] = [self._launcher] if self.running else []
-        else:
-            victims = self.alive(kind)
+        """SIGKILL to one of a kind of workers; False where there is none at this moment."""
+        victims = self.alive(kind)
         if not victims:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -133,11 +131,24 @@ class KilledRun:
             self.kills[kind] += 1
         return True
 
-    def interrupt(self) -> None:
-        """What Ctrl-C does to the launcher of a terminal's foreground group."""
+    def stop(self, how: str, timeout_s: float) -> None:
+        """Kill the launcher (``LAUNCHER``) or send it what Ctrl-C does (``CTRL_C``), wait until nothing of it is left,
+        and start it again, unless the run came to its end first. Raises Stuck."""
         assert self._launcher is not None
         self.processes()
-        self._launcher.send_signal(signal.SIGINT)
+        number = signal.SIGKILL if how == LAUNCHER else signal.SIGINT
+        began = time.monotonic()
+        self._launcher.send_signal(number)
+        code = self.wait(timeout_s)
+        if code == 0:
+            return
+        self.kills[how] += 1
+        if code != (-signal.SIGKILL if how == LAUNCHER else 128 + signal.SIGINT):
+            raise Stuck(f"exit code {code} of a run that was stopped by {how}:\n{self.tail()}")
+        if left := self.left_over():
+            raise Stuck(f"left running {GONE_WITHIN_S:g} s after {how}: {'; '.join(left)}")
+        self.stop_s.append(time.monotonic() - began)
+        self.start()
 
     def wait(self, timeout_s: float) -> int:
         """The launcher's exit code. Raises Stuck."""
@@ -147,22 +158,8 @@ class KilledRun:
             if time.monotonic() > deadline:
                 raise Stuck(f"{self.folder.name} did not end within {timeout_s:g} s:\n{self.tail()}")
             self.processes()
-            time.sleep(0.2)
+            time.sleep(0.1)
         return int(self._launcher.wait())
-
-    def finish(self, timeout_s: float) -> int:
-        """The launcher's exit code in the end: one that was killed is followed by the same command. Raises Stuck."""
-        code = self.wait(timeout_s)
-        while code == -signal.SIGKILL:
-            self.again()
-            code = self.wait(timeout_s)
-        return code
-
-    def again(self) -> None:
-        """The same command after the launcher was killed. Raises Stuck when something of it stays."""
-        if left := self.left_over():
-            raise Stuck(f"left running {GONE_WITHIN_S:g} s after the launcher was killed: {'; '.join(left)}")
-        self.start()
 
     def journal_bytes(self) -> int:
         """Grows while the run gets on."""
@@ -202,7 +199,7 @@ class KilledRun:
 
     def verdict(self, exit_code: int) -> Verdict:
         """After a run's end: did it do all its steps, and does the journal balance?"""
-        result = Verdict(None, self.kills, time.monotonic() - self._began)
+        result = Verdict(None, self.kills, time.monotonic() - self._began, self.stop_s)
         if exit_code != 0:
             result.problems.append(f"exit code {exit_code}: {self.tail()}")
         result.problems += [f"left running: {line}" for line in self.left_over()]
@@ -241,14 +238,19 @@ def kill_at_random(
         while run.running and time.monotonic() < until:
             run.processes()
             time.sleep(min(0.1, max(0.0, until - time.monotonic())))
-        deadline = time.monotonic() + timeout_s
-        while run.running and not run.kill(kind, choice):
-            if time.monotonic() > deadline:
-                raise Stuck(f"{run.folder.name} had no {kind} for {timeout_s:g} s:\n{run.tail()}")
-            time.sleep(0.05)
-        if kind == LAUNCHER and run.wait(timeout_s) == -signal.SIGKILL:
-            run.again()
+        if kind in (LAUNCHER, CTRL_C):
+            run.stop(kind, timeout_s)
+        else:
+            _kill_when_there(run, kind, choice, timeout_s)
         before = run.journal_bytes()
+
+
+def _kill_when_there(run: KilledRun, kind: str, choice: random.Random, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while run.running and not run.kill(kind, choice):
+        if time.monotonic() > deadline:
+            raise Stuck(f"{run.folder.name} had no {kind} for {timeout_s:g} s:\n{run.tail()}")
+        time.sleep(0.05)
 
 
 def _faults(tally: Tally, samples: int) -> list[str]:

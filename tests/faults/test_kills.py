@@ -1,0 +1,49 @@
+"""Real runs whose processes are killed: the journal balances, everything stops, the same command goes on.
+
+``benchmarks/kill_soak.py`` does this a hundred times; here every kind of fault comes in five runs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.killed_run import CTRL_C, LAUNCHER, MARKS, KilledRun, kill_at_random
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
+
+RUNS = 5
+STUCK_S = 150.0
+SINGLES = ("rollout_worker", "generation", "env", "ministack")
+
+
+def dealt(seed: int) -> list[list[str]]:
+    """The faults of every run: each that ends the whole run once, the others twice."""
+    choice = random.Random(seed)
+    heavy = ["master", "model_worker", LAUNCHER, CTRL_C, CTRL_C]
+    light = [*SINGLES, *SINGLES]
+    choice.shuffle(heavy)
+    choice.shuffle(light)
+    hands = [[fault, *light[number::RUNS]] for number, fault in enumerate(heavy)]
+    for hand in hands:
+        choice.shuffle(hand)
+    return hands
+
+
+def test_every_fault_is_dealt() -> None:
+    assert {fault for hand in dealt(1) for fault in hand} == {*MARKS, LAUNCHER, CTRL_C}
+
+
+@pytest.mark.parametrize("number", range(RUNS))
+def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
+    run = KilledRun(tmp_path, f"run{number}", policy, "monitor.plot_every_steps=0", seed=number, steps=6)
+    run.start()
+    try:
+        kill_at_random(run, dealt(1)[number], random.Random(number), every_s=1.0, timeout_s=STUCK_S)
+        verdict = run.verdict(run.wait(STUCK_S))
+    finally:
+        run.end()
+    assert not verdict.problems, (verdict, run.output.read_text())
+    assert verdict.kills and verdict.tally is not None
+    assert verdict.tally.head_staleness_max <= 1
