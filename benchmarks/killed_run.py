@@ -45,6 +45,8 @@ TINY = (
     "async_rl.keep_journal=true", "async_rl.recover_retries=1000",
 )  # fmt: skip
 GONE_WITHIN_S = 10.0
+LOOK_S = 0.15
+"""How often the run's processes are looked up, so that none that it leaves behind is missed."""
 ANY_MOMENT = 0.3
 """Share of the kills that come whatever the run does; the others wait until it has got on since the kill before."""
 
@@ -107,10 +109,12 @@ class KilledRun:
         found: set[psutil.Process] = set()
         with contextlib.suppress(psutil.Error):
             found = set(self._launcher.children(recursive=True))
-        for process in found:
-            self._named_memory |= _named_memory(process.pid)
         self._seen |= found
         return found
+
+    def _look_at_memory(self) -> None:
+        for process in self.processes():
+            self._named_memory |= _named_memory(process.pid)
 
     def alive(self, kind: str) -> list[psutil.Process]:
         """Processes of a kind, in the order of their numbers."""
@@ -126,6 +130,7 @@ class KilledRun:
         victims = self.alive(kind)
         if not victims:
             return False
+        self._look_at_memory()
         with contextlib.suppress(psutil.NoSuchProcess):
             choice.choice(victims).kill()
             self.kills[kind] += 1
@@ -135,7 +140,7 @@ class KilledRun:
         """Kill the launcher (``LAUNCHER``) or send it what Ctrl-C does (``CTRL_C``), wait until nothing of it is left,
         and start it again, unless the run came to its end first. Raises Stuck."""
         assert self._launcher is not None
-        self.processes()
+        self._look_at_memory()
         number = signal.SIGKILL if how == LAUNCHER else signal.SIGINT
         began = time.monotonic()
         self._launcher.send_signal(number)
@@ -158,7 +163,7 @@ class KilledRun:
             if time.monotonic() > deadline:
                 raise Stuck(f"{self.folder.name} did not end within {timeout_s:g} s:\n{self.tail()}")
             self.processes()
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
         return int(self._launcher.wait())
 
     def journal_bytes(self) -> int:
@@ -176,7 +181,7 @@ class KilledRun:
             if time.monotonic() > deadline:
                 raise Stuck(f"{self.folder.name} did not get on within {timeout_s:g} s:\n{self.tail()}")
             self.processes()
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
 
     def left_over(self, within_s: float = GONE_WITHIN_S) -> list[str]:
         """Command lines of processes of the run that outlive the launcher by ``within_s`` seconds; they are killed."""
@@ -237,7 +242,7 @@ def kill_at_random(
         until = time.monotonic() + choice.uniform(0.2, 1.8) * every_s
         while run.running and time.monotonic() < until:
             run.processes()
-            time.sleep(min(0.1, max(0.0, until - time.monotonic())))
+            time.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
         if kind in (LAUNCHER, CTRL_C):
             run.stop(kind, timeout_s)
         else:

@@ -88,7 +88,7 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
                 raise
             retries -= 1
             display.show({"kind": "warning", "text": f"{error}\nthe run begins again from its last checkpoint"})
-            plan = replace(plan, recover_mode=RecoverMode.auto)
+            plan = replace(plan, recover_mode=RecoverMode.auto, started_at=time.time())
 
 
 def _run_once(
