@@ -8,20 +8,27 @@ port is that of the listening socket it is given, bound by the owner to 127.0.0.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import gzip
 import importlib
+import json
 import os
 import random
+import re
 import shutil
 import socket
 import sys
 import threading
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import botocore.session
 import uvloop
+from botocore.exceptions import DataNotFoundError
 
 from realhf.env import sandbox, seccomp
 from realhf.env.asgi_http import AsgiApp, HttpConnection
@@ -87,20 +94,38 @@ def _import_modules() -> list[threading.Thread]:
 
 def _keep_only_metadata(services: Sequence[str]) -> None:
     """MiniStack looks up a service's protocol in botocore's full model, tens of megabytes and 0.1 s per service
-    in every simulator. Load each once, before the fork, and keep the few words that are read."""
+    in every simulator. Read the few words that matter of each once, before the fork."""
     responses = importlib.import_module("ministack.core.responses")
     original = responses._service_model.__wrapped__
+    loader = botocore.session.get_session().get_component("data_loader")
     light: dict[str, Any] = {}
 
     def service_model(service: str) -> Any:
         if service not in light:
-            model = original(service)
-            light[service] = None if model is None else SimpleNamespace(metadata=dict(model.metadata))
+            metadata = _metadata(loader, responses._BOTOCORE_NAME.get(service, service))
+            if metadata is None:
+                model = original(service)
+                metadata = None if model is None else dict(model.metadata)
+            light[service] = None if metadata is None else SimpleNamespace(metadata=metadata)
         return light[service]
 
     responses._service_model = service_model  # type: ignore[attr-defined]
     for service in services:
         service_model(service)
+
+
+def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
+    """The ``metadata`` of botocore's model of ``service``; None where its file is not as expected. The rest of the
+    file, nearly all of it, is not parsed."""
+    with contextlib.suppress(DataNotFoundError, OSError, ValueError):
+        version = loader.determine_latest_version(service, "service-2")
+        for root in loader.search_paths:
+            path = Path(root, service, version, "service-2.json.gz")
+            if path.exists():
+                text = gzip.decompress(path.read_bytes()).decode()
+                start = re.compile(r'"metadata"\s*:\s*').search(text)
+                return json.JSONDecoder().raw_decode(text, start.end())[0] if start else None
+    return None
 
 
 def _guarded_app(app: AsgiApp, randomness: SeededRandomness) -> AsgiApp:
