@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -80,6 +80,19 @@ class Lengths:
         """Begin and end row of the samples ``first`` to ``last`` inclusive."""
         rows = self.cumulated()
         return int(rows[self.offsets[first]]), int(rows[self.offsets[last + 1]])
+
+
+def joined_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]:
+    """The lengths of every key over all parts; keys that share theirs in every part go on sharing."""
+    joined: dict[tuple[int, ...], Lengths] = {}
+    out: dict[str, Lengths] = {}
+    for key in parts[0]:
+        columns = [part[key] for part in parts]
+        known = tuple(map(id, columns))
+        if known not in joined:
+            joined[known] = Lengths.join(columns)
+        out[key] = joined[known]
+    return out
 
 
 def ranges(starts: IntArray, counts: IntArray) -> IntArray:

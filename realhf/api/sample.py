@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from realhf.api.keys import ITEMSIZE, dtype_tag
-from realhf.api.lengths import IntArray, Lengths
+from realhf.api.lengths import IntArray, Lengths, joined_lengths
+from realhf.api.packed_rows import join_rows, same_bits, take_rows
 from realhf.api.partition import balanced_parts, capped_bins
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class SequenceSample:
             return False
         if self._lengths != other._lengths:
             return False
-        return self._data is None or all(_same_bits(t, other[k]) for k, t in self._data.items())
+        return self._data is None or all(same_bits(t, other[k]) for k, t in self._data.items())
 
     def n_tokens(self, key: str) -> int:
         """Rows of the packed tensor of a key."""
@@ -262,11 +263,11 @@ class SequenceSample:
         """The same without data."""
         return self._build(self._ids, self._lengths, self._dtypes, self._trailing, None, self._metadata)
 
-    def annotated(self, metadata: Mapping[str, Sequence[Any]]) -> SequenceSample:
-        """With these metadata columns added; they replace those of the same name."""
+    def annotated(self, metadata: Mapping[str, Sequence[Any]], *, keep: bool = True) -> SequenceSample:
+        """With these metadata columns, beside its own ones of other names if ``keep``."""
         columns = {name: list(column) for name, column in metadata.items()}
         self._check_metadata(columns)
-        merged = {**self._metadata, **columns}
+        merged = {**self._metadata, **columns} if keep else columns
         return self._build(self._ids, self._lengths, self._dtypes, self._trailing, self._data, merged)
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
@@ -303,15 +304,20 @@ class SequenceSample:
             raise ValueError(f"positions {positions.tolist()} out of range for {len(self)} samples")
         data = None
         if self._data is not None:
-            data = {k: _take_rows(t, self._lengths[k], positions) for k, t in self._data.items()}
+            data = {k: take_rows(t, self._lengths[k], positions) for k, t in self._data.items()}
+        taken = {id(lengths): lengths.take(positions) for lengths in self._distinct_lengths()}
         return self._build(
             tuple(self._ids[i] for i in positions),
-            {k: lengths.take(positions) for k, lengths in self._lengths.items()},
+            {k: taken[id(lengths)] for k, lengths in self._lengths.items()},
             self._dtypes,
             self._trailing,
             data,
             {k: [column[i] for i in positions] for k, column in self._metadata.items()},
         )
+
+    def _distinct_lengths(self) -> Iterable[Lengths]:
+        """Keys of equal lengths often share them."""
+        return {id(lengths): lengths for lengths in self._lengths.values()}.values()
 
     def unpack(self) -> list[SequenceSample]:
         """One sample per id; tensors are views. ``gather(s.unpack()) == s``."""
@@ -376,8 +382,8 @@ class SequenceSample:
                 raise ValueError(f"parts disagree in metadata: {sorted(set(part._metadata) ^ shared)}")
             shared &= set(part._metadata)
         ids = _checked_ids([i for part in parts for i in part._ids])
-        data = None if first._data is None else {k: _join_rows([p[k] for p in parts]) for k in first._data}
-        lengths = {k: Lengths.join([p._lengths[k] for p in parts]) for k in first._lengths}
+        data = None if first._data is None else {k: join_rows([p[k] for p in parts]) for k in first._data}
+        lengths = joined_lengths([p._lengths for p in parts])
         metadata = {k: [x for p in parts for x in p._metadata[k]] for k in first._metadata if k in shared}
         return SequenceSample._build(ids, lengths, first._dtypes, first._trailing, data, metadata)
 
@@ -425,28 +431,3 @@ def _checked_ids(ids: Sequence[Any]) -> tuple[str, ...]:
         if len(i) * 4 > MAX_ID_BYTES and len(i.encode()) > MAX_ID_BYTES:
             raise ValueError(f"id {i[:40]!r}... is longer than {MAX_ID_BYTES} bytes")
     return out
-
-
-def _join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    import torch
-
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def _take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
-    """Rows of the samples at ``positions``; a view when they are one run."""
-    if len(positions) == 1 or bool((np.diff(positions) == 1).all()):
-        begin, end = lengths.row_span(int(positions[0]), int(positions[-1]))
-        return tensor[begin:end]
-    import torch
-
-    return tensor.index_select(0, torch.from_numpy(lengths.take_rows(positions)).to(tensor.device))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    import torch
-
-    if not a.numel():
-        return True
-    flat_a, flat_b = a.cpu().reshape(-1), b.cpu().reshape(-1)
-    return torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8))

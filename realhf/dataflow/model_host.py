@@ -130,12 +130,13 @@ class ModelHost:
     def _inputs(self, mfc: MFCDef, payload: Mapping[str, Any]) -> SequenceSample:
         """The call's inputs in the order of its ids, under the names the interface uses."""
         ids, keys = payload["ids"], payload["keys"]
+        if keys and not payload["fetches"]:
+            return _renamed(mfc, self._store.get(ids, keys).annotated(payload["metadata"], keep=False))
         parts = [self._fetch(f["endpoint"], f["ids"], f["keys"], self._fetch_timeout_s) for f in payload["fetches"]]
         columns = [self._column(key, ids, parts) for key in keys]
         tensors = {key: column[key] for key, column in zip(keys, columns, strict=True)}
         seqlens = {key: column.seqlens[key] for key, column in zip(keys, columns, strict=True)}
-        sample = SequenceSample.from_tensors(ids, tensors, seqlens, payload["metadata"])
-        return sample.remap_keys({old: new for old, new in mfc.input_key_remap.items() if old in sample.keys})
+        return _renamed(mfc, SequenceSample.from_tensors(ids, tensors, seqlens, payload["metadata"]))
 
     def _column(self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]) -> SequenceSample:
         parts = [part.select([key]) for part in fetched if key in part.keys]
@@ -256,6 +257,11 @@ def _traced_as(mfc: MFCDef) -> str:
     """Name of the span of a call."""
     kinds = {InterfaceType.TRAIN_STEP: TRAIN, InterfaceType.GENERATE: GENERATE}
     return f"{kinds.get(mfc.interface_type, REF)}/{mfc.name}"
+
+
+def _renamed(mfc: MFCDef, sample: SequenceSample) -> SequenceSample:
+    """Under the names that the interface uses."""
+    return sample.remap_keys({old: new for old, new in mfc.input_key_remap.items() if old in sample.keys})
 
 
 def _interface_key(name: str, args: Mapping[str, Any]) -> str:

@@ -86,21 +86,21 @@ class _Packed:
         prompt keeps its place. Position t of the shifted columns describes the prediction of token t+1."""
         prompt, completion = len(outcome.prompt_ids), len(outcome.completion_ids)
         length = prompt + completion or 1
-        self.ids.extend(outcome.prompt_ids)
-        self.ids.extend(outcome.completion_ids)
+        self.ids += array("q", outcome.prompt_ids)
+        self.ids += array("q", outcome.completion_ids)
         if not prompt + completion:
             self.ids.append(0)
         self.prompt_mask += b"\1" * prompt + bytes(length - prompt)
         trains = code == 0
         before = length - completion if trains else length
         self.loss_mask += bytes(before)
-        self.logprobs.extend(_ZERO * max(0, before - 1))
-        self.versions.extend(_UNKNOWN * max(0, before - 1))
+        self.logprobs += _ZERO * (before - 1)
+        self.versions += _UNKNOWN * (before - 1)
         if trains:
             first = 0 if before else 1
             self.loss_mask += bytes(outcome.loss_mask)
-            self.logprobs.extend(outcome.logprobs[first:])
-            self.versions.extend(outcome.versions[first:])
+            self.logprobs += array("f", outcome.logprobs[first:])
+            self.versions += array("i", outcome.versions[first:])
         self.codes.append(code)
         self.lengths.append(length)
 

@@ -68,13 +68,15 @@ class TensorStore:
             missing = self._missing(ids, names)
             if missing:
                 raise DataMissing(self._name, missing)
-            columns = {name: [self._entries[i][name] for i in ids] for name in names}
-        out: SequenceSample | None = None
-        for name, entries in columns.items():
-            column = _column(name, entries)
-            out = column if out is None else out.update(column)
-        if out is None:
+            columns = [tuple(self._entries[i][name] for i in ids) for name in names]
+        if not names:
             raise ValueError("get needs at least one key")
+        together: dict[tuple[int, ...], tuple[list[str], Sequence[_Entry]]] = {}
+        for name, entries in zip(names, columns, strict=True):
+            together.setdefault(tuple(map(id, entries)), ([], entries))[0].append(name)
+        out, *others = (_rows(keys, entries) for keys, entries in together.values())
+        for other in others:
+            out = out.update(other)
         return out
 
     def has(self, sample_id: str, key: str) -> bool:
@@ -134,10 +136,12 @@ def _sizes(sample: SequenceSample) -> dict[str, list[int]]:
     return out
 
 
-def _column(key: str, entries: Sequence[_Entry]) -> SequenceSample:
-    """One key for these entries, in order; entries of one batch that follow each other are cut at once."""
+def _rows(keys: Sequence[str], entries: Sequence[_Entry]) -> SequenceSample:
+    """These keys for these entries, in order; entries of one batch that follow each other are cut at once."""
     parts: list[SequenceSample] = []
     for _, group in groupby(entries, key=lambda entry: id(entry.batch)):
         run = list(group)
-        parts.append(run[0].batch.select([key]).select_ids([entry.position for entry in run]))
+        batch = run[0].batch.select(keys)
+        positions = [entry.position for entry in run]
+        parts.append(batch if positions == list(range(len(batch))) else batch.select_ids(positions))
     return parts[0] if len(parts) == 1 else SequenceSample.gather(parts, allow_metadata_loss=True)
