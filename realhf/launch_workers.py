@@ -146,13 +146,13 @@ def _free_port() -> int:
 def failure_message(exit_: WorkerExit) -> str:
     """One line about the cause, and for a process that could not speak the last lines of its log."""
     where = f"(log: {exit_.log})"
-    cause = failure_cause(exit_.log) if exit_.exit_code > 0 else None
+    cause = failure_cause(exit_.log, exit_.log_from) if exit_.exit_code > 0 else None
     section = SECTIONS.get(exit_.name.partition("/")[0])
     if cause and section:
         cause = _as_options(cause, section)
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
-    tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES))
+    tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES, exit_.log_from))
     told = f"; its log ends:\n{tail}" if tail else ""
     return f"{exit_.name} ended before the run did: {exit_.reason} {where}{told}"
 

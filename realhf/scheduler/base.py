@@ -30,11 +30,13 @@ class WorkerLine:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker. ``exit_code`` is negative for a signal, as in ``subprocess``."""
+    """The end of a worker. ``exit_code`` is negative for a signal, as in ``subprocess``; what it wrote begins at byte
+    ``log_from`` of ``log``, after what others of its name did."""
 
     name: str
     exit_code: int
     log: Path
+    log_from: int = 0
 
     @property
     def reason(self) -> str:

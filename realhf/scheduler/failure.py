@@ -46,19 +46,20 @@ def describe(error: BaseException) -> str:
     return lines[0] if speaks else f"{type(error).__name__}: {lines[0]}"
 
 
-def failure_cause(log: Path) -> str | None:
-    """Why a worker failed: the line that ``run_guarded`` left in its log, or else the last line there."""
-    lines = [line for line in log_tail(log, 400) if line.strip()]
+def failure_cause(log: Path, since: int = 0) -> str | None:
+    """Why a worker failed: the line that ``run_guarded`` left in its log from byte ``since`` on, or else the last line
+    there."""
+    lines = [line for line in log_tail(log, 400, since) if line.strip()]
     marked = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
     return marked[-1] if marked else lines[-1].strip() if lines else None
 
 
-def log_tail(log: Path, n_lines: int) -> list[str]:
-    """The last lines of a log file, at most 64 KiB of it; empty if there is none."""
+def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:
+    """The last lines of a log file from byte ``since`` on, at most 64 KiB; empty if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 65536))
+            file.seek(max(since, file.tell() - 65536))
             return file.read().decode("utf-8", "replace").splitlines()[-n_lines:]
     except OSError:
         return []

@@ -25,6 +25,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     pidfd: int
     log: IO[bytes]
+    log_from: int
     partial: bytes = b""
     relatives: set[psutil.Process] = field(default_factory=set)
 
@@ -54,12 +55,13 @@ class LocalScheduler:
             self._kill_orphans(before)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
+        log_from = log.tell()
         command = [sys.executable, "-m", "realhf.scheduler.child", str(os.getpid()), spec.module, *spec.argv]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if spec.events else log, stderr=log,
             start_new_session=True,
         )
-        child = _Child(spec, process, os.pidfd_open(process.pid), log)
+        child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from)
         self._children[spec.name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         if child.lines is not None:
@@ -146,7 +148,7 @@ class LocalScheduler:
     def _reap(self, child: _Child) -> WorkerExit:
         exit_code = child.process.wait(_KILL_DEADLINE_S)
         self._forget(child)
-        return WorkerExit(child.spec.name, exit_code, child.spec.log)
+        return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from)
 
     def _forget(self, child: _Child) -> None:
         """Close what is open for a child that has ended."""

@@ -22,6 +22,16 @@ def test_a_killed_process_is_shown_with_the_end_of_its_log(tmp_path: Path):
     assert tail == [f"  | line {i}" for i in range(12, 20)]
 
 
+def test_what_a_predecessor_logged_is_not_blamed(tmp_path: Path):
+    log = tmp_path / "w.log"
+    log.write_text("FATAL: the cause before\n")
+    before = log.stat().st_size
+    assert "cause before" not in failure_message(WorkerExit("master", -9, log, before))
+    with log.open("a") as more:
+        more.write("FATAL: the cause now\n")
+    assert failure_message(WorkerExit("master", 1, log, before)) == f"master failed: the cause now (log: {log})"
+
+
 def test_an_early_clean_exit_is_a_failure_too(tmp_path: Path):
     text = failure_message(WorkerExit("env/0", 0, tmp_path / "none.log"))
     assert text.startswith("env/0 ended before the run did: exit code 0")

@@ -75,6 +75,9 @@ def test_lines_come_before_the_exit_and_both_are_reported(tmp_path, modules, sch
     assert isinstance(events[-1], WorkerExit)
     assert (events[-1].name, events[-1].exit_code, events[-1].reason) == ("talker/0", 3, "exit code 3")
     assert log_tail(events[-1].log, 5) == ["oops"]
+    scheduler.start(spec(tmp_path, "talker/0", "talker", "y", events=True))
+    again = collect(scheduler, WorkerExit)[-1]
+    assert log_tail(again.log, 5) == ["oops", "oops"] and log_tail(again.log, 5, again.log_from) == ["oops"]
 
 
 def test_a_killed_worker_is_seen_at_once(tmp_path, modules, scheduler):
