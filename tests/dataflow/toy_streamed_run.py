@@ -1,0 +1,293 @@
+"""A master with real rollout control, journal and service, whose workers are played by random events; it is killed at
+random places and goes on from checkpoint and journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
+from realhf.api.config import AsyncConfig, FailureConfig
+from realhf.api.experiment import RolloutSpec
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.rollout import RolloutLease
+from realhf.api.sample import SequenceSample
+from realhf.api.source import SampleResult, SourceItem
+from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
+from realhf.dataflow.journal import segments
+from realhf.transport.codec import encode_sample
+from realhf.transport.roster import WorkerInfo
+
+TRAINER = "model_worker/0"
+
+
+class CountingSource:
+    """Items s0, s1, ... up to ``limit``; its state knows of every result that it was told."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.count = limit, 0
+        self.told: list[str] = []
+
+    def next_batch(self, n: int) -> list[SourceItem]:
+        items = [SourceItem(f"s{i}", {"task": i}) for i in range(self.count, min(self.count + n, self.limit))]
+        self.count += len(items)
+        return items
+
+    def record(self, results: Sequence[SampleResult]) -> None:
+        self.told += [result.id for result in results]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "told": list(self.told)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.told = state["count"], list(state["told"])
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class FakeWorkers:
+    """The master's end of the calls: a trainer whose payload log is ``payloads``, rollout and generation workers that
+    do as they are told. ``plays``: who was told to play; ``mute``: handlers that do not answer."""
+
+    def __init__(self, payloads: dict[int, tuple[str, int, list[bytes]]] | None = None) -> None:
+        self.roster: dict[str, WorkerInfo] = {}
+        self.payloads = {} if payloads is None else payloads
+        self.calls: list[tuple[str, str, Any]] = []
+        self.mute: set[str] = set()
+        self.failing: dict[str, Exception] = {}
+
+    @property
+    def plays(self) -> list[str]:
+        return [worker for worker, handler, _ in self.calls if handler == "play"]
+
+    def call(
+        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
+    ) -> asyncio.Future[Any]:
+        self.calls.append((worker, handler, payload))
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if handler in self.failing:
+            future.set_exception(self.failing[handler])
+        elif handler not in self.mute:
+            future.set_result(self._answer(handler, payload))
+        return future
+
+    def _answer(self, handler: str, payload: Any) -> Any:
+        if handler == "stream_open":
+            return {"endpoint": "tcp://nowhere"}
+        if handler == "stream_restore":
+            return {"arrivals": [self._restored(*item).to_map() for item in payload["items"]]}
+        if handler == "publish_weights":
+            return {"manifest": {"version": payload["version"]}}
+        if handler == "update_weights":
+            return {"version": payload["manifest"]["version"], "weight_stage_ms": 1.0, "weight_pause_ms": 1.0}
+        return {}
+
+    def _restored(self, id: str, attempt: int, ref: list[int]) -> Arrival:
+        if ref[1] not in self.payloads:
+            return Arrival(id, attempt, "", error="damaged")
+        assert self.payloads[ref[1]][:2] == (id, attempt)
+        return Arrival(id, attempt, "", ref, self.payloads[ref[1]][2])
+
+
+def worker_info(kind: str, index: int = 0, pid: int = 100, **endpoints: str) -> WorkerInfo:
+    return WorkerInfo(f"{kind}/{index}", kind, index, "here", pid, endpoints=endpoints)
+
+
+def meta_of(id: str) -> list[bytes]:
+    """Frames of a sample's metadata."""
+    sample = SequenceSample([id], {"packed_input_ids": [[3]]}, {"packed_input_ids": "i64"},
+                            {"packed_input_ids": ()}, None, {"rollout": ["{}"]})  # fmt: skip
+    return [bytes(frame) for frame in encode_sample(sample)]
+
+
+def plan_of(folder: Path, *, batch: int, steps: int, completed: int, **options: Any) -> RolloutPlan:
+    mfc = MFCDef("gen", "actor", InterfaceType.GENERATE, "x", n_seqs=batch, output_keys=("packed_input_ids",),
+                 interface_args={"group_size": 1, "max_total_tokens": 8})  # fmt: skip
+    spec = RolloutSpec("actor", (mfc,), AsyncConfig(**options), sessions=4)
+    return RolloutPlan(spec, TRAINER, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True)
+
+
+@dataclass
+class StreamedRun:
+    """``steps`` of ``batch`` samples. What outlives the master: the payload log, the ``checkpoints`` (completed steps
+    and the cohorts trained until then) and the journal in ``folder``."""
+
+    folder: Path
+    random: Random
+    batch: int
+    steps: int
+    eta: int
+    drop: bool
+    limit: int = 10**6
+    damage: float = 0.0
+    payloads: dict[int, tuple[str, int, list[bytes]]] = field(default_factory=dict)
+    checkpoints: list[tuple[int, list[list[str]]]] = field(default_factory=list)
+    history: dict[int, list[str]] = field(default_factory=dict)
+    repeated: int = 0
+    lives: int = 0
+
+    async def live(self, events: int | None) -> bool:
+        """Begin or go on, for so many random events and then die; None: to the end. Whether it came to its end."""
+        completed, trained = self.checkpoints[-1] if self.checkpoints else (0, [])
+        self.trained = [list(ids) for ids in trained]
+        self.source = CountingSource(self.limit)
+        policy = "drop" if self.drop else "wait"
+        plan = plan_of(self.folder, batch=self.batch, steps=self.steps, completed=completed,
+                       max_head_offpolicyness=self.eta, staleness_policy=policy,
+                       max_concurrent_rollouts=self.random.randint(1, 3 * self.batch), rollout_deadline_s=1e6,
+                       on_failure=FailureConfig(max_attempts=2))  # fmt: skip
+        self.rollouts = await AsyncRollouts.open(plan, FakeWorkers(self.payloads), self.source)
+        self.control = self.rollouts.control
+        self.planned = {step: list(ids) for step, ids in self.control._replay.items()}
+        assert all(self.history[step] == ids for step, ids in self.planned.items()), "steps are repeated as they were"
+        self.leases: list[tuple[str, RolloutLease]] = []
+        self.sent: list[Arrival] = []
+        self.waiting: list[asyncio.Task[Any]] = []
+        self.workers = [self._join(), self._join()]
+        self.cohort: asyncio.Task[list[SequenceSample]] | None = None
+        self.safe = 0
+        over = False
+        for event in range(events if events is not None else 100_000):
+            over = await self._event(final=events is None)
+            if over:
+                break
+            if event % 30 == 0:
+                await self._answered()
+        await self._die(over)
+        return over
+
+    def _join(self) -> str:
+        self.lives += 1
+        name = f"rollout_worker/{self.lives}:{self.lives}"
+        self.control.worker_joined(name)
+        return name
+
+    async def _answered(self) -> None:
+        """What was answered survives a crash."""
+        await asyncio.gather(*self.waiting)
+        self.waiting.clear()
+        self.safe = self._size()
+
+    def _size(self) -> int:
+        return segments(self.folder)[-1].stat().st_size
+
+    async def _event(self, *, final: bool) -> bool:
+        kinds = ["allocate", "arrive", "train", "weights"]
+        if not final:
+            kinds += ["allocate", "arrive", "fail", "die", "expire", "again", "late", "malformed"]
+        kind = self.random.choice(kinds)
+        if kind == "allocate":
+            await self._allocate()
+        elif kind in ("arrive", "malformed") and self.leases:
+            await self._arrive(error="odd" if kind == "malformed" and self.random.random() < 0.2 else "")
+        elif kind == "fail" and self.leases and self.random.random() < 0.5:
+            worker, lease = self._take_lease()
+            self.control.rejected(worker, lease.id, lease.attempt, "env_error", "gone")
+            self.control.rejected("somebody else", lease.id, lease.attempt + 1, "env_error", "gone")
+        elif kind == "die" and self.random.random() < 0.3:
+            await self._kill(self.random.randrange(len(self.workers)))
+        elif kind == "expire" and self.leases and self.random.random() < 0.3:
+            _, lease = self._take_lease()
+            self.control._open[lease.id].expires = 0.0
+            self.control.expire()
+            await self._send(lease, [REFUSED])
+        elif kind == "again" and self.sent:
+            await self._expect(self.random.choice(self.sent), [DUPLICATE, REFUSED])
+        elif kind == "late" and self.sent:
+            arrival = self.random.choice(self.sent)
+            await self._expect(Arrival(arrival.id, arrival.attempt + 7, "", arrival.ref, arrival.meta), [REFUSED])
+        elif kind == "weights":
+            self.control.set_version(self.random.randint(self.control.staleness.version, len(self.trained)))
+        elif kind == "train":
+            return await self._train()
+        return False
+
+    async def _allocate(self) -> None:
+        worker = self.random.choice(self.workers)
+        leases = await self.control.allocate(worker, self.random.randint(1, 4), 0.0)
+        assert leases is None or leases or self.control.complete
+        self.leases += [(worker, lease) for lease in leases or ()]
+
+    def _take_lease(self) -> tuple[str, RolloutLease]:
+        return self.leases.pop(self.random.randrange(len(self.leases)))
+
+    async def _kill(self, number: int) -> None:
+        dead = self.workers[number]
+        self.control.worker_left(dead, "killed")
+        self.workers[number] = self._join()
+        for _, lease in [entry for entry in self.leases if entry[0] == dead]:
+            if self.random.random() < 0.5:
+                await self._send(lease, [REFUSED])
+        self.leases = [entry for entry in self.leases if entry[0] != dead]
+
+    async def _arrive(self, error: str) -> None:
+        _, lease = self._take_lease()
+        await self._send(lease, [REFUSED if error else ACCEPTED], error=error)
+
+    async def _send(self, lease: RolloutLease, answers: list[str], *, error: str = "") -> None:
+        number, meta = len(self.payloads), meta_of(lease.id)
+        self.payloads[number] = (lease.id, lease.attempt, meta)
+        ref = [] if error else [1, number, 10]
+        arrival = Arrival(lease.id, lease.attempt, "w", ref, [] if error else meta, error)
+        if answers == [ACCEPTED]:
+            self.sent.append(arrival)
+        await self._expect(arrival, answers)
+
+    async def _expect(self, arrival: Arrival, answers: list[str]) -> None:
+        async def arrive() -> None:
+            (answer,) = await self.control.arrived([arrival])
+            assert answer in answers, (arrival.id, arrival.attempt, answer)
+
+        self.waiting.append(asyncio.create_task(arrive()))
+        await asyncio.sleep(0)
+
+    async def _train(self) -> bool:
+        step = len(self.trained)
+        if self.cohort is None:
+            self.cohort = asyncio.create_task(self.control.cohort(step))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if not self.cohort.done():
+            return False
+        metas, self.cohort = self.cohort.result(), None
+        if not metas:
+            return True
+        ids = [sample_id for meta in metas for sample_id in meta.ids]
+        assert len(ids) == self.batch or self.control._supply.empty
+        if step in self.planned:
+            assert ids == self.planned[step]
+            self.repeated += 1
+        self.history[step] = ids
+        assert all(meta.metadata["task"] == [int(meta.ids[0][1:])] for meta in metas), "the task's own metadata"
+        self.control.record([SampleResult(sample_id) for sample_id in ids])
+        self.trained.append(ids)
+        if self.random.random() < 0.3:
+            await self._checkpoint()
+        return len(self.trained) == self.steps
+
+    async def _checkpoint(self) -> None:
+        await self.rollouts.before_checkpoint()
+        self.checkpoints = [*self.checkpoints, (len(self.trained), [list(ids) for ids in self.trained])][-2:]
+        await self.rollouts.checkpointed(len(self.trained), "ckpt")
+        self.safe = self._size()
+
+    async def _die(self, over: bool) -> None:
+        await asyncio.gather(*self.waiting)
+        for task in [self.cohort] if self.cohort else []:
+            task.cancel()
+        if over:
+            self.rollouts.end()
+            await self.rollouts.close()
+            return
+        await self.rollouts.close()
+        with segments(self.folder)[-1].open("r+b") as file:
+            file.truncate(self.random.randint(self.safe, self._size()))
+        if len(self.checkpoints) > 1 and self.random.random() < 0.2:
+            self.checkpoints.pop()
+        for number in [n for n in self.payloads if self.random.random() < self.damage]:
+            del self.payloads[number]
