@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from realhf.api.experiment import ModelSpec, RunPlan
+from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
 from realhf.api.model import Model
 from realhf.api.plugin import load_plugin
 from realhf.api.registry import backends, datasets, interfaces
@@ -69,7 +69,7 @@ class ModelWorker:
         """Load the models of this worker and build the interfaces of its calls."""
         del payload
         spec = self._plan.spec
-        set_torch_threads(self._plan.torch_threads, spec.n_model_workers)
+        set_torch_threads(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
         models = {role: self._load(model) for role, model in mine.items()}
         calls = {
@@ -109,12 +109,19 @@ class ModelWorker:
         return run
 
 
-def set_torch_threads(configured: int, n_model_workers: int) -> None:
-    """``configured`` threads, or (0) this worker's share of the cores it may use."""
+def set_torch_threads(configured: int, n_model_workers: int, taken: int = 0) -> None:
+    """``configured`` threads, or (0) this worker's share of the cores that it may use and that no generation worker
+    needs at the same time: threads that wait for each other lose more by sharing a core than they gain."""
     import torch
 
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) - taken
     torch.set_num_threads(configured or max(1, cores // n_model_workers))
+
+
+def _generation_threads(spec: ExperimentSpec) -> int:
+    """Of all generation workers, which compute while this one does."""
+    options = spec.rollout.options if spec.rollout else None
+    return options.n_generation_workers * options.generation_threads if options else 0
 
 
 def main() -> int:

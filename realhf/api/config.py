@@ -319,8 +319,9 @@ class MonitorConfig:
 
 @dataclass
 class ExperimentConfig:
-    """The whole configuration of ``python -m realhf.launch``. ``torch_threads`` 0: all cores, shared by the
-    model workers. ``experiment_path``: an experiment file outside the package (its YAML lies beside it)."""
+    """The whole configuration of ``python -m realhf.launch``. ``torch_threads`` 0: all cores but those
+    of generation workers, shared by the model workers. ``experiment_path``: an experiment file outside the package (its
+    YAML lies beside it)."""
 
     experiment: str = MISSING
     experiment_path: str | None = None

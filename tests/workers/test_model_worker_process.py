@@ -23,6 +23,9 @@ def test_model_workers_share_the_cores():
     cores = len(os.sched_getaffinity(0))
     set_torch_threads(0, 1)
     assert torch.get_num_threads() == cores
+    set_torch_threads(0, 1, taken=cores)
+    assert torch.get_num_threads() == 1
+    set_torch_threads(0, 1)
     set_torch_threads(0, cores + 1)
     assert torch.get_num_threads() == 1
     set_torch_threads(3, 2)
