@@ -68,6 +68,7 @@ class GenerationWorker:
     def __init__(self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str) -> None:
         self._plan, self._stack = plan, ExitStack()
         self._slots = SlotTable()
+        self._died = ""
         name = f"generation/{index}"
         self._tracer = self._stack.enter_context(open_trace(plan.spec.run_dir, name))
         model = plan.spec.models[spec.role]
@@ -75,7 +76,8 @@ class GenerationWorker:
         self._stop_ids = TemplateChat(load_tokenizer(model.path, spec.role)).stop_ids
         self._engine: StreamingGenerator = self._stack.enter_context(
             make_streaming_generator(model, spec.options, log=plan.spec.run_dir / "logs" / f"vllm-{index}.log",
-                                     tracer=self._tracer))  # fmt: skip
+                                     timeout_s=plan.rpc.connect_timeout_s, tracer=self._tracer,
+                                     on_death=self._engine_died))  # fmt: skip
         self._service = ServiceServer(name, run_id, self._on_request)
         self._stack.callback(self._service.close)
         self._rpc = RpcWorker(
@@ -92,9 +94,15 @@ class GenerationWorker:
         )
 
     def run(self) -> None:
-        """Until the master says bye. Raises MasterLost."""
+        """Until the master says bye. Raises MasterLost, or RuntimeError when the engine's server ended."""
         with self._stack:
             self._rpc.run()
+        if self._died:
+            raise RuntimeError(self._died)
+
+    def _engine_died(self, reason: str) -> None:
+        self._died = reason
+        self._rpc.stop()
 
     def _on_request(self, request: Request) -> None:
         fields = request.payload

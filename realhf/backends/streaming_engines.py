@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,17 +15,22 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
 
-ENGINES = ("embedded", "vllm")
-
 
 @contextlib.contextmanager
 def make_streaming_generator(
-    model: ModelSpec, options: AsyncConfig, *, log: Path, tracer: Tracer
+    model: ModelSpec, options: AsyncConfig, *, log: Path, timeout_s: float, tracer: Tracer,
+    on_death: Callable[[str], None],
 ) -> Iterator[StreamingGenerator]:
     """An engine without weights, which come with the first ``load_weights``; a server that it needs is started, and
-    ended with it. ``log``: where such a server writes. Raises ModelLoadError, FileNotFoundError or TimeoutError."""
-    maker = _embedded if options.engine == "embedded" else _vllm
-    with maker(model, options, log, tracer) as engine:
+    ended with it. ``log``: where such a server writes; ``timeout_s``: how long it may take to come up;
+    ``on_death`` is told, on another thread, when it ends by itself. Raises ModelLoadError, FileNotFoundError or
+    TimeoutError."""
+    with contextlib.ExitStack() as stack:
+        if options.engine == "embedded":
+            engine = stack.enter_context(_embedded(model, options, tracer))
+        else:
+            url = options.vllm_url or stack.enter_context(_vllm_server(model, options, log, timeout_s, on_death))
+            engine = stack.enter_context(_vllm(url, options, tracer))
         try:
             yield engine
         finally:
@@ -32,8 +38,7 @@ def make_streaming_generator(
 
 
 @contextlib.contextmanager
-def _embedded(model: ModelSpec, options: AsyncConfig, log: Path, tracer: Tracer) -> Iterator[StreamingGenerator]:
-    del log
+def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
     from realhf.backends.continuous_batching import ContinuousGenerator
     from realhf.backends.torch_backend import load_causal_lm
 
@@ -46,17 +51,33 @@ def _embedded(model: ModelSpec, options: AsyncConfig, log: Path, tracer: Tracer)
 
 
 @contextlib.contextmanager
-def _vllm(model: ModelSpec, options: AsyncConfig, log: Path, tracer: Tracer) -> Iterator[StreamingGenerator]:
+def _vllm(url: str, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
     from realhf.backends.vllm_generation import VllmGenerator
+
+    yield VllmGenerator(url, version=-1, kv_policy=options.kv_policy, tracer=tracer)
+
+
+@contextlib.contextmanager
+def _vllm_server(
+    model: ModelSpec, options: AsyncConfig, log: Path, timeout_s: float, on_death: Callable[[str], None]
+) -> Iterator[str]:
+    """The address of a server that runs inside the block."""
     from realhf.backends.vllm_server import VllmOptions, VllmServer
 
-    with contextlib.ExitStack() as stack:
-        url = options.vllm_url
-        if url is None:
-            found = shutil.which(options.vllm_executable) or options.vllm_executable
-            threads = options.generation_threads
-            server = VllmServer(model.path, executable=Path(found).expanduser(), log=log,
-                                options=VllmOptions(dtype=model.dtype, threads=threads))
-            stack.enter_context(server).wait_until_up()
-            url = server.url
-        yield VllmGenerator(url, version=-1, kv_policy=options.kv_policy, tracer=tracer)
+    found = shutil.which(options.vllm_executable) or options.vllm_executable
+    server = VllmServer(model.path, executable=Path(found).expanduser(), log=log,
+                        options=VllmOptions(dtype=model.dtype, threads=options.generation_threads))
+    stopping = threading.Event()
+
+    def watch() -> None:
+        server.process.wait()
+        if not stopping.is_set():
+            on_death(server.failure() or "the vLLM server ended")
+
+    try:
+        server.wait_until_up(timeout_s)
+        threading.Thread(target=watch, name="watch-vllm", daemon=True).start()
+        yield server.url
+    finally:
+        stopping.set()
+        server.stop()
