@@ -53,23 +53,35 @@ class SampleLimits:
             raise CodecError(f"sample {id!r} has a sequence of no or more than {self.max_tokens} tokens")
         expected = {"L": tokens, "L-1": [n - 1 for n in tokens], "1": [1] * len(tokens)}
         dtypes = sample.dtypes
+        lengths = _length_lists(sample)
         for spec in self.keys:
-            _check_key(sample, spec, dtypes[spec.name], expected)
+            _check_key(sample, spec, dtypes[spec.name], lengths[spec.name], expected)
         return sample
 
 
-def _check_key(sample: SequenceSample, spec: KeySpec, dtype: str, expected: dict[str, list[int]]) -> None:
-    """``expected``: lengths of the sequences by rule."""
-    where = f"sample {sample.ids[0]!r}, key {spec.name!r}"
+def _check_key(
+    sample: SequenceSample, spec: KeySpec, dtype: str, lengths: list[int], expected: dict[str, list[int]]
+) -> None:
+    """``lengths``: those of the key's sequences; ``expected``: by rule."""
     tensor = sample[spec.name]
-    shape = tuple(tensor.shape)[1:]
+    shape = tuple(tensor.shape[1:])
     if dtype != spec.dtype or shape != spec.trailing:
-        raise CodecError(f"{where}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}")
-    lengths = sample.lengths(spec.name).values.tolist()
+        raise CodecError(f"{_where(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}")
     if spec.rule != "free" and lengths != expected[spec.rule]:
-        raise CodecError(f"{where}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} tokens")
+        raise CodecError(f"{_where(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} tokens")
     if spec.dtype in _FLOATS:
         # One pass over the values: a sum is finite exactly when all of them are, short of an overflow.
         total = tensor.sum() if spec.dtype in ("f32", "f64") else tensor.double().sum()
         if not math.isfinite(total.item()):
-            raise CodecError(f"{where}: a value is not finite")
+            raise CodecError(f"{_where(sample, spec)}: a value is not finite")
+
+
+def _length_lists(sample: SequenceSample) -> dict[str, list[int]]:
+    """Lengths of the sequences by key; keys that share them share the list."""
+    columns = {key: sample.lengths(key) for key in sample.keys}
+    lists = {id(column): column.values.tolist() for column in columns.values()}
+    return {key: lists[id(column)] for key, column in columns.items()}
+
+
+def _where(sample: SequenceSample, spec: KeySpec) -> str:
+    return f"sample {sample.ids[0]!r}, key {spec.name!r}"

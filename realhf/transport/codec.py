@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgpack
 import numpy as np
@@ -84,7 +83,7 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
             raise CodecError(f"sample format {header.get('fmt')!r}, expected {FORMAT}")
         ids, metadata = field(header, "ids", list), field(header, "metadata", dict)
         meta_only = header.get("meta_only", False)
-        known: dict[bytes, Lengths] = {}
+        known: dict[bytes | tuple[int, int, int], Lengths] = {}
         entries = [_Entry.read(item, len(ids), views, bool(meta_only), known) for item in field(header, "keys", list)]
         if len({entry.key for entry in entries}) != len(entries):
             raise CodecError("a key occurs twice")
@@ -104,8 +103,7 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
         raise CodecError(f"malformed sample: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One key of the header, checked against the frames."""
 
     key: str
@@ -116,8 +114,9 @@ class _Entry:
 
     @staticmethod
     def read(
-        item: Any, samples: int, views: Sequence[memoryview], meta_only: bool, known: dict[bytes, Lengths]
-    ) -> _Entry:
+        item: Any, samples: int, views: Sequence[memoryview], meta_only: bool,
+        known: dict[bytes | tuple[int, int, int], Lengths],
+    ) -> _Entry:  # fmt: skip
         """``known``: lengths of keys read before; keys of equal lengths share them."""
         if not isinstance(item, dict):
             raise CodecError("an entry of keys is not a map")
@@ -129,17 +128,18 @@ class _Entry:
         sequences = field(item, "sequences", int)
         if sequences < 0:
             raise CodecError(f"key {key!r}: {sequences} sequences")
-        lens = bytes(_slice(views, item, "lens_frame", "lens_offset", 8 * (sequences + samples + 1), key))
-        lengths = known.get(lens)
+        place = (field(item, "lens_frame", int), field(item, "lens_offset", int), sequences)
+        lengths = known.get(place)
         if lengths is None:
-            lengths = known[lens] = _lengths(lens, sequences, key)
+            lens = bytes(_slice(views, *place[:2], 8 * (sequences + samples + 1), key))
+            lengths = known[place] = known[lens] = known.get(lens) or _lengths(lens, sequences, key)
         expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         if meta_only:
             return _Entry(key, dtype, tuple(trailing), lengths, memoryview(b""))
         nbytes = field(item, "nbytes", int)
         if nbytes != expected:
             raise CodecError(f"key {key!r}: {nbytes} bytes, lengths and shape say {expected}")
-        raw = _slice(views, item, "frame", "offset", nbytes, key)
+        raw = _slice(views, field(item, "frame", int), field(item, "offset", int), nbytes, key)
         return _Entry(key, dtype, tuple(trailing), lengths, raw)
 
     def tensor(self) -> Tensor:
@@ -186,15 +186,13 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
     dtype = getattr(torch, TORCH_NAMES[tag])
     if not raw.nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    if raw.readonly or np.frombuffer(raw, dtype=np.uint8).ctypes.data % ITEMSIZE[tag]:
-        raw = memoryview(bytearray(raw))
-    return torch.frombuffer(raw, dtype=dtype).reshape(tuple(shape))
+    flat = torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=dtype)
+    if flat.data_ptr() % ITEMSIZE[tag]:
+        flat = torch.frombuffer(bytearray(raw), dtype=dtype)
+    return flat if len(shape) == 1 else flat.reshape(tuple(shape))
 
 
-def _slice(
-    views: Sequence[memoryview], item: dict[str, Any], frame_name: str, offset_name: str, nbytes: int, key: str
-) -> memoryview:
-    frame, offset = field(item, frame_name, int), field(item, offset_name, int)
+def _slice(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, key: str) -> memoryview:
     if not 1 <= frame < len(views):
         raise CodecError(f"key {key!r}: frame {frame} of {len(views)}")
     if offset < 0 or offset + nbytes > views[frame].nbytes:
