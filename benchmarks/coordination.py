@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -211,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     results: dict[int, list[dict[str, float]]] = {}
+    gc.freeze()
     for episodes in args.in_flight:
         results[episodes] = measure(episodes, args)
     host = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),

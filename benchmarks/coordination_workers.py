@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import gc
 import logging
 import random
 import sys
@@ -104,6 +105,7 @@ def rollout_worker(args: argparse.Namespace) -> None:
 
     plan = RunPlan.read(args.run_dir)
     assert plan.spec.rollout is not None
+    gc.freeze()
     FakeImmediateRolloutWorker(plan, plan.spec.rollout, 0, args.run_id, args.master).run()
 
 
@@ -163,6 +165,7 @@ def model_worker(args: argparse.Namespace) -> None:
         ordered={"call": host.call, "clear": host.clear, "publish_weights": publish},
         immediate={f"stream_{handler}": getattr(stream, handler) for handler in STREAM_HANDLERS},
     )  # fmt: skip
+    gc.freeze()
     try:
         worker.run()
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 import time
@@ -329,6 +330,7 @@ def main() -> int:
         plan = RunPlan.read(args.run_dir)
         for plugin in plan.plugins:
             load_plugin(plugin)
+        gc.freeze()  # what was imported stays: the collector need not walk through it again and again
         asyncio.run(MasterWorker(plan, args.run_id, events).run())
 
     return run_guarded(work)

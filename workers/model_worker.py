@@ -6,6 +6,7 @@ python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --in
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -83,6 +84,7 @@ class ModelWorker:
             dataset = datasets.get(spec.source.name)(tokenizer=tokenizer, **spec.source.dataset_args)
         self._host = ModelHost(models, calls, self._store, self._plane.fetch, run_dir=spec.run_dir, dataset=dataset,
                                tracer=self._tracer)
+        gc.freeze()  # what was imported and loaded stays: the collector need not walk through it again and again
         return {"roles": sorted(models)}
 
     def _publish_weights(self, payload: dict[str, Any]) -> dict[str, Any]:

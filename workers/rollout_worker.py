@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -173,6 +174,7 @@ def main() -> int:
             load_plugin(plugin)
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
+        gc.freeze()  # what was imported stays: the collector need not walk through it again and again
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
 
     return run_guarded(work)
