@@ -15,6 +15,8 @@ from realhf.transport.service_client import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
 """Errors of living workers after which a request is given up."""
+_RECONNECT_S = 1.0
+"""So long after its connection broke, a worker that is still registered is tried again."""
 
 
 class _Worker:
@@ -33,6 +35,8 @@ class GenerationClient:
     def __init__(self, name: str, run_id: str, *, timeout_s: float) -> None:
         self._name, self._run_id, self._timeout_s = name, run_id, timeout_s
         self._workers: dict[str, _Worker] = {}
+        self._registered: dict[str, str] = {}
+        self._closed = False
         self._home: dict[int, str] = {}
         self._changed = asyncio.Event()
         self._freeing: set[asyncio.Task[None]] = set()
@@ -40,13 +44,11 @@ class GenerationClient:
 
     def update(self, endpoints: Mapping[str, str]) -> None:
         """The generation workers that are registered now: name -> endpoint."""
-        for endpoint in set(self._workers) - set(endpoints.values()):
-            self._drop(endpoint)
-        for name, endpoint in endpoints.items():
-            if endpoint not in self._workers:
-                self._workers[endpoint] = _Worker(ServiceClient(endpoint, name, self._name, self._run_id))
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._registered = {} if self._closed else {endpoint: name for name, endpoint in endpoints.items()}
+        for endpoint in set(self._workers) - set(self._registered):
+            self._drop(endpoint, self._workers[endpoint])
+        for endpoint in self._registered:
+            self._connect(endpoint)
 
     async def generate(self, request: GenRequest) -> GenOutput:
         """The rest of a turn. Raises GenerationFailed."""
@@ -61,7 +63,7 @@ class GenerationClient:
                 return GenOutput(*await worker.client.request("generate", fields, timeout_s=left))
             except PeerLost:
                 self.rerouted += 1
-                self._drop(endpoint)
+                self._drop(endpoint, worker)
             except ServiceError as error:
                 failures += 1
                 if failures == _ATTEMPTS:
@@ -84,8 +86,10 @@ class GenerationClient:
             task.add_done_callback(self._freeing.discard)
 
     def close(self) -> None:
-        for endpoint in list(self._workers):
-            self._drop(endpoint)
+        """Requests in flight and later ones fail."""
+        self._closed = True
+        self.update({})
+        self._wake()
 
     async def _free(self, client: ServiceClient, slots: Sequence[int]) -> None:
         with contextlib.suppress(PeerLost, RpcTimeout, ServiceError):
@@ -94,6 +98,8 @@ class GenerationClient:
     async def _endpoint(self, slot: int, deadline: float) -> str:
         """The worker of a slot; waits for one to join where there is none."""
         while not self._workers:
+            if self._closed:
+                raise GenerationFailed("the client of the generation workers is closed")
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
@@ -108,10 +114,23 @@ class GenerationClient:
     def _load(self, endpoint: str) -> tuple[int, str]:
         return self._workers[endpoint].tokens, endpoint
 
-    def _drop(self, endpoint: str) -> None:
-        worker = self._workers.pop(endpoint, None)
-        if worker is not None:
-            worker.client.close()
+    def _connect(self, endpoint: str) -> None:
+        """If it is registered and not connected."""
+        if endpoint in self._registered and endpoint not in self._workers:
+            client = ServiceClient(endpoint, self._registered[endpoint], self._name, self._run_id)
+            self._workers[endpoint] = _Worker(client)
+            self._wake()
+
+    def _drop(self, endpoint: str, worker: _Worker) -> None:
+        """Its requests fail with PeerLost. A later connection to the same worker stays."""
+        worker.client.close()
+        if self._workers.get(endpoint) is worker:
+            del self._workers[endpoint]
+            asyncio.get_running_loop().call_later(_RECONNECT_S, self._connect, endpoint)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def answer_of(output: GenOutput) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from realhf.api.rollout import RolloutLease
 from realhf.api.trace import Tracer
 from realhf.rollout.group_player import GroupFailed, PlayedGroup, Player, within
-from realhf.transport.errors import TransportError
+from realhf.transport.errors import ProtocolError
 from realhf.transport.service_client import ServiceClient
 
 _log = logging.getLogger(__name__)
@@ -86,22 +86,34 @@ class RolloutLoop:
     async def _one(self, player: Player, lease: RolloutLease) -> None:
         began = time.time_ns()
         try:
-            played = await within(player, lease)
-            frames = self._encode(lease, played)
-            await self._stream.push(lease.id, lease.attempt, frames, timeout_s=self._timeout_s)
-            self.played += 1
-        except GroupFailed as error:
-            await self._tell(lease, error.outcome, str(error))
-        except TransportError:
-            raise
-        except Exception as error:
-            _log.exception("sample %s failed", lease.id)
-            await self._tell(lease, "rejected", f"{type(error).__name__}: {error}")
+            frames = await self._finished(player, lease)
+            if frames is not None:
+                await self._push(lease, frames)
         finally:
             self._tracer.record("sample", began, time.time_ns(), line=self._players[id(player)][1],
                                 id=lease.id, attempt=lease.attempt)  # fmt: skip
             self._idle.append(player)
             self._freed.set()
+
+    async def _finished(self, player: Player, lease: RolloutLease) -> Sequence[Any] | None:
+        """The frames of the sample; None when the attempt failed and the master knows."""
+        try:
+            return self._encode(lease, await within(player, lease))
+        except GroupFailed as error:
+            await self._tell(lease, error.outcome, str(error))
+        except Exception as error:
+            _log.exception("sample %s failed", lease.id)
+            await self._tell(lease, "rejected", f"{type(error).__name__}: {error}")
+        return None
+
+    async def _push(self, lease: RolloutLease, frames: Sequence[Any]) -> None:
+        try:
+            await self._stream.push(lease.id, lease.attempt, frames, timeout_s=self._timeout_s)
+        except (ProtocolError, TimeoutError) as error:  # too large for the wire, or the trainer takes nothing
+            _log.error("sample %s was not sent: %s", lease.id, error)
+            await self._tell(lease, "rejected", f"{type(error).__name__}: {error}")
+        else:
+            self.played += 1
 
     async def _tell(self, lease: RolloutLease, outcome: str, message: str) -> None:
         fields = {"id": lease.id, "attempt": lease.attempt, "outcome": outcome, "message": message}
