@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 
 _MARK = "FATAL: "
+STOP_WITHIN_S = 5
+"""Who unwinds longer after a SIGTERM is ended by the kernel: nobody else may be left to do it."""
 
 
 class WorkerStopped(SystemExit):
@@ -19,7 +21,8 @@ class WorkerStopped(SystemExit):
 
 
 def run_guarded(work: Callable[[], None]) -> int:
-    """Run a worker's main function; the exit code of the process. SIGTERM unwinds it (exit code 143)."""
+    """Run a worker's main function; the exit code of the process. SIGTERM unwinds it (exit code 143), for at most
+    ``STOP_WITHIN_S`` seconds."""
     signal.signal(signal.SIGTERM, _stop)
     try:
         work()
@@ -67,4 +70,5 @@ def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     del frame
+    signal.alarm(STOP_WITHIN_S)
     raise WorkerStopped(128 + signum)

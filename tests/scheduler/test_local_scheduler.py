@@ -160,3 +160,24 @@ def test_a_name_is_used_once(tmp_path, modules, scheduler):
     scheduler.start(spec(tmp_path, "a", "sleeper2"))
     with pytest.raises(ValueError, match="started already"):
         scheduler.start(spec(tmp_path, "a", "sleeper2"))
+
+
+def test_a_worker_leaves_without_taking_down_its_interpreter(tmp_path, modules, scheduler):
+    modules("leaver", "import atexit, sys\nclass Slow:\n    def __del__(self): print('taken down', flush=True)\n"
+            "kept = Slow()\natexit.register(print, 'at exit')\nprint('last line')\nsys.exit(7)\n")
+    scheduler.start(spec(tmp_path, "leaver/0", "leaver"))
+    exit_ = collect(scheduler, WorkerExit)[-1]
+    assert exit_.exit_code == 7 and log_tail(exit_.log, 5) == ["last line", "at exit"]
+
+
+def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
+    modules("stubborn", "import signal, sys, time\nfrom realhf.scheduler import failure\nfailure.STOP_WITHIN_S = 1\n"
+            "def work():\n    try:\n        print('up', flush=True); time.sleep(60)\n"
+            "    finally:\n        time.sleep(60)\n"
+            "sys.exit(failure.run_guarded(work))\n")
+    scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
+    collect(scheduler, WorkerLine)
+    [worker] = psutil.Process().children()
+    worker.terminate()
+    exit_ = collect(scheduler, WorkerExit)[-1]
+    assert exit_.reason == "killed by SIGALRM"
