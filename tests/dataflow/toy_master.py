@@ -1,7 +1,7 @@
-"""A real master of the toy graph: python toy_master.py FOLDER {steps|kill}. Prints one JSON line.
+"""A real master of the toy graph: python toy_master.py FOLDER. Prints one JSON line.
 
-``steps``: two steps on two worker processes, then reports every object reachable from the master's state
-that could hold a tensor. ``kill``: kills the reference's worker in the second step.
+Two steps on two worker processes, with every object reachable from the master's state that could hold a tensor;
+then the reference's worker is killed in a third step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def tensor_like(*roots: Any) -> list[str]:
     return found
 
 
-async def run(folder: Path, mode: str) -> dict[str, Any]:
+async def run(folder: Path) -> dict[str, Any]:
     rpc = RpcMaster("toy", heartbeat_s=0.5, dead_after_s=3.0)
     await rpc.start()
     roles = {"w0": "actor", "w1": "ref"}
@@ -73,17 +73,16 @@ async def run(folder: Path, mode: str) -> dict[str, Any]:
             report = await executor.execute_step(0)
             answer["noise"], answer["weight"] = report.stats["gen"]["noise"], report.stats["train"]["weight"]
             answer["tensors_in_between"] = []
-            if mode == "kill":
-                answer |= await killed(executor, processes[1])
-            else:
-                step = asyncio.create_task(executor.execute_step(1))
-                while not step.done():
-                    answer["tensors_in_between"] += tensor_like(executor, executor.buffer, rpc)
-                    await asyncio.sleep(0.005)
-                answer["results"] = [result.id for result in step.result().results]
-                answer["tensors"] = tensor_like(executor, step.result())
-                answer["objects"] = len(reachable(executor))
-        answer["held"] = [(await rpc.call(name, "stats", {}, timeout_s=10))["nbytes"] for name in rpc.roster]
+            step = asyncio.create_task(executor.execute_step(1))
+            while not step.done():
+                answer["tensors_in_between"] += tensor_like(executor, executor.buffer, rpc)
+                await asyncio.sleep(0.005)
+            answer["results"] = [result.id for result in step.result().results]
+            answer["tensors"] = tensor_like(executor, step.result())
+            answer["objects"] = len(reachable(executor))
+            answer["held"] = {"w1": (await rpc.call("w1", "stats", {}, timeout_s=10))["nbytes"]}
+            answer |= await killed(executor, processes[1])
+        answer["held"]["w0"] = (await rpc.call("w0", "stats", {}, timeout_s=10))["nbytes"]
     finally:
         await rpc.close()
         answer["exits"] = [process.wait(20) for process in processes]
@@ -95,11 +94,11 @@ async def killed(executor: FunctionExecutor, process: subprocess.Popen[bytes]) -
     process.kill()
     began = time.monotonic()
     try:
-        await executor.execute_step(1)
+        await executor.execute_step(2)
     except MFCFailed as error:
         return {"error": str(error), "seconds": time.monotonic() - began}
     return {"error": "none"}
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(Path(sys.argv[1]), sys.argv[2]))))
+    print(json.dumps(asyncio.run(run(Path(sys.argv[1])))))

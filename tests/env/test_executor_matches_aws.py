@@ -77,31 +77,39 @@ COMMANDS = [
 
 PROGRAM = """
 import json, os, shlex, sys, tempfile
+import awscli.handlers
 from awscli import clidriver
-results = []
-for command in json.loads(sys.argv[2]):
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            sys.argv = ["aws", "--endpoint-url", sys.argv[1], *shlex.split(command)[1:]]
-            try:
-                code = clidriver.main()
-            except SystemExit as error:
-                code = error.code
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code or 0)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        texts = []
-        for stream in (out, err):
-            stream.seek(0)
-            texts.append(stream.read().decode().replace("\\r", ""))
-        results.append([code, *texts])
+
+def start(command):
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        sys.argv = ["aws", "--endpoint-url", sys.argv[1], *shlex.split(command)[1:]]
+        try:
+            code = clidriver.main()
+        except SystemExit as error:
+            code = error.code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    return pid, out, err
+
+def result(pid, *streams):
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    texts = []
+    for stream in streams:
+        stream.seek(0)
+        texts.append(stream.read().decode().replace("\\r", ""))
+    return [code, *texts]
+
+commands, results = json.loads(sys.argv[2]), []
+for at in range(0, len(commands), 2):
+    results += [result(*started) for started in [start(command) for command in commands[at:at + 2]]]
 print(json.dumps(results))
 """
-"""The program itself, untouched, in a fresh process per command; only its imports are shared."""
+"""The program itself, untouched, in a fresh process per command, two at a time; only its imports are shared."""
 
 
 def _aws_program(slot: Slot, commands: list[str]) -> list[list[object]]:
