@@ -143,7 +143,8 @@ class KilledRun:
         self._look_at_memory()
         number = signal.SIGKILL if how == LAUNCHER else signal.SIGINT
         began = time.monotonic()
-        self._launcher.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._launcher.send_signal(number)
         code = self.wait(timeout_s)
         if code == 0:
             return
