@@ -8,9 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+import pytest
 
 TOY = Path(__file__).with_name("toy_experiment.py")
 SUMMARY_FIELDS = {
@@ -20,6 +24,11 @@ SUMMARY_FIELDS = {
 }
 
 
+class Ended(NamedTuple):
+    done: subprocess.CompletedProcess[str]
+    root: Path
+
+
 def command(root: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "realhf.launch", f"+experiment_path={TOY}", "trial_name=t", f"fileroot={root}",
             *options]
@@ -27,6 +36,24 @@ def command(root: Path, *options: str) -> list[str]:
 
 def launch(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(root, *options), capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Runs that end by themselves, by a name of their own; two are made at a time."""
+    options = {
+        "fails": ("experiment_name=fails",),
+        "broken": ("experiment_name=toy", "actor.path=hub/broken"),
+        "skips": ("experiment_name=skips", "total_train_steps=2"),
+        "stops": ("experiment_name=stops",),
+    }
+
+    def end(name: str) -> Ended:
+        root = tmp_path_factory.mktemp(name)
+        return Ended(launch(root, *options[name]), root)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(options, pool.map(end, options), strict=True))
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -40,8 +67,15 @@ def expected_losses(steps: int) -> dict[int, float]:
     return {step: float(sum(range(1, 2 * step + 1))) for step in range(1, steps + 1)}
 
 
-def start_slow(root: Path) -> tuple[subprocess.Popen[str], dict[str, psutil.Process]]:
+class Slow(NamedTuple):
     """A launcher whose second train step hangs, and its workers by module."""
+
+    process: subprocess.Popen[str]
+    workers: dict[str, psutil.Process]
+    root: Path
+
+
+def start_slow(root: Path) -> Slow:
     process = subprocess.Popen(command(root, "experiment_name=slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True)
     metrics = root / "slow" / "t" / "metrics.jsonl"
@@ -54,7 +88,22 @@ def start_slow(root: Path) -> tuple[subprocess.Popen[str], dict[str, psutil.Proc
     for child in psutil.Process(process.pid).children(recursive=True):
         workers |= {part: child for part in child.cmdline() if part.startswith("workers.")}
     assert set(workers) == {"workers.master_worker", "workers.model_worker"}
-    return process, workers
+    return Slow(process, workers, root)
+
+
+@pytest.fixture(scope="module")
+def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Slow]]:
+    """One for each test that ends one; two are started at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(start_slow, [tmp_path_factory.mktemp("slow") for _ in range(4)]))
+    yield runs
+    for run in runs:
+        run.process.kill()
+
+
+@pytest.fixture
+def slow(slow_runs: list[Slow]) -> Slow:
+    return slow_runs.pop()
 
 
 def all_gone(workers: dict[str, psutil.Process], within_s: float) -> bool:
@@ -90,8 +139,8 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
     assert losses(run) == expected_losses(1)
 
 
-def test_a_killed_model_worker_ends_the_run_and_is_named(tmp_path: Path):
-    process, workers = start_slow(tmp_path)
+def test_a_killed_model_worker_ends_the_run_and_is_named(slow: Slow):
+    process, workers, _ = slow
     workers["workers.model_worker"].send_signal(signal.SIGKILL)
     began = time.monotonic()
     _, errors = process.communicate(timeout=30)
@@ -102,8 +151,8 @@ def test_a_killed_model_worker_ends_the_run_and_is_named(tmp_path: Path):
     assert all_gone(workers, 0.1)
 
 
-def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path):
-    process, workers = start_slow(tmp_path)
+def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
+    process, workers, _ = slow
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 143
@@ -111,47 +160,47 @@ def test_a_signal_to_the_launcher_stops_everything(tmp_path: Path):
     assert all_gone(workers, 0.1)
 
 
-def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path):
-    process, workers = start_slow(tmp_path)
+def test_workers_do_not_outlive_a_killed_launcher(slow: Slow):
+    process, workers, _ = slow
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=10)
     assert all_gone(workers, 12)
 
 
-def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(tmp_path: Path):
-    done = launch(tmp_path, "experiment_name=fails")
+def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended: dict[str, Ended]):
+    done, root = ended["fails"]
     assert done.returncode == 1
     assert "actor_train failed at step 1 on model_worker/0" in done.stderr and "the toy fell over" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
-    assert "Traceback" in (tmp_path / "fails" / "t" / "logs" / "master.log").read_text()
+    assert "Traceback" in (root / "fails" / "t" / "logs" / "master.log").read_text()
 
 
-def test_a_model_that_does_not_load_names_the_option(tmp_path: Path):
-    done = launch(tmp_path, "experiment_name=toy", "actor.path=hub/broken")
+def test_a_model_that_does_not_load_names_the_option(ended: dict[str, Ended]):
+    done = ended["broken"].done
     assert done.returncode == 1
     assert "actor.path=hub/broken: this model is broken" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_skipped_steps_are_counted_and_their_samples_written_out(tmp_path: Path):
-    done = launch(tmp_path, "experiment_name=skips", "total_train_steps=2")
+def test_skipped_steps_are_counted_and_their_samples_written_out(ended: dict[str, Ended]):
+    done, root = ended["skips"]
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "skips" / "t" / "nonfinite.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (root / "skips" / "t" / "nonfinite.jsonl").read_text().splitlines()]
     assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
     assert "warning: step 2: actor_train skipped its update" in done.stdout
 
 
-def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(tmp_path: Path):
-    done = launch(tmp_path, "experiment_name=stops")
+def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(ended: dict[str, Ended]):
+    done, root = ended["stops"]
     assert done.returncode == 1
     assert "actor_train ended the run at step 2: it was skipped" in done.stderr and "Traceback" not in done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "stops" / "t" / "nonfinite.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (root / "stops" / "t" / "nonfinite.jsonl").read_text().splitlines()]
     assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
 
 
-def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(tmp_path: Path):
-    process, workers = start_slow(tmp_path)
-    second = launch(tmp_path, "experiment_name=slow")
+def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow: Slow):
+    process, workers, root = slow
+    second = launch(root, "experiment_name=slow")
     assert second.returncode == 2
     assert "another run is using" in second.stderr
     process.send_signal(signal.SIGINT)

@@ -51,7 +51,7 @@ class ToyTrain:
     def train_step(self, model: Any, sample: Any, context: Any) -> dict[str, Any]:
         model.engine.weight += float(sample["number"].sum())
         if self._behaviour == "slow" and context.step == 1:
-            time.sleep(120)
+            time.sleep(600)
         if self._behaviour == "fails" and context.step == 1:
             raise RuntimeError("the toy fell over")
         skipped = self._behaviour in ("skips", "stops") and context.step == 1
