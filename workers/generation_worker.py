@@ -117,7 +117,9 @@ class GenerationWorker:
 
             self._engine.submit(request_of(fields, slot), self._gen, self._stop_ids, done)
         elif request.method == "free":
-            self._engine.free(self._slots.take(request.client, [int(slot) for slot in fields]))
+            slots = self._slots.take(request.client, [int(slot) for slot in fields])
+            self._engine.abort(slots)  # an episode that was given up may have a request in play
+            self._engine.free(slots)
             request.reply(None)
         else:
             raise ValueError(f"there is no request {request.method!r}")

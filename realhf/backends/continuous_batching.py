@@ -27,7 +27,6 @@ from realhf.backends.sampling import check_gen_config, stream_of
 from realhf.backends.weight_copy import copy_weights
 
 _log = logging.getLogger(__name__)
-_WEIGHTS_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 30.0
 _SPAN_NS = 100_000_000
 """Steps without a break are reported to the tracer as one piece of work, so long at most."""
@@ -61,7 +60,8 @@ class ContinuousGenerator:
     ``kv_policy``: after new weights, ``recompute`` computes every prefix again before its next token, ``keep`` goes
     on with the keys and values of the old ones. ``max_rows`` bounds the sequences that are cached, playing or
     between two turns; more requests wait. ``version``: policy version of the weights that the model has; -1: it has
-    none yet and requests wait for ``load_weights``. Requests without a seed draw from unpredictable streams."""
+    none yet and requests wait for ``load_weights``, which waits ``pause_timeout_s`` for a step to end.
+    Requests without a seed draw from unpredictable streams."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class ContinuousGenerator:
         max_rows: int = 256,
         threads: int = 1,
         version: int = 0,
+        pause_timeout_s: float = 60.0,
         tracer: Tracer | None = None,
     ) -> None:
         if kv_policy not in ("recompute", "keep"):
@@ -84,6 +85,7 @@ class ContinuousGenerator:
         self._core = DecodeCore(model, max_rows=max_rows)
         self._max_rows = max_rows
         self._version = version
+        self._pause_timeout_s = pause_timeout_s
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Turn, Done]] = deque()
         self._playing: dict[int, tuple[Turn, Done]] = {}  # by slot
@@ -150,17 +152,17 @@ class ContinuousGenerator:
         """See ``StreamingGenerator``. Raises TimeoutError when the engine's current step does not end."""
         update = _NewWeights(version, tensors)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._weights is None or self._closing, _WEIGHTS_TIMEOUT_S):
-                raise TimeoutError(f"the generation engine was busy with other weights for {_WEIGHTS_TIMEOUT_S:g} s")
+            if not self._changed.wait_for(lambda: self._weights is None or self._closing, self._pause_timeout_s):
+                raise TimeoutError(f"the generation engine was busy with other weights for {self._pause_timeout_s:g} s")
             if self._closing:
                 raise RuntimeError("the generation engine is closed")
             self._weights = update
             self._changed.notify_all()
-        if not update.over.wait(_WEIGHTS_TIMEOUT_S):
+        if not update.over.wait(self._pause_timeout_s):
             with self._changed:
                 taken, self._weights = self._weights is not update, None if self._weights is update else self._weights
             if not taken:
-                raise TimeoutError(f"the generation engine's step did not end within {_WEIGHTS_TIMEOUT_S:g} s")
+                raise TimeoutError(f"the generation engine's step did not end within {self._pause_timeout_s:g} s")
             update.over.wait()  # being copied, which needs nobody else
         if update.error is not None:
             raise update.error

@@ -47,14 +47,15 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer) -> Iterato
     if torch.cuda.is_available():
         weights = weights.to("cuda")
     yield ContinuousGenerator(weights, kv_policy=options.kv_policy, threads=options.generation_threads, version=-1,
-                              tracer=tracer)
+                              pause_timeout_s=options.pause_timeout_s, tracer=tracer)
 
 
 @contextlib.contextmanager
 def _vllm(url: str, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
     from realhf.backends.vllm_generation import VllmGenerator
 
-    yield VllmGenerator(url, version=-1, kv_policy=options.kv_policy, tracer=tracer)
+    yield VllmGenerator(url, version=-1, kv_policy=options.kv_policy, pause_timeout_s=options.pause_timeout_s,
+                        tracer=tracer)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ class VllmGenerator:
 
     def __init__(self, url: str, *, version: int = -1, kv_policy: str = "recompute", max_requests: int = 256,
                  request_timeout_s: float = 600.0, update_timeout_s: float = 120.0,
-                 tracer: Tracer | None = None) -> None:  # fmt: skip
+                 pause_timeout_s: float = _CALL_TIMEOUT_S, tracer: Tracer | None = None) -> None:  # fmt: skip
         """``version``: of the weights that the server was started with; -1: requests wait for ``load_weights``.
 
         Returns when the server has answered. Raises VllmError or TimeoutError that tell what it lacks."""
@@ -67,6 +67,7 @@ class VllmGenerator:
             raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
         self._clear_cache = kv_policy == "recompute"
         self._request_timeout_s, self._update_timeout_s = request_timeout_s, update_timeout_s
+        self._pause_timeout_s = pause_timeout_s
         self._tracer = tracer or NoTrace()
         self._version = version
         self._entries: dict[int, _Entry] = {}
@@ -178,7 +179,7 @@ class VllmGenerator:
             self._commit(version, "reload_weights", {"weights_path": folder})
 
     def _commit(self, version: int, method: str, arguments: dict[str, str]) -> None:
-        limit = self._update_timeout_s + 2 * _CALL_TIMEOUT_S
+        limit = self._update_timeout_s + self._pause_timeout_s + _CALL_TIMEOUT_S
         for answer in self._call(self._swap(version, method, arguments), limit):
             if answer is not None and not answer["ok"]:
                 raise VllmError(f"{self._api.url} did not take version {version}: {answer['error']}")
@@ -187,7 +188,7 @@ class VllmGenerator:
         """Stop, change all weights or none, go on."""
         began = time.monotonic()
         try:
-            await self._api.pause(clear_cache=self._clear_cache, timeout_s=_CALL_TIMEOUT_S)
+            await self._api.pause(clear_cache=self._clear_cache, timeout_s=self._pause_timeout_s)
             answers = await self._change(method, arguments)
             if all(answer is None or answer["ok"] for answer in answers):
                 await self._api.set_version(str(version))

@@ -93,7 +93,7 @@ class AsyncRollouts:
         self._service = RolloutService(self.control, plan.run_id)
         self._weights = WeightUpdates(
             caller, plan.trainer, plan.spec.role, on_version=self.control.set_version, on_failed=self._not_loaded,
-            pause_timeout_s=options.pause_timeout_s, timeout_s=plan.load_s)  # fmt: skip
+            timeout_s=plan.load_s)  # fmt: skip
         self._rollout_workers: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._playing = False

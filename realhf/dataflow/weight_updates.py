@@ -25,11 +25,11 @@ class WeightUpdates:
 
     def __init__(
         self, caller: Caller, trainer: str, role: str, *, on_version: Callable[[int], None],
-        on_failed: Callable[[str, Exception], None], pause_timeout_s: float, timeout_s: float,
+        on_failed: Callable[[str, Exception], None], timeout_s: float,
     ) -> None:
         self._caller, self._trainer, self._role = caller, trainer, role
         self._on_version, self._on_failed = on_version, on_failed
-        self._pause_timeout_s, self._timeout_s = pause_timeout_s, timeout_s
+        self._timeout_s = timeout_s
         self._versions: dict[str, int] = {}
         self._manifest: dict[str, Any] | None = None
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -83,9 +83,8 @@ class WeightUpdates:
     async def _load(self, worker: str) -> None:
         manifest = self._manifest
         assert manifest is not None
-        payload = {"manifest": manifest, "pause_timeout_s": self._pause_timeout_s}
         try:
-            reply = await self._caller.call(worker, "update_weights", payload, timeout_s=self._timeout_s)
+            reply = await self._caller.call(worker, "update_weights", {"manifest": manifest}, timeout_s=self._timeout_s)
         except RpcError as error:
             if worker in self._versions:
                 _log.error("%s did not load version %d: %s", worker, manifest["version"], error)

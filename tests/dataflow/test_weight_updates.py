@@ -1,0 +1,118 @@
+"""Versions of the weights on their way to generation workers that join, die and fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from realhf.dataflow.weight_updates import WeightUpdates
+from realhf.transport.errors import RpcError, RpcTimeout, WorkerDied
+from realhf.transport.roster import WorkerInfo
+
+
+class FakeCaller:
+    """Records calls; the test answers them."""
+
+    def __init__(self) -> None:
+        self.roster: dict[str, WorkerInfo] = {}
+        self.open: list[tuple[str, Any, asyncio.Future[Any]]] = []
+
+    def call(
+        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
+    ) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if handler == "publish_weights":
+            future.set_result({"manifest": {"version": payload["version"], "receivers": payload["receivers"]}})
+        else:
+            self.open.append((worker, payload["manifest"]["version"], future))
+        return future
+
+    async def loaded(self, worker: str, error: Exception | None = None) -> int:
+        """Answer the oldest load of a worker; its version."""
+        await asyncio.sleep(0)
+        entry = next(entry for entry in self.open if entry[0] == worker)
+        self.open.remove(entry)
+        if error is None:
+            entry[2].set_result({"weight_stage_ms": 3.0, "weight_pause_ms": 2.0})
+        elif not entry[2].done():
+            entry[2].set_exception(error)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return entry[1]
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.caller, self.told = FakeCaller(), []
+        self.failed: list[str] = []
+        self.updates = WeightUpdates(
+            self.caller, "model_worker/0", "actor", on_version=self.told.append,
+            on_failed=lambda worker, error: self.failed.append(worker), timeout_s=5.0)  # fmt: skip
+
+
+@pytest.fixture
+async def scene() -> Scene:
+    return Scene()
+
+
+async def test_the_lowest_version_of_all_workers_counts(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    scene.updates.joined("generation/1")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    await scene.caller.loaded("generation/1")
+    publishing = asyncio.create_task(scene.updates.publish(1))
+    await publishing
+    await scene.caller.loaded("generation/0")
+    assert scene.updates.versions == {"generation/0": 1, "generation/1": 0} and scene.told[-1] == 0
+    await scene.caller.loaded("generation/1")
+    assert scene.told[-1] == 1 and scene.updates.figures["weight_pause_ms"] == 2.0
+
+
+async def test_one_version_at_a_time(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    publishing = asyncio.create_task(scene.updates.publish(1))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not publishing.done() and [version for _, version, _ in scene.caller.open] == [0]
+    assert await scene.caller.loaded("generation/0") == 0
+    await publishing
+    assert await scene.caller.loaded("generation/0") == 1
+    await asyncio.wait_for(scene.updates.settled(), 5)
+
+
+async def test_who_joins_late_gets_the_last_version_and_holds_nobody_up_before(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    scene.updates.joined("generation/1")
+    assert scene.updates.versions["generation/1"] == -1 and await scene.caller.loaded("generation/1") == 0
+    assert scene.told == [0, 0]
+
+
+async def test_a_worker_that_dies_while_it_loads_is_no_failure_and_frees_the_others(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    scene.updates.joined("generation/1")
+    await scene.updates.publish(3)
+    await scene.caller.loaded("generation/0")
+    assert scene.told == [3]
+    loading = scene.caller.open[0][2]
+    loading.set_exception(WorkerDied("generation/1", "killed"))
+    scene.updates.left("generation/1")
+    await asyncio.wait_for(scene.updates.settled(), 5)
+    assert scene.failed == [] and scene.told[-1] == 3 and list(scene.updates.versions) == ["generation/0"]
+    scene.caller.open.clear()
+    scene.updates.joined("generation/1")
+    assert await scene.caller.loaded("generation/1") == 3, "its successor gets the version that it lacks"
+
+
+@pytest.mark.parametrize("error", [RpcTimeout("too late"), RpcError("a wrong checksum")])
+async def test_a_worker_that_cannot_load_is_reported(scene: Scene, error: RpcError) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0", error)
+    assert scene.failed == ["generation/0"] and scene.told == []
+    await asyncio.wait_for(scene.updates.settled(), 5)
