@@ -11,6 +11,9 @@ from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "multi_connection.ipynb"
 
+REPEATED = "for _ in range(5)"
+"""What the notebook times it times five times; here once is enough."""
+
 
 def printed(notebook: Any) -> str:
     return "".join(
@@ -28,14 +31,15 @@ def test_it_is_small_and_tells_nothing_about_the_machine() -> None:
 @pytest.mark.slow
 def test_it_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in code:
+        cell.outputs = []
+    [timing] = [cell for cell in code if REPEATED in cell.source]
+    timing.source = timing.source.replace(REPEATED, "for _ in range(1)")
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
     words = printed(notebook)
     assert "8 sessions" in words and "8/8 sessions active" in words and "isolated" in words
     assert "'episode_count': 16" in words and "server ended with 0" in words
-    images = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
-              if "image/png" in output.get("data", {})]
+    images = [output for cell in code for output in cell.outputs if "image/png" in output.get("data", {})]
     assert len(images) == 1
