@@ -40,10 +40,12 @@ TINY = (
     "experiment=grpo_aws_async", "env.pool_size=4", "env.tiers=[warmup]", f"dataset.train_bs_n_seqs={BATCH}",
     f"ppo.group_size={GROUP}", "gen.max_new_tokens=12", "rollout.max_turns=2", "rollout.max_total_tokens=640",
     "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "torch_threads=1",
-    "monitor.tensorboard=false", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01",
+    "monitor.tensorboard=false", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.0003",
     "exp_ctrl.ckpt_freq_steps=2", "env.step_latency_ms=150",
     "async_rl.keep_journal=true", "async_rl.recover_retries=1000",
 )  # fmt: skip
+COMMANDS = ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b")
+TAUGHT_STEPS = 200
 GONE_WITHIN_S = 10.0
 LOOK_S = 0.15
 """How often the run's processes are looked up, so that none that it leaves behind is missed."""
@@ -52,12 +54,31 @@ ANY_MOMENT = 0.3
 
 
 def make_policy(folder: Path) -> Path:
-    """An untrained model of the smallest size and its tokenizer."""
+    """A model of the smallest size and its tokenizer, taught to answer whatever is said with one of ``COMMANDS``: an
+    untrained one would never step the environment."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     texts = folder.with_suffix(".jsonl")
-    message = {"role": "user", "content": "aws s3api list-buckets --bucket a-b\n" * 9}
-    texts.write_text(json.dumps({"messages": [message]}))
-    config = BuiltinModelConfig(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    talks = [[{"role": "user", "content": "A task"}, {"role": "assistant", "content": command}] for command in COMMANDS]
+    texts.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks * 9))
+    config = BuiltinModelConfig(vocab_size=320, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
     build_builtin_policy(texts, folder, config, seed=3)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template(talks[0][:1], add_generation_prompt=True, tokenize=False)
+    start = tokenizer(asked)["input_ids"][-1]
+    replies = [[start, *tokenizer(command)["input_ids"], tokenizer.eos_token_id] for command in COMMANDS]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(3)
+    for step in range(TAUGHT_STEPS):
+        reply = torch.tensor(replies[step % len(replies)])
+        noise = torch.randint(len(tokenizer), (int(torch.randint(1, 300, ())),))
+        ids = torch.cat([noise, reply])[None]
+        labels = torch.cat([torch.full_like(noise, -100), reply])[None]
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
     return folder
 
 
