@@ -21,7 +21,8 @@ class Lengths:
     def __init__(self, values: IntArray, offsets: IntArray) -> None:
         if values.size and values.min() < 0:
             raise ValueError("sequence lengths must be >= 0")
-        if not offsets.size or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+        ends_fit = offsets.size and offsets[0] == 0 and offsets[-1] == len(values)
+        if not ends_fit or (len(offsets) > 2 and (np.diff(offsets) < 0).any()):
             raise ValueError("offsets of sequence lengths do not cover them in order")
         self.values, self.offsets = values, offsets
         self._rows: IntArray | None = None

@@ -9,7 +9,8 @@ from typing import Any
 
 from realhf.api.arrival import Arrival
 from realhf.dataflow.rollout_control import RolloutControl
-from realhf.transport.service_server import Request, ServiceServer
+from realhf.transport.service_loop import LoopServiceServer
+from realhf.transport.service_server import Request
 
 MAX_LEASES = 4096
 MAX_HOLD_S = 60.0
@@ -23,17 +24,14 @@ class RolloutService:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = ServiceServer("the master's rollout control", run_id, self._on_request)
+        self._server = LoopServiceServer("the master's rollout control", run_id, self._begin)
         self.endpoint = self._server.endpoint
 
     async def close(self) -> None:
         """Requests that wait are not answered any more."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.to_thread(self._server.close)
-
-    def _on_request(self, request: Request) -> None:
-        self._loop.call_soon_threadsafe(self._begin, request)
+        await self._server.close()
 
     def _begin(self, request: Request) -> None:
         task = self._loop.create_task(self._answer(request))

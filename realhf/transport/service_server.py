@@ -21,13 +21,14 @@ from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
-_LINGER_MS = 500
+LINGER_MS = 500
 
 
 class Request:
-    """One request. Answer it once, from any thread: ``reply`` or ``fail``; a client that has gone is no error."""
+    """One request. Answer it once, ``reply`` or ``fail``, from any thread unless the server says otherwise; a client
+    that has gone is no error."""
 
-    def __init__(self, server: ServiceServer, identity: bytes, number: int, client: str, method: str,
+    def __init__(self, server: ServiceListener, identity: bytes, number: int, client: str, method: str,
                  payload: Any) -> None:  # fmt: skip
         self.client, self.method, self.payload = client, method, payload
         self._server, self._identity, self._number = server, identity, number
@@ -40,69 +41,33 @@ class Request:
                           {"type": type(error).__name__, "message": str(error)[:10_000]})
 
 
-class ServiceServer:
-    """Listens on loopback; ``handle(request)`` runs on the server's thread and must not wait. What it raises goes to
-    the client. ``failure``: why the thread ended, if it did."""
+class ServiceListener:
+    """What all servers share: a socket on loopback, and messages read from it; ``handle`` gets every request of this
+    run, and what it raises goes to the client."""
 
-    def __init__(
-        self, name: str, run_id: str, handle: Callable[[Request], None], *, bind: str = "tcp://127.0.0.1:0"
-    ) -> None:
+    def __init__(self, name: str, run_id: str, handle: Callable[[Request], None], bind: str) -> None:
         self._name, self._run_id, self._handle = name, run_id, handle
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         self._socket.bind(envelope.require_loopback(bind))
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.dropped_messages = 0
-        self.failure: BaseException | None = None
-        self._answers: deque[list[bytes]] = deque()
-        self._waker = Waker()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=f"service {name}", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening; what was answered before still leaves."""
-        self._closing = True
-        self._waker.wake()
-        self._thread.join(_CLOSE_S)
-        self._waker.close()
 
     def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
-        """Queue an answer; from any thread."""
+        """Give an answer."""
+        raise NotImplementedError
+
+    def _answer(self, identity: bytes, kind: str, number: int, value: Any) -> list[bytes]:
+        """The frames of an answer."""
         try:
             payload = pack_payload(value)
         except ProtocolError as error:
             kind, payload = "error", pack_payload({"type": "ProtocolError", "message": str(error)})
-        self._answers.append([identity, pack_header(kind, self._run_id, b"", id=number), payload])
-        if threading.current_thread() is not self._thread:
-            self._waker.wake()
-
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except BaseException as error:
-            self.failure = error
-            _log.exception("service %s ended", self._name)
-        finally:
-            self._context.destroy(_LINGER_MS)
-
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._waker.fileno() in ready:
-                self._waker.clear()
-            self._receive_all()
-            while self._answers:
-                self._socket.send_multipart(self._answers.popleft())
-            if self._closing:
-                return
+        return [identity, pack_header(kind, self._run_id, b"", id=number), payload]
 
     def _receive_all(self) -> None:
         while True:
@@ -131,3 +96,55 @@ class ServiceServer:
             self._handle(request)
         except Exception as error:
             request.fail(error)
+
+
+class ServiceServer(ServiceListener):
+    """Listens on loopback; ``handle(request)`` runs on the server's thread and must not wait. ``failure``: why the
+    thread ended, if it did."""
+
+    def __init__(
+        self, name: str, run_id: str, handle: Callable[[Request], None], *, bind: str = "tcp://127.0.0.1:0"
+    ) -> None:
+        super().__init__(name, run_id, handle, bind)
+        self.failure: BaseException | None = None
+        self._answers: deque[list[bytes]] = deque()
+        self._waker = Waker()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"service {name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; what was answered before still leaves."""
+        self._closing = True
+        self._waker.wake()
+        self._thread.join(_CLOSE_S)
+        self._waker.close()
+
+    def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
+        """Queue an answer; from any thread."""
+        self._answers.append(self._answer(identity, kind, number, value))
+        if threading.current_thread() is not self._thread:
+            self._waker.wake()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self.failure = error
+            _log.exception("service %s ended", self._name)
+        finally:
+            self._context.destroy(LINGER_MS)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._waker.fileno() in ready:
+                self._waker.clear()
+            self._receive_all()
+            while self._answers:
+                self._socket.send_multipart(self._answers.popleft())
+            if self._closing:
+                return

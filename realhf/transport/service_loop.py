@@ -1,0 +1,45 @@
+"""A ``ServiceServer`` without a thread of its own, for a process whose requests are answered by one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from realhf.transport.service_server import LINGER_MS, Request, ServiceListener
+
+
+class LoopServiceServer(ServiceListener):
+    """Belongs to the running loop, on which ``handle(request)`` is called and every answer has to be given."""
+
+    def __init__(
+        self, name: str, run_id: str, handle: Callable[[Request], None], *, bind: str = "tcp://127.0.0.1:0"
+    ) -> None:
+        super().__init__(name, run_id, handle, bind)
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self._drain)
+        self._loop.call_soon(self._drain)
+
+    def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
+        """Give an answer; after ``close`` nothing happens."""
+        if self._closed:
+            return
+        self._socket.send_multipart(self._answer(identity, kind, number, value), zmq.NOBLOCK)
+        # Sending may swallow the edge by which the descriptor announces a message that came in.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+            self._loop.call_soon(self._drain)
+
+    async def close(self) -> None:
+        """Stop listening; what was answered before still leaves."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._socket.FD)
+            self._socket.close(LINGER_MS)
+            await asyncio.to_thread(self._context.term)
+
+    def _drain(self) -> None:
+        if not self._closed:
+            self._receive_all()
