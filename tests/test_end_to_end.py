@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,9 @@ MOVING = ("ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01")
 CLOCKED = ("seconds", "tokens_per_second", "rollout_seconds", "generation_seconds", "env_seconds")
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
+Rows = list[dict[str, float]]
+UNWATCHED = ("evaluation.episodes_per_task=0",)
+"""For runs whose evaluation nobody looks at."""
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +46,8 @@ def command(root: Path, trial: str, *options: str, experiment: str = "grpo_aws")
 
 
 def launch(root: Path, trial: str, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(root, trial, *options, **more), capture_output=True, text=True, timeout=170,
+    return subprocess.run(command(root, trial, *options, **more), capture_output=True, text=True, timeout=170,
                           check=False)
-    assert not leftovers(root)
-    return done
 
 
 def leftovers(root: Path) -> list[list[str]]:
@@ -58,7 +60,7 @@ def leftovers(root: Path) -> list[list[str]]:
     return found
 
 
-def trained(root: Path, trial: str, steps: int, *options: str, **more: str) -> list[dict[str, float]]:
+def trained(root: Path, trial: str, steps: int, *options: str, **more: str) -> Rows:
     """The metrics of a run that must succeed."""
     done = launch(root, trial, f"total_train_steps={steps}", *options, **more)
     assert done.returncode == 0, done.stderr + done.stdout[-2000:]
@@ -75,12 +77,34 @@ def figures(row: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def first(root: Path) -> list[dict[str, float]]:
+def first(root: Path) -> Rows:
     """Three steps without a break, on one model worker."""
-    return trained(root, "first", 3, *MOVING)
+    rows = trained(root, "first", 3, *MOVING)
+    assert not leftovers(root)
+    return rows
 
 
-def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: list[dict[str, float]]) -> None:
+@pytest.fixture(scope="module")
+def others(root: Path, first: Rows) -> dict[str, Rows]:
+    """Runs to compare with the first, which has made their policy; two at a time."""
+
+    def interrupted() -> dict[str, Rows]:
+        return {"two steps": trained(root, "again", 2, *MOVING), "three steps": trained(root, "again", 3, *MOVING)}
+
+    def on_two_workers() -> dict[str, Rows]:
+        return {"two workers": trained(root, "two_workers", 3, *MOVING, *UNWATCHED, "ref.workers=[1]")}
+
+    def reinforce() -> dict[str, Rows]:
+        return {"reinforce": trained(root, "reinforce", 1, *MOVING, *UNWATCHED, experiment="reinforce_aws")}
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run) for run in (interrupted, on_two_workers, reinforce)]
+        rows = {name: found for future in futures for name, found in future.result().items()}
+    assert not leftovers(root)
+    return rows
+
+
+def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: Rows) -> None:
     losses = [row["actor_train/loss"] for row in first]
     assert len(set(losses)) == 3 and all(row["actor_train/grad_norm"] > 0 for row in first)
     assert first[0]["actor_train/kl_ref"] == 0 < min(row["actor_train/kl_ref"] for row in first[1:])
@@ -93,23 +117,22 @@ def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: list[dict[s
     assert model.config.vocab_size == 400 and tokenizer.chat_template
 
 
-def test_the_same_seed_is_bit_identical_even_across_a_restart(root: Path, first: list[dict[str, float]]) -> None:
-    two = trained(root, "again", 2, *MOVING)
+def test_the_same_seed_is_bit_identical_even_across_a_restart(first: Rows, others: dict[str, Rows]) -> None:
+    two, three = others["two steps"], others["three steps"]
     assert [figures(row) for row in two] == [figures(row) for row in first[:2]]
-    three = trained(root, "again", 3, *MOVING)
     assert three[:2] == two, "steps that were done are not done again"
     assert figures(three[2]) == figures(first[2])
 
 
-def test_a_reference_on_a_second_worker_changes_no_loss(root: Path, first: list[dict[str, float]]) -> None:
-    rows = trained(root, "two_workers", 3, *MOVING, "ref.workers=[1]")
+def test_a_reference_on_a_second_worker_changes_no_loss(root: Path, first: Rows, others: dict[str, Rows]) -> None:
+    rows = others["two workers"]
     assert (root / "grpo_aws" / "two_workers" / "logs" / "model_worker-1.log").exists()
     for name in ("actor_train/loss", "actor_train/kl_ref", "actor_train/grad_norm"):
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-5), name
 
 
-def test_the_second_algorithm_needs_no_reference(root: Path, first: list[dict[str, float]]) -> None:
-    [row] = trained(root, "reinforce", 1, *MOVING, experiment="reinforce_aws")
+def test_the_second_algorithm_needs_no_reference(others: dict[str, Rows]) -> None:
+    [row] = others["reinforce"]
     assert row["actor_train/n_updates"] == 1 and row["rew_inf/n_scored"] == 4
     assert not [name for name in row if name.startswith("ref_inf")]
 
@@ -121,11 +144,12 @@ def failed(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_a_taken_port_is_named(root: Path, first: list[dict[str, float]]) -> None:
+def test_a_taken_port_is_named(root: Path, first: Rows) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         message = failed(launch(root, "taken", "total_train_steps=1", f"env.ministack_base_port={port}"))
     assert "env/0" in message and f"port {port} for MiniStack is taken" in message
+    assert not leftovers(root)
 
 
 @pytest.fixture
@@ -156,6 +180,6 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch, first: list[dict[str, float]]) -> None:
+def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch, first: Rows) -> None:
     message = failed(without_simulators("total_train_steps=1"))
     assert "env/0" in message and "MiniStack did not come up" in message
