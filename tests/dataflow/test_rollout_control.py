@@ -187,6 +187,20 @@ async def test_a_source_that_ends_gives_a_last_cohort_and_everything_before_it(m
     assert await asyncio.wait_for(control.cohort(2), 10) == []
 
 
+async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any) -> None:
+    control = make(batch=2, total=100, limit=2)
+    for given in await lease(control, 2):
+        await control.arrived([arrival(given)])
+    assert len(await control.cohort(0)) == 2
+    rest = asyncio.create_task(control.cohort(1))
+    await asyncio.sleep(0)
+    asking = [asyncio.create_task(control.allocate(worker, 1, 60.0)) for worker in (W0, W1)]
+    assert await asyncio.wait_for(rest, 10) == []
+    assert not any(task.done() for task in asking)
+    control.fail(RolloutsFailed("over"))
+    assert await asyncio.wait_for(asyncio.gather(*asking), 10) == [[], []]
+
+
 async def test_drawn_items_that_wait_for_capacity_are_not_the_end(make: Any) -> None:
     control = make(batch=3, eta=0, total=100, limit=5, concurrent=3)
     for given in await lease(control, 3):
