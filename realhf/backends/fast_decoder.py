@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from realhf.backends.forward_pass import Decoding, Piece
 from realhf.backends.grouped_attention import blocks_attention, row_blocks
 from realhf.backends.kv_cache import RowCache
+from realhf.backends.wide_linear import LEAST_ROWS, WideLinear, product, suits
 
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-_ONEDNN_ROWS = 32
-_PROBE_TOKENS = _ONEDNN_ROWS + 6
+_PROBE_TOKENS = LEAST_ROWS + 6
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Largest difference from the module's logits, in parts of the largest logit; 3e-2 for shorter types."""
 
@@ -59,7 +59,7 @@ def _unsuitable(model: Any) -> str | None:
     for layer in model.model.layers:
         parts = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         parts += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
-        if any(type(part) is not nn.Linear for part in parts):
+        if any(type(part) not in (nn.Linear, WideLinear) for part in parts):
             return "a projection is not a plain linear layer"
     return None
 
@@ -71,7 +71,7 @@ def _difference(model: Any) -> float:
     expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
     cache, tokens = RowCache(), ids.numpy()
     cache.reserve(2, _PROBE_TOKENS)
-    decoder, given = FastDecoder(model, cache), _ONEDNN_ROWS
+    decoder, given = FastDecoder(model, cache), LEAST_ROWS
     got = [decoder.run(None, [Piece(1, 0, tokens[:given])])]
     for at in range(given, _PROBE_TOKENS):
         one = Decoding(np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens)))
@@ -91,19 +91,16 @@ class _Norm:
 
 
 class _Linear:
-    """``x`` (n, in) -> (n, out). From some rows on, oneDNN multiplies float32 twice as fast as the MKL behind
-    ``F.linear`` on processors that MKL does not favour; for few rows its call costs more."""
+    """``x`` (n, in) -> (n, out), by oneDNN from some rows on."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._parameters = module._parameters
-        weight = module.weight
-        suits = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-        self._product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if suits else None
+        self._wide = suits(module.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._parameters
-        if self._product is not None and len(x) >= _ONEDNN_ROWS:
-            return self._product(x, held["weight"], held["bias"], "none", [], "")
+        if self._wide and len(x) >= LEAST_ROWS:
+            return product(x, held["weight"], held["bias"])
         return F.linear(x, held["weight"], held["bias"])
 
 

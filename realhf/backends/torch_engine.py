@@ -20,6 +20,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded_generation import EmbeddedGenerator
 from realhf.backends.optimizer import PolicyOptimizer
 from realhf.backends.packed_forward import PackedForward
+from realhf.backends.wide_linear import widen
 
 _WEIGHTS, _STATE = "model.safetensors", "engine.pt"
 
@@ -41,6 +42,7 @@ class TorchEngine:
         self.tokenizer = tokenizer
         _disable_dropout(model)
         model.eval()
+        widen(model)
         self._forward = PackedForward(model)
         self._checkpointing = gradient_checkpointing and optimizer is not None
         if self._checkpointing:
