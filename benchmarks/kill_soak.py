@@ -4,7 +4,7 @@ Every run is killed ``--kills`` times: master, model worker, rollout worker, gen
 simulator or the launcher, or Ctrl-C stops it; after these two the same command goes on. At the end of each run its
 journal is audited from the first record on. One line per run, then a tally; exit code 1 where a run did not balance.
 
-    python benchmarks/kill_soak.py [--runs 100] [--kills 6] [--every 2.0] [--seed 1] [--json FILE] [--keep FOLDER]
+    python benchmarks/kill_soak.py [--runs 100] [--kills 6] [--every 1.5] [--seed 1] [--json FILE] [--keep FOLDER]
 
 With ``--json`` it can be stopped by Ctrl-C and started again: runs that the file holds are not repeated.
 """
@@ -105,8 +105,8 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--kills", type=int, default=6, help="of each run")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between them on average")
-    parser.add_argument("--steps", type=int, default=8, help="training steps of each run")
+    parser.add_argument("--every", type=float, default=1.5, help="seconds between them on average")
+    parser.add_argument("--steps", type=int, default=10, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the result here, and go on from it")
     parser.add_argument("--keep", type=Path, help="folder for the runs that did not balance")

@@ -41,7 +41,7 @@ TINY = (
     f"ppo.group_size={GROUP}", "gen.max_new_tokens=12", "rollout.max_turns=2", "rollout.max_total_tokens=640",
     "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "torch_threads=1",
     "monitor.tensorboard=false", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.0003",
-    "exp_ctrl.ckpt_freq_steps=2", "env.step_latency_ms=150",
+    "exp_ctrl.ckpt_freq_steps=2", "env.step_latency_ms=300",
     "async_rl.keep_journal=true", "async_rl.recover_retries=1000",
 )  # fmt: skip
 COMMANDS = ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b")
