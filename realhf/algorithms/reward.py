@@ -32,14 +32,15 @@ class OutcomeRewardInterface:
         scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
             scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
-        rewards = ((scores + np.float32(self._bias)) * np.float32(self._scaling)).clip(-self._clip, self._clip)
-        finite = rewards[np.isfinite(rewards)]
+        rewards = (scores + np.float32(self._bias)) * np.float32(self._scaling)
+        rewards = np.minimum(np.maximum(rewards, np.float32(-self._clip)), np.float32(self._clip))
+        scored = [reward for reward in rewards.tolist() if not math.isnan(reward)]
         out = SequenceSample.from_lengths(
             sample.ids, {"rewards": sample.lengths("env_rewards")}, {"rewards": "f32"}, {"rewards": ()},
             {"rewards": torch.from_numpy(rewards)}, {},
         )  # fmt: skip
-        mean = float(finite.mean()) if len(finite) else 0.0
-        return out, {"reward_mean": mean, "n_scored": float(len(finite))}
+        mean = sum(scored) / len(scored) if scored else 0.0
+        return out, {"reward_mean": mean, "n_scored": float(len(scored))}
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -35,8 +35,12 @@ class Lengths:
 
     @staticmethod
     def join(parts: Sequence[Lengths]) -> Lengths:
-        counts = np.concatenate([np.diff(part.offsets) for part in parts])
-        return Lengths(np.concatenate([part.values for part in parts]), _cumulated(counts))
+        values = [part.values for part in parts]
+        if all(len(part.offsets) == 2 for part in parts):
+            counts = np.array([len(column) for column in values], dtype=np.int64)
+        else:
+            counts = np.concatenate([np.diff(part.offsets) for part in parts])
+        return Lengths(np.concatenate(values), _cumulated(counts))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lengths):

@@ -31,6 +31,9 @@ MAX_MESSAGE_BYTES = 4 << 30
 MAX_TRAILING_DIMS = 8
 SHARED_BELOW = 4096
 ALIGNMENT = 64
+_ENTRY: dict[str, type] = {"k": str, "dtype": str, "trailing": list, "sequences": int, "lens_frame": int,
+                           "lens_offset": int}  # fmt: skip
+_ENTRY_TYPES = list(_ENTRY.values())
 
 
 def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
@@ -120,15 +123,14 @@ class _Entry(NamedTuple):
         """``known``: lengths of keys read before; keys of equal lengths share them."""
         if not isinstance(item, dict):
             raise CodecError("an entry of keys is not a map")
-        key, dtype, trailing = field(item, "k", str), field(item, "dtype", str), field(item, "trailing", list)
+        key, dtype, trailing, sequences, lens_frame, lens_offset = _typed(item)
         if dtype not in ITEMSIZE:
             raise CodecError(f"key {key!r}: dtype {dtype!r} is not allowed")
         if len(trailing) > MAX_TRAILING_DIMS or not all(type(d) is int and d >= 0 for d in trailing):
             raise CodecError(f"key {key!r}: bad trailing shape {trailing!r:.60}")
-        sequences = field(item, "sequences", int)
         if sequences < 0:
             raise CodecError(f"key {key!r}: {sequences} sequences")
-        place = (field(item, "lens_frame", int), field(item, "lens_offset", int), sequences)
+        place = (lens_frame, lens_offset, sequences)
         lengths = known.get(place)
         if lengths is None:
             lens = bytes(_slice(views, *place[:2], 8 * (sequences + samples + 1), key))
@@ -169,14 +171,15 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a tensor; no copy when it is contiguous on the CPU."""
     import torch
 
-    if not tensor.numel():
+    try:
+        array: Any = tensor.numpy()
+    except (TypeError, RuntimeError):  # not on the CPU, of a dtype that numpy has not, or part of a gradient's graph
+        array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if not array.size:
         return memoryview(b"")
-    if tensor.dtype != torch.bfloat16 and not tensor.requires_grad and tensor.device.type == "cpu":
-        array = tensor.numpy()
-        if array.ndim and array.flags.c_contiguous:
-            return memoryview(cast(Any, array)).cast("B")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+    if not array.ndim or not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(array).cast("B")
 
 
 def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
@@ -190,6 +193,14 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
     if flat.data_ptr() % ITEMSIZE[tag]:
         flat = torch.frombuffer(bytearray(raw), dtype=dtype)
     return flat if len(shape) == 1 else flat.reshape(tuple(shape))
+
+
+def _typed(item: dict[str, Any]) -> list[Any]:
+    """The fields of an entry that every entry has, of their types."""
+    values = [item.get(name) for name in _ENTRY]
+    if [type(value) for value in values] != _ENTRY_TYPES:
+        return [field(item, name, kind) for name, kind in _ENTRY.items()]
+    return values
 
 
 def _slice(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, key: str) -> memoryview:
