@@ -1,0 +1,103 @@
+"""Cache rows of many clients on one engine, and what happens to those of clients that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from realhf.api.model import GenOutput
+from realhf.transport.roster import WorkerInfo
+from workers.generation_worker import GenerationWorker, SlotTable
+
+
+def test_rows_of_different_clients_are_different_and_never_used_again() -> None:
+    table = SlotTable()
+    numbers = [table.of(client, slot) for client in "ab" for slot in range(3)]
+    assert sorted(set(numbers)) == sorted(numbers) and table.of("a", 2) == numbers[2]
+    assert table.take("a", [0, 2, 9]) == [numbers[0], numbers[2]] and table.take("a", [0]) == []
+    assert table.of("a", 0) not in numbers
+    assert sorted(table.take_all_but({"a"})) == sorted(numbers[3:])
+    assert table.of("a", 1) == numbers[1]
+
+
+class FakeStreamingEngine:
+    """Keeps requests and what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+        self.done: list[Any] = []
+
+    def submit(self, request: Any, config: Any, stop_ids: Sequence[int], done: Any) -> None:
+        self.told.append(("submit", request.slot))
+        self.done.append(done)
+
+    def abort(self, slots: Sequence[int]) -> None:
+        self.told.append(("abort", list(slots)))
+
+    def free(self, slots: Sequence[int]) -> None:
+        self.told.append(("free", list(slots)))
+
+
+class FakeRequest:
+    def __init__(self, client: str, method: str, payload: Any) -> None:
+        self.client, self.method, self.payload = client, method, payload
+        self.answers: list[Any] = []
+
+    def reply(self, value: Any) -> None:
+        self.answers.append(value)
+
+    def fail(self, error: BaseException) -> None:
+        self.answers.append(error)
+
+
+@pytest.fixture
+def worker() -> Any:
+    """A generation worker without its process: only what answers requests."""
+    made = GenerationWorker.__new__(GenerationWorker)
+    made._slots, made._gen, made._stop_ids = SlotTable(), None, ()  # pyright: ignore[reportAttributeAccessIssue]
+    made._engine = FakeStreamingEngine()  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+def ask(worker: Any, client: str, method: str, payload: Any) -> FakeRequest:
+    request = FakeRequest(client, method, payload)
+    worker._on_request(request)
+    return request
+
+
+def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worker: Any) -> None:
+    first = ask(worker, "a:1", "generate", [0, [5], 0, 7])
+    second = ask(worker, "b:2", "generate", [0, [5], 0, None])
+    worker._engine.done[1](GenOutput([9], [-1.0], [0], "aborted"))
+    worker._engine.done[0](ValueError("slot in play"))
+    assert second.answers == [[[9], [-1.0], [0], "interrupted"]] and str(first.answers[0]) == "slot in play"
+    assert [slot for _, slot in worker._engine.told] == [0, 1]
+
+
+def test_an_episode_that_is_given_up_ends_its_turn_and_its_row(worker: Any) -> None:
+    ask(worker, "a:1", "generate", [3, [5], 0, 7])
+    assert ask(worker, "a:1", "free", [3, 4]).answers == [None]
+    ask(worker, "a:1", "generate", [3, [5], 0, 7])
+    assert worker._engine.told == [("submit", 0), ("abort", [0]), ("free", [0]), ("submit", 1)]
+
+
+def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker: Any) -> None:
+    for client in ("rollout_worker/0:11", "rollout_worker/0:12", "rollout_worker/1:13"):
+        ask(worker, client, "generate", [0, [5], 0, None])
+    roster = [WorkerInfo("rollout_worker/0", "rollout_worker", 0, "here", 12),
+              WorkerInfo("rollout_worker/1", "rollout_worker", 1, "here", 13)]  # fmt: skip
+    worker._on_roster({info.name: info for info in roster})
+    assert worker._engine.told[3:] == [("abort", [0]), ("free", [0])]
+    worker._on_roster({info.name: info for info in roster})
+    assert len(worker._engine.told) == 5
+
+
+@pytest.mark.parametrize("payload", [None, [], [0], [0, [-1], 0, None], ["x", [1], 0, None]])
+def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker: Any, payload: Any) -> None:
+    with pytest.raises((ValueError, TypeError, IndexError)):
+        ask(worker, "a:1", "generate", payload)
+    with pytest.raises(ValueError, match="no_such"):
+        ask(worker, "a:1", "no_such", [])
+    assert worker._engine.told == []
