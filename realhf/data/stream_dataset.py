@@ -181,8 +181,8 @@ class StreamDataset:
             return
         for item, answer in zip(items, answers, strict=True):
             self._settle(item, answer)
-        self._receiver.ack(messages)
         self._counts["acked"] += len(messages)
+        self._receiver.ack(messages)
 
     # ---- one sample
 
