@@ -258,9 +258,10 @@ class FailureConfig:
 @dataclass
 class AsyncConfig:
     """Asynchronous training. max_head_offpolicyness (eta): versions that the oldest token of a sample may lie behind
-    the weights it trains; 0 is synchronous batches. max_concurrent_rollouts: samples in play at once (None: as many as
-    the environment's sessions hold). engine: embedded or vllm; vllm_url: a server that runs already (None: each
-    generation worker starts one with vllm_executable). staleness_policy: wait for stragglers, or drop what is too old.
+    the weights it trains; 0 is synchronous batches. max_concurrent_rollouts: samples in play or on their way to the
+    trainer at once (None: as many as the environment's sessions hold, and two batches on their way). engine:
+    embedded or vllm; vllm_url: a server that runs already (None: each generation worker starts one with
+    vllm_executable). staleness_policy: wait for stragglers, or drop what is too old.
     kv_policy: recompute keys and values of running episodes under new weights, or keep them. weights: shm, disk or
     broadcast. rollout_deadline_s: a sample that takes longer is given back. pause_timeout_s: how long an engine may
     take to stop for new weights. recover_retries: how often the run begins again from its last checkpoint by itself,

@@ -201,6 +201,30 @@ def test_equality_compares_bits():
     assert one(1.0) != one(1.0).meta()
 
 
+def test_annotations_replace_those_of_their_name_or_all():
+    columns = {"m": [1, 2], "n": [3, 4]}
+    sample = SequenceSample.from_tensors(["a", "b"], {"x": torch.arange(3)}, {"x": [[1], [2]]}, columns)
+    added = sample.annotated({"n": ["u", "v"], "o": [None, True]})
+    assert added.metadata == {"m": [1, 2], "n": ["u", "v"], "o": [None, True]}
+    assert sample.annotated({"o": [5, 6]}, keep=False).metadata == {"o": [5, 6]}
+    assert sample.metadata == {"m": [1, 2], "n": [3, 4]} and torch.equal(added["x"], sample["x"])
+    with pytest.raises(ValueError, match="1 items for 2 ids"):
+        sample.annotated({"o": [1]})
+    with pytest.raises(ValueError, match="scalars only"):
+        sample.annotated({"o": [1, [2]]})
+
+
+def test_keys_that_share_their_lengths_go_on_sharing():
+    lengths = SequenceSample.from_tensors(["a"], {"x": torch.arange(3)}, {"x": [[1, 2]]}).lengths("x")
+    tensors = {"x": torch.arange(3), "y": torch.arange(3.0)}
+    parts = [SequenceSample.from_lengths([i], dict.fromkeys("xy", lengths), {"x": "i64", "y": "f32"},
+                                         {"x": (), "y": ()}, tensors, {}) for i in "abc"]
+    whole = SequenceSample.gather(parts)
+    assert whole.lengths("x") is whole.lengths("y") and whole.lengths("x").nested() == [[1, 2]] * 3
+    chosen = whole.select_ids([2, 0])
+    assert chosen.lengths("x") is chosen.lengths("y") and chosen == SequenceSample.gather([parts[2], parts[0]])
+
+
 def test_import_leaves_torch_alone():
     code = "import sys, realhf.api.sample, realhf.api.keys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
