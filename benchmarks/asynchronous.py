@@ -9,7 +9,8 @@ take turns, a ratio is that of one round, and only whole steps between the first
 interrupted before it admits its last samples. The latency is simulated by the environment server; 0 is the true one.
 
 Other programs on the machine take cores from both sides, so the cores' use by them is printed as well, and the CPU time
-of a sample, by process.
+of a sample, by process. On a busy machine give both sides ``torch_threads=1``: threads that wait for one another at
+every product stand still when one of them has no core, which slows the synchronous side down tenfold.
 """
 
 from __future__ import annotations
@@ -207,6 +208,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args, options = parser.parse_known_args()
+    # A run has a session of its own and would outlive a benchmark that is simply killed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.options = options
     if unknown := [text for text in options if "=" not in text or text.startswith("-")]:
         parser.error(f"unknown: {' '.join(unknown)}")
