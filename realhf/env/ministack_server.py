@@ -102,16 +102,17 @@ def _keep_only_metadata(services: Sequence[str]) -> None:
 
     def service_model(service: str) -> Any:
         if service not in light:
-            metadata = _metadata(loader, responses._BOTOCORE_NAME.get(service, service))
-            if metadata is None:
-                model = original(service)
-                metadata = None if model is None else dict(model.metadata)
-            light[service] = None if metadata is None else SimpleNamespace(metadata=metadata)
+            model = original(service)
+            light[service] = None if model is None else SimpleNamespace(metadata=dict(model.metadata))
         return light[service]
 
     responses._service_model = service_model  # type: ignore[attr-defined]
     for service in services:
-        service_model(service)
+        metadata = _metadata(loader, responses._BOTOCORE_NAME.get(service, service))
+        if metadata is None:
+            service_model(service)
+        else:
+            light[service] = SimpleNamespace(metadata=metadata)
 
 
 def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
