@@ -273,7 +273,9 @@ def _seed_everything(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    # Without a GPU, torch.manual_seed keeps a formatted stack of every call for the day one is initialised.
+    seeds = torch if torch.cuda.is_available() else torch.default_generator
+    seeds.manual_seed(seed)
 
 
 def _parted(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapping[str, Any]]:
