@@ -1,11 +1,11 @@
 """What it costs that 20 % of the environment's steps fail: asynchronous runs with injected faults and without.
 
-    python benchmarks/faults.py [--rate 0.2] [--latency 50] [--pairs 3] [--steps 20] [--json FILE] [OPTION=VALUE ...]
+    python benchmarks/faults.py [--rate 0.2] [--latency 0] [--pairs 3] [--steps 20] [--json FILE] [OPTION=VALUE ...]
 
 These are whole runs of a tiny model: launcher, master, workers, environment server with its simulators, training. They
-take turns; a ratio is that of one round. Latency and faults are simulated by the environment server: nine of ten faults
-are answers that a step was not executed, the others are lost connections. Every failed step has to be mended: a rollout
-that is left out instead would show in the figures printed.
+take turns; a ratio is that of one round. Faults (and latency, where asked for) are simulated by the environment server:
+nine of ten faults are answers that a step was not executed, the others are lost connections. Every failed step has to
+be mended: a rollout that is left out instead would show in the figures printed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def report(options: argparse.Namespace, clean: Sequence[Played], faulty: Sequenc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=0.2, help="share of the steps that fail")
-    parser.add_argument("--latency", type=float, default=50.0, help="simulated milliseconds of every step")
+    parser.add_argument("--latency", type=float, default=0.0, help="simulated milliseconds of every step")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="training steps that are measured")
     parser.add_argument("--json", type=Path, help="write the result here")

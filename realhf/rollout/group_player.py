@@ -21,6 +21,8 @@ from realhf.rollout.resuming_env import ResumingEnv
 from realhf.rollout.rollout_state import Job
 from realhf.rollout.sampling_seed import sampling_seed
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
+
 
 class GroupFailed(RuntimeError):
     """Too few rollouts of a sample are valid. ``outcome`` is a word of ``realhf.api.rollout``."""
@@ -91,7 +93,7 @@ class GroupPlayer:
         began = time.perf_counter()
         played = PlayedGroup([])
         try:
-            await self._pool.connect()
+            await self._connected()
             reset = reset_arguments(lease, self._chaos)
             seats = {id(env): number for number, env in enumerate(self._pool.envs)}
 
@@ -110,6 +112,22 @@ class GroupPlayer:
                 kind, f"{valid} of {len(played.outcomes)} rollouts are valid; {worst.status}: {worst.message}"
             )
         return played
+
+    async def _connected(self) -> None:
+        """Until there is a session, over the restart of a server that has died: its death is not the sample's failure.
+        Raises the last ConnectionError when the patience is over."""
+        deadline, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._pool.connect()
+                if not any(env.usable for env in self._pool.envs):
+                    await self._pool.reopen(self._pool.envs[0])
+                return
+            except ConnectionError:
+                if time.monotonic() + pause_s > deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def close(self) -> None:
         """End the sessions."""

@@ -22,7 +22,9 @@ class FakeEnvServer:
         self,
         misbehave: Callable[[int, dict[str, Any]], str | None] = lambda number, message: None,
         metadata: dict[str, Any] | None = None,
+        port: int = 0,
     ) -> None:
+        self._port = port
         self.connections = 0
         self.open = 0
         self.messages: list[tuple[int, dict[str, Any]]] = []
@@ -57,7 +59,7 @@ class FakeEnvServer:
 
         async def start() -> None:
             self._server = await serve(
-                self._session, "127.0.0.1", 0, close_timeout=0.2, process_request=self._http
+                self._session, "127.0.0.1", self._port, close_timeout=0.2, process_request=self._http
             )
             self._started.set()
 

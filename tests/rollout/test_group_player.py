@@ -154,6 +154,26 @@ async def test_a_server_that_is_away_fails_the_sample() -> None:
     await one.close()
 
 
+async def test_a_server_that_comes_back_is_waited_for_before_and_in_a_sample() -> None:
+    with FakeEnvServer() as fake:
+        one, port = player(fake.url, FakeAgent({}), retries=1), int(fake.url.rpartition(":")[2])
+        one._patience_s = 20.0
+        await one.play(lease())
+    waiting = asyncio.create_task(one.play(lease()))
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "a sample in front of a dead server waits"
+    with FakeEnvServer(port=port):
+        played = await waiting
+    assert [o.status for o in played.outcomes] == ["finished"] * N and set(played.failures) <= {"connection_lost"}
+        await asyncio.gather(*(env.close() for env in one._pool.envs))
+    waiting = asyncio.create_task(one.play(lease()))
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "nor does one fail that finds all sessions lost"
+    with FakeEnvServer(port=port):
+        assert len((await waiting).outcomes) == N
+        await one.close()
+
+
 async def test_the_turn_agent_plays_to_the_end_and_gives_its_row_back() -> None:
     llm = FakeTokens()
     with FakeEnvServer() as fake:
