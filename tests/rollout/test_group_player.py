@@ -164,7 +164,7 @@ async def test_a_server_that_comes_back_is_waited_for_before_and_in_a_sample() -
     assert not waiting.done(), "a sample in front of a dead server waits"
     with FakeEnvServer(port=port):
         played = await waiting
-    assert [o.status for o in played.outcomes] == ["finished"] * N and set(played.failures) <= {"connection_lost"}
+        assert [o.status for o in played.outcomes] == ["finished"] * N and set(played.failures) <= {"connection_lost"}
         await asyncio.gather(*(env.close() for env in one._pool.envs))
     waiting = asyncio.create_task(one.play(lease()))
     await asyncio.sleep(0.2)
