@@ -70,6 +70,7 @@ def make_policy(folder: Path) -> Path:
     replies = [[start, *tokenizer(command)["input_ids"], tokenizer.eos_token_id] for command in COMMANDS]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(3)
+    torch.set_num_threads(1)  # so small a model only waits for a second one
     for step in range(TAUGHT_STEPS):
         reply = torch.tensor(replies[step % len(replies)])
         noise = torch.randint(len(tokenizer), (int(torch.randint(1, 300, ())),))
