@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments import grpo_aws
-from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config import AsyncConfig, ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RolloutSpec
 from realhf.api.graph import to_async
 
@@ -20,13 +20,17 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
 
 
 def asynchronous(spec: ExperimentSpec, config: ExperimentConfig) -> ExperimentSpec:
-    """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group."""
+    """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group,
+    or for an option that does nothing."""
     options = config.async_rl
     staying, leaving = to_async(spec.mfcs)
     sessions = config.env.pool_size // options.n_rollout_workers
     if sessions < config.ppo.group_size:
         raise ConfigError(f"env.pool_size={config.env.pool_size}: each of async_rl.n_rollout_workers="
                           f"{options.n_rollout_workers} needs ppo.group_size={config.ppo.group_size} sessions")
+    for option in () if options.engine == "vllm" else ("vllm_url", "vllm_executable"):
+        if getattr(options, option) != getattr(AsyncConfig, option):
+            raise ConfigError(f"async_rl.{option}: has no effect with async_rl.engine={options.engine}")
     rollout = RolloutSpec("actor", tuple(leaving), options, sessions, agent=config.rollout.agent)
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}

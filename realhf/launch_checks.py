@@ -84,6 +84,7 @@ def _names(config: ExperimentConfig) -> Iterator[str]:
         "ppo.loss": (config.ppo.loss, list(policy_losses)),
         "dataset.curriculum": (config.dataset.curriculum, ["learnability", "priority"]),
         "async_rl.engine": (config.async_rl.engine, ["embedded", "vllm"]),
+        "async_rl.on_failure.policy": (config.async_rl.on_failure.policy, ["minimum_group", "retry", "fail_fast"]),
         "async_rl.staleness_policy": (config.async_rl.staleness_policy, ["wait", "drop"]),
         "async_rl.kv_policy": (config.async_rl.kv_policy, ["recompute", "keep"]),
         "async_rl.weights": (config.async_rl.weights, ["shm", "disk", "broadcast"]),

@@ -25,6 +25,7 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.backends.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents import make_agent
+from realhf.rollout.failure_policy import failure_policy
 from realhf.rollout.finished_sample import SampleEncoder
 from realhf.rollout.generation_client import GenerationClient
 from realhf.rollout.group_player import GroupPlayer
@@ -126,8 +127,7 @@ class RolloutWorker:
                 generation,
                 first_slot=number * group,
                 run_seed=self._plan.spec.seed,
-                on_failure=self._spec.options.on_failure,
-                min_group_size=args["min_group_size"],
+                policy=failure_policy(self._spec.options.on_failure, args["min_group_size"]),
                 chaos=args["chaos"],
                 patience_s=self._plan.rpc.connect_timeout_s,
             )

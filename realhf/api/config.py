@@ -246,13 +246,14 @@ class StreamConfig:
 
 @dataclass
 class FailureConfig:
-    """What a rollout worker does about an episode that failed. ``retries``: further attempts of a rollout; then it is
-    left out if at least rollout.min_group_size others are valid, else the whole sample is given back and played again,
-    at most ``max_attempts`` times. ``fail_fast``: the first failure ends the run."""
+    """What a rollout worker does about a rollout that failed. policy: ``minimum_group`` plays it again ``retries``
+    times, then leaves it out if at least rollout.min_group_size others are valid; ``retry`` wants the whole group;
+    ``fail_fast`` ends the run. A sample whose group did not come about is given back and admitted again, at most
+    ``max_attempts`` times."""
 
+    policy: str = "minimum_group"
     retries: int = 2
     max_attempts: int = 3
-    fail_fast: bool = False
 
 
 @dataclass

@@ -87,7 +87,7 @@ class AsyncRollouts:
             version=plan.completed_steps, accepted=consumed, consumed=consumed)  # fmt: skip
         drop = options.staleness_policy == "drop"
         rules = RolloutRules(plan.total_steps * plan.batch_size, options.rollout_deadline_s,
-                             options.on_failure.max_attempts, options.on_failure.fail_fast, drop)
+                             options.on_failure.max_attempts, options.on_failure.policy == "fail_fast", drop)
         self.control = RolloutControl(self._supply, ledger, self._staleness,
                                       StragglerGate(plan.batch_size, eta, wait=not drop), rules, discard=self._discard)
         self._service = RolloutService(self.control, plan.run_id)

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from realhf.api.config import FailureConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.generation import TokenSource
 from realhf.api.rollout import ENGINE_ERROR, ENV_ERROR, RolloutLease
 from realhf.rollout.aws_env import AwsEnv
 from realhf.rollout.episode_agent import EpisodeAgent
+from realhf.rollout.failure_policy import FailurePolicy
 from realhf.rollout.grpo_pool import GrpoPool
 from realhf.rollout.resuming_env import ResumingEnv
 from realhf.rollout.rollout_state import Job
@@ -77,19 +77,17 @@ class GroupPlayer:
         *,
         first_slot: int,
         run_seed: int,
-        on_failure: FailureConfig,
-        min_group_size: int,
+        policy: FailurePolicy,
         chaos: bool,
         patience_s: float,
     ) -> None:
         self._pool, self._agent, self._llm = pool, agent, llm
         self._first_slot, self._run_seed = first_slot, run_seed
-        self._on_failure, self._min_group_size = on_failure, min_group_size
+        self._policy = policy
         self._chaos, self._patience_s = chaos, patience_s
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
-        """All rollouts at once. A failed one is played again up to ``retries`` times, then it is left out where
-        ``min_group_size`` others are valid."""
+        """All rollouts at once; the policy says what a failed one means."""
         began = time.perf_counter()
         played = PlayedGroup([])
         try:
@@ -105,7 +103,7 @@ class GroupPlayer:
             raise GroupFailed(ENV_ERROR, str(error)) from error
         played.seconds = time.perf_counter() - began
         valid = sum(outcome.valid for outcome in played.outcomes)
-        if valid < min(self._min_group_size, self._pool.size):
+        if not self._policy.suffices(valid, self._pool.size):
             worst = next(outcome for outcome in played.outcomes if not outcome.valid)
             kind = ENGINE_ERROR if worst.status == "policy_error" else ENV_ERROR
             raise GroupFailed(
@@ -137,9 +135,9 @@ class GroupPlayer:
         self, env: AwsEnv, member: int, lease: RolloutLease, reset: Mapping[str, Any], played: PlayedGroup
     ) -> RolloutOutcome:
         job = Job(member, reset, int(reset["seed"]), sampling_seed=sampling_seed(self._run_seed, lease.id, member))
-        attempts = 1 if self._on_failure.fail_fast else 1 + self._on_failure.retries
+        attempts = 1 + self._policy.retries
         for attempt in range(attempts):
-            session = ResumingEnv(env, reset=reset, retries=self._on_failure.retries, reopen=self._pool.reopen,
+            session = ResumingEnv(env, reset=reset, retries=self._policy.retries, reopen=self._pool.reopen,
                                   patience_s=self._patience_s)  # fmt: skip
             outcome = await self._agent.play(session, job, self._llm, self._first_slot + member)
             played.failures.update(session.failures)

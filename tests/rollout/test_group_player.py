@@ -17,6 +17,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.rollout import RolloutLease
 from realhf.rollout.env_client import ConnectionLost
 from realhf.rollout.episode_agent import EpisodeEnv, TurnAgent
+from realhf.rollout.failure_policy import FailFast, Retry, failure_policy
 from realhf.rollout.group_player import GroupFailed, GroupPlayer, reset_arguments, within
 from realhf.rollout.grpo_pool import GrpoPool
 from realhf.rollout.rollout_state import Job, Limits
@@ -77,8 +78,8 @@ class FakeAgent:
 
 def player(url: str, agent: Any, llm: Any = None, *, least: int = 2, **failure: Any) -> GroupPlayer:
     pool = GrpoPool(url, N, message_timeout_s=5.0, retry_capacity_s=0.2, on_failure="drop")
-    return GroupPlayer(pool, agent, llm or FakeTokens(), first_slot=10, run_seed=1, min_group_size=least,
-                       on_failure=FailureConfig(**failure), chaos=False, patience_s=0.2)  # fmt: skip
+    return GroupPlayer(pool, agent, llm or FakeTokens(), first_slot=10, run_seed=1,
+                       policy=failure_policy(FailureConfig(**failure), least), chaos=False, patience_s=0.2)  # fmt: skip
 
 
 async def test_rollouts_come_in_order_each_with_its_row_and_its_random_numbers() -> None:
@@ -116,11 +117,15 @@ async def test_one_that_fails_for_good_is_left_out_and_too_many_fail_the_sample(
         with pytest.raises(GroupFailed, match="1 of 3 rollouts are valid; env_error: why") as failed:
             await one.play(lease())
         assert failed.value.outcome == "env_error"
-        one._on_failure = FailureConfig(retries=5, fail_fast=True)
+        one._policy = Retry(0)
+        one._agent = FakeAgent({1: ["env_error"]})
+        with pytest.raises(GroupFailed, match="2 of 3 rollouts are valid"):
+            await one.play(lease())
+        one._policy = FailFast()
         one._agent = agent = FakeAgent({0: ["policy_error"], 2: ["policy_error"]})
         with pytest.raises(GroupFailed) as failed:
             await one.play(lease())
-        assert failed.value.outcome == "engine_error" and len(agent.jobs) == N, "no second attempt with fail_fast"
+        assert failed.value.outcome == "engine_error" and len(agent.jobs) == N, "no second attempt"
         await one.close()
 
 
