@@ -119,7 +119,8 @@ class KilledRun:
     def start(self) -> None:
         """The command; a second time it goes on with the same run."""
         with self.output.open("ab") as log:
-            self._launcher = psutil.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+            self._launcher = psutil.Popen(self._command, stdout=log, stderr=log, start_new_session=True,
+                                          preexec_fn=_heed_ctrl_c)  # fmt: skip
 
     @property
     def running(self) -> bool:
@@ -171,7 +172,7 @@ class KilledRun:
         if code == 0:
             return
         self.kills[how] += 1
-        if code != (-signal.SIGKILL if how == LAUNCHER else 128 + signal.SIGINT):
+        if code not in ((-signal.SIGKILL,) if how == LAUNCHER else (128 + signal.SIGINT, -signal.SIGINT)):
             raise Stuck(f"exit code {code} of a run that was stopped by {how}:\n{self.tail()}")
         if left := self.left_over():
             raise Stuck(f"left running {GONE_WITHIN_S:g} s after {how}: {'; '.join(left)}")
@@ -271,6 +272,11 @@ def kill_at_random(
         else:
             _kill_when_there(run, kind, choice, timeout_s)
         before = run.journal_bytes()
+
+
+def _heed_ctrl_c() -> None:
+    """What a shell starts in the background ignores it, and so does what that starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _kill_when_there(run: KilledRun, kind: str, choice: random.Random, timeout_s: float) -> None:

@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print("\n".join(f"config error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: stopped by SIGINT", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
