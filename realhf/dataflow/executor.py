@@ -65,16 +65,8 @@ class FunctionExecutor:
             on_retire=self._on_retire,
         )
         self.calls = {
-            mfc.name: ModelFunctionCall(
-                mfc,
-                graph,
-                self.buffer,
-                self.storage,
-                caller,
-                workers.get(mfc.model_role, ()),
-                seed=seed,
-                endpoints=endpoints or {},
-            )
+            mfc.name: ModelFunctionCall(mfc, graph, self.buffer, self.storage, caller,
+                                        workers.get(mfc.model_role, ()), seed=seed, endpoints=endpoints or {})
             for mfc in graph.mfcs
         }
         if make_loader is not None:
