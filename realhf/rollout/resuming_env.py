@@ -103,7 +103,7 @@ class ResumingEnv:
 
     async def _resent(self, send: Callable[[], Awaitable[AwsStepResult]]) -> AwsStepResult:
         """The answer to a request, sent again while the server says that it was not executed."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = 0.0
         for _ in range(_RESENDS):
             try:
                 return await send()
@@ -112,7 +112,7 @@ class ResumingEnv:
                     raise
             self.failures["unavailable"] += 1
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
         return await send()
 
     async def _resume(self, error: Exception) -> AwsStepResult:
