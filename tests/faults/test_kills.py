@@ -1,6 +1,7 @@
 """Real runs whose processes are killed: the journal balances, everything stops, the same command goes on.
 
-``benchmarks/kill_soak.py`` does this a hundred times; here every kind of fault comes in five runs."""
+``benchmarks/kill_soak.py`` does this a hundred times; here every kind of fault comes in five runs. In one of them a
+fifth of the environment's steps fail as well."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_every_fault_is_dealt() -> None:
 
 @pytest.mark.parametrize("number", range(RUNS))
 def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
-    run = KilledRun(tmp_path, f"run{number}", policy, "monitor.plot_every_steps=0", seed=number, steps=6)
+    injected = ("env.fault_rate=0.2", "env.fault_kinds=unavailable") if number == 0 else ()
+    run = KilledRun(tmp_path, f"run{number}", policy, "monitor.plot_every_steps=0", *injected, seed=number, steps=6)
     run.start()
     try:
         kill_at_random(run, dealt(1)[number], random.Random(number), every_s=1.0, timeout_s=STUCK_S)
@@ -47,3 +49,6 @@ def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
     assert not verdict.problems, (verdict, run.output.read_text())
     assert verdict.kills and verdict.tally is not None
     assert verdict.tally.head_staleness_max <= 1
+    rows = run.rows()
+    assert all(row["rollout/failed_rollouts"] == 0 for row in rows)
+    assert any("rollout/failed/unavailable" in row for row in rows) == bool(injected)
