@@ -59,12 +59,17 @@ async def client(engines: list[FakeEngine]) -> Any:
     made.close()
 
 
+async def all_asked(engines: list[FakeEngine], count: int) -> None:
+    async with asyncio.timeout(10):
+        while sum(len(engine.asked) for engine in engines) < count:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_slot_stays_where_its_rows_are_until_it_is_freed(client: Any, engines: list[FakeEngine]) -> None:
     for engine in engines:
         engine.open = False
     tasks = [asyncio.create_task(client.generate(GenRequest(slot, [1] * 10))) for slot in range(6)]
-    for engine in engines:
-        assert await asyncio.to_thread(engine.arrived.wait, 10)
+    await all_asked(engines, 6)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -82,13 +87,13 @@ async def test_a_slot_stays_where_its_rows_are_until_it_is_freed(client: Any, en
 async def test_requests_of_a_worker_that_dies_go_to_another(client: Any, engines: list[FakeEngine]) -> None:
     engines[0].open = engines[1].open = False
     tasks = [asyncio.create_task(client.generate(GenRequest(slot, [1] * 4, seed=9))) for slot in range(4)]
-    for engine in engines:
-        assert await asyncio.to_thread(engine.arrived.wait, 10)
-    engines[1].open = True
-    await asyncio.to_thread(engines[0].server.close)
+    await all_asked(engines, 4)
+    dying, living = engines if client._home[0] == engines[0].endpoint else engines[::-1]
+    living.open = True
+    await asyncio.to_thread(dying.server.close)
     moved = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 10)
-    assert [output.token_ids for output in moved] == [[1], [1]] and client.rerouted == 2
-    assert engines[1].asked[-1][1:] == [[1] * 4, 0, 9], "with everything that the request holds"
+    assert [output.token_ids for output in moved] == [[living.number]] * 2 and client.rerouted == 2
+    assert living.asked[-1][1:] == [[1] * 4, 0, 9], "with everything that the request holds"
     for task in tasks:
         task.cancel()
 

@@ -177,7 +177,7 @@ def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
             "sys.exit(failure.run_guarded(work))\n")
     scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
     collect(scheduler, WorkerLine)
-    [worker] = psutil.Process().children()
+    [worker] = [child for child in psutil.Process().children() if "stubborn" in child.cmdline()]
     worker.terminate()
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.reason == "killed by SIGALRM"
