@@ -6,13 +6,11 @@ python -m workers.generation_worker --run-dir DIR --run-id ID --master tcp://...
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from realhf.api.chat import TemplateChat
@@ -20,17 +18,16 @@ from realhf.api.config import GenConfig
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import GenOutput
-from realhf.api.plugin import load_plugin
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import answer_of, request_of
-from realhf.scheduler.failure import run_guarded
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service_server import Request, ServiceServer
 from realhf.transport.weights.receiver import receive
+from workers.planned_worker import run_planned
 
 
 class SlotTable:
@@ -153,23 +150,12 @@ class GenerationWorker:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--master", required=True, help="the master's endpoint")
-    parser.add_argument("--index", type=int, required=True)
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def work() -> None:
-        plan = RunPlan.read(args.run_dir)
-        for plugin in plan.plugins:
-            load_plugin(plugin)
+    def work(plan: RunPlan, args: argparse.Namespace) -> None:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
         GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
 
-    return run_guarded(work)
+    return run_planned(str(__doc__), work)
 
 
 if __name__ == "__main__":

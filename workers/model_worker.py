@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
 from realhf.api.model import Model
-from realhf.api.plugin import load_plugin
 from realhf.api.registry import backends, datasets, interfaces
 from realhf.api.trace import WEIGHTS
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.model_host import ModelHost
 from realhf.monitor.trace import open_trace
-from realhf.scheduler.failure import run_guarded
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.tensor_store import TensorStore
 from realhf.transport.weights.publisher import Medium, WeightPublisher
+from workers.planned_worker import run_planned
 
 HOST_HANDLERS = ("call", "load", "clear", "evaluate", "save", "restore", "committed", "export", "stats")
 STREAM_HANDLERS = ("open", "restore", "prune", "check", "stats")
@@ -127,22 +124,10 @@ def _generation_threads(spec: ExperimentSpec) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--master", required=True, help="the master's endpoint")
-    parser.add_argument("--index", type=int, required=True)
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-
-    def work() -> None:
-        plan = RunPlan.read(args.run_dir)
-        for plugin in plan.plugins:
-            load_plugin(plugin)
+    def work(plan: RunPlan, args: argparse.Namespace) -> None:
         ModelWorker(plan, args.index, args.run_id, args.master).run()
 
-    return run_guarded(work)
+    return run_planned(str(__doc__), work)
 
 
 if __name__ == "__main__":

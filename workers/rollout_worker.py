@@ -8,19 +8,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import logging
 import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from realhf.api.chat import TemplateChat
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
-from realhf.api.plugin import load_plugin
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
@@ -31,11 +28,11 @@ from realhf.rollout.generation_client import GenerationClient
 from realhf.rollout.group_player import GroupPlayer
 from realhf.rollout.grpo_pool import GrpoPool
 from realhf.rollout.rollout_loop import RolloutLoop
-from realhf.scheduler.failure import run_guarded
 from realhf.transport.push_producer import StreamProducer
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service_client import ServiceClient
+from workers.planned_worker import run_planned
 
 DRAIN_S = 30.0
 
@@ -155,29 +152,16 @@ def _generation_workers(roster: Mapping[str, WorkerInfo]) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--master", required=True, help="the master's endpoint")
-    parser.add_argument("--index", type=int, required=True)
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("httpx", "httpx2"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-
-    def work() -> None:
+    def work(plan: RunPlan, args: argparse.Namespace) -> None:
         import torch
 
         torch.set_num_threads(1)
-        plan = RunPlan.read(args.run_dir)
-        for plugin in plan.plugins:
-            load_plugin(plugin)
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
         gc.freeze()  # what was imported stays: the collector need not walk through it again and again
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
 
-    return run_guarded(work)
+    return run_planned(str(__doc__), work)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,14 @@ class SampleResult:
     achieved: Sequence[bool] = ()
 
 
+class ResultSink(Protocol):
+    """The part of a source that hears of results."""
+
+    def record(self, results: Sequence[SampleResult]) -> None: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
 @runtime_checkable
 class DataSource(Protocol):
     """Built once per run as ``sources.get(name)(seed=..., **args)``. Called from one thread only."""

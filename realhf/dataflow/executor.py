@@ -11,7 +11,7 @@ from typing import Any
 
 from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import InterfaceType
-from realhf.api.source import DataSource, SampleResult
+from realhf.api.source import DataSource, ResultSink, SampleResult
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer_types import EndOfData, Retired
 from realhf.dataflow.loader import Loader, StepLoader
@@ -41,7 +41,7 @@ class FunctionExecutor:
         self,
         graph: DataFlowGraph,
         caller: Caller,
-        source: DataSource,
+        source: DataSource | ResultSink,
         *,
         workers: Mapping[str, Sequence[str]],
         seed: int,
@@ -72,6 +72,8 @@ class FunctionExecutor:
         if make_loader is not None:
             self.loader = make_loader(self.buffer, self.storage)
         else:
+            if not isinstance(source, DataSource):
+                raise TypeError(f"{type(source).__name__} draws no samples; give make_loader")
             self.loader = Loader(
                 source,
                 self.buffer,

@@ -345,19 +345,6 @@ class RolloutControl:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # ---- the executor's source
-
-    def next_batch(self, n: int) -> list[Any]:
-        """Never asked: samples are admitted one by one."""
-        raise NotImplementedError(f"{n} samples were asked of a stream")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the journal holds it."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state
-
 
 def _with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
     """The sample's own metadata beside that of its task, which the rollout worker cannot change."""
