@@ -19,6 +19,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -45,8 +46,15 @@ def footprint(server: EnvServerProcess) -> Footprint:
     process = psutil.Process(server.process.pid)
     page = urllib.request.urlopen(server.url + "/metrics", timeout=5).read().decode()
     free = next(line for line in page.splitlines() if line.startswith("realhf_env_pool_free "))
-    children = [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    return Footprint(process.num_fds(), process.num_threads(), len(children), int(float(free.split()[1])))
+    children = sum(lives(child) for child in process.children(recursive=True))
+    return Footprint(process.num_fds(), process.num_threads(), children, int(float(free.split()[1])))
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it has not ended, also not since it was listed."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def rested(server: EnvServerProcess, pool_size: int, wanted: Footprint | None = None) -> Footprint:

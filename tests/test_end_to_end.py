@@ -17,6 +17,8 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.process_family import family
+
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TINY = (
@@ -161,9 +163,9 @@ def without_simulators(root: Path) -> Iterator[Launch]:
                                    stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
-            for child in descendants(process.pid):
-                with contextlib.suppress(psutil.Error, ProcessLookupError):
-                    if "realhf.env.ministack_server" in " ".join(child.cmdline()):
+            for child, line in family(process.pid).items():
+                if "realhf.env.ministack_server" in " ".join(line):
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, 9)
             time.sleep(0.05)
         out, errors = process.communicate(timeout=60)
@@ -171,13 +173,6 @@ def without_simulators(root: Path) -> Iterator[Launch]:
 
     yield run
     assert not leftovers(root)
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
 
 
 def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch, first: Rows) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from realhf.trajectory.client import TrajectoryClient, TrajectoryError
+from tests.process_family import family
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -90,8 +90,7 @@ def leases_of(url: str) -> list[dict[str, Any]]:
 
 
 def kill_model_worker(launcher: subprocess.Popen[bytes]) -> None:
-    [worker] = [child for child in psutil.Process(launcher.pid).children(recursive=True)
-                if "workers.model_worker" in child.cmdline()]
+    [worker] = [child for child, line in family(launcher.pid).items() if "workers.model_worker" in line]
     os.kill(worker.pid, 9)
 
 

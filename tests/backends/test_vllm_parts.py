@@ -21,6 +21,7 @@ from realhf.backends.vllm_api import VllmError
 from realhf.backends.vllm_generation import VllmGenerator, position_seed
 from realhf.backends.vllm_server import VllmServer
 from realhf.backends.vllm_weights import checked, file_in_memory, folder_on_disk, folder_shapes
+from tests.process_family import gone
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.tensor([1, -2], dtype=torch.bfloat16)}
 
@@ -158,8 +159,7 @@ def test_the_guard_ends_a_whole_session_when_its_owner_goes(number: signal.Signa
     else:
         guard.send_signal(number)
     guard.wait(20)
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert gone(processes, 20)
 
 
 def test_a_server_that_ends_is_told_with_its_words(tmp_path: Path):

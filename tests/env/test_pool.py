@@ -18,6 +18,7 @@ import pytest
 from realhf.env import pool as pool_module
 from realhf.env.executor import OutputLimits, SimulatorLost
 from realhf.env.pool import MiniStackPool, Slot
+from tests.process_family import lives
 
 pytestmark = pytest.mark.sim
 
@@ -179,9 +180,9 @@ def test_dead_zygotes_are_started_again(small_pool: MiniStackPool) -> None:
     for zygote in small_pool._zygotes:
         os.kill(zygote.pid, signal.SIGKILL)
     deadline = time.monotonic() + 5.0
-    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(lives(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not [pid for pid in pids if _runs(pid)]
+    assert not [pid for pid in pids if lives(pid)]
     slot = small_pool.acquire()
     slot.reset()
     assert slot.executor.run("aws s3 ls").success
@@ -219,14 +220,6 @@ def test_size_must_be_positive(size: int) -> None:
         MiniStackPool(size)
 
 
-def _runs(pid: int) -> bool:
-    """False also for an ended process that an idle init has not collected yet."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 OWNER = """
 import sys, time
 from realhf.env.pool import MiniStackPool
@@ -247,16 +240,16 @@ def test_nothing_survives(how: str) -> None:
     assert owner.stdout is not None
     *words, folder = owner.stdout.readline().split()
     pids = [int(word) for word in words]
-    assert Path(folder).is_dir() and len(pids) == 6 and all(_runs(pid) for pid in pids)
+    assert Path(folder).is_dir() and len(pids) == 6 and all(lives(pid) for pid in pids)
     try:
         if how == "stop":
             assert owner.stdout.readline() == "stopped\n"
         else:
             owner.send_signal(signal.SIGTERM if how == "exit" else signal.SIGKILL)
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and (any(_runs(pid) for pid in pids) or Path(folder).exists()):
+        while time.monotonic() < deadline and (any(lives(pid) for pid in pids) or Path(folder).exists()):
             time.sleep(0.05)
-        assert not [pid for pid in pids if _runs(pid)] and not Path(folder).exists()
+        assert not [pid for pid in pids if lives(pid)] and not Path(folder).exists()
     finally:
         owner.kill()
         owner.wait()

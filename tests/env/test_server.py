@@ -20,6 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.task import Task
 from realhf.env.tasks.loader import instantiate, solve
+from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim
 POOL = 2
@@ -178,8 +179,7 @@ def test_a_vanished_client_frees_its_slot(server: EnvServerProcess) -> None:
 
 def children_of(server: EnvServerProcess, module: str) -> list[psutil.Process]:
     """The forked children of a zygote of the server."""
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    pythons = {p.pid: p for p in family if module in p.cmdline() and p.name().startswith("python")}
+    pythons = {p.pid: p for p, line in family(server.process.pid).items() if module in line and "python" in line[0]}
     return [p for p in pythons.values() if p.ppid() in pythons]
 
 
@@ -243,8 +243,8 @@ def test_http_routes(server: EnvServerProcess) -> None:
 
 def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
     with EnvServerProcess(2) as server:
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        assert family
+        children = family(server.process.pid)
+        assert children
         session = open_session(server)
         reset(session, instantiate(101, seed=1))
         began = time.monotonic()
@@ -253,8 +253,7 @@ def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
         with pytest.raises(ConnectionClosed) as closed:
             session.recv(timeout=5)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
-        _, alive = psutil.wait_procs(family, timeout=2)
-        assert not alive
+        assert gone(children, 2)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
 

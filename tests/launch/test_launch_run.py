@@ -16,6 +16,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from tests.process_family import family, gone
+
 TOY = Path(__file__).with_name("toy_experiment.py")
 SUMMARY_FIELDS = {
     "heldout_success_before", "heldout_success_after", "heldout_success_before_greedy",
@@ -85,8 +87,8 @@ def start_slow(root: Path) -> Slow:
         time.sleep(0.1)
     time.sleep(0.5)
     workers = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        workers |= {part: child for part in child.cmdline() if part.startswith("workers.")}
+    for child, line in family(process.pid).items():
+        workers |= {part: child for part in line if part.startswith("workers.")}
     assert set(workers) == {"workers.master_worker", "workers.model_worker"}
     return Slow(process, workers, root)
 
@@ -104,11 +106,6 @@ def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Slow]]:
 @pytest.fixture
 def slow(slow_runs: list[Slow]) -> Slow:
     return slow_runs.pop()
-
-
-def all_gone(workers: dict[str, psutil.Process], within_s: float) -> bool:
-    _, alive = psutil.wait_procs(list(workers.values()), timeout=within_s)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
@@ -148,7 +145,7 @@ def test_a_killed_model_worker_ends_the_run_and_is_named(slow: Slow):
     assert process.returncode == 1
     assert "model_worker/0 ended before the run did: killed by SIGKILL" in errors
     assert "Traceback" not in errors
-    assert all_gone(workers, 0.1)
+    assert gone(workers.values(), 0.1)
 
 
 def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
@@ -157,14 +154,14 @@ def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 143
     assert "stopped by SIGTERM" in errors and "Traceback" not in errors
-    assert all_gone(workers, 0.1)
+    assert gone(workers.values(), 0.1)
 
 
 def test_workers_do_not_outlive_a_killed_launcher(slow: Slow):
     process, workers, _ = slow
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=10)
-    assert all_gone(workers, 12)
+    assert gone(workers.values(), 12)
 
 
 def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended: dict[str, Ended]):
@@ -207,4 +204,4 @@ def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "stopped by SIGINT" in errors and "Traceback" not in errors
-    assert all_gone(workers, 0.1)
+    assert gone(workers.values(), 0.1)

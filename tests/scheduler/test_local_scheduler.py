@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.failure import describe, failure_cause, log_tail
 from realhf.scheduler.local import LocalScheduler
+from tests.process_family import family, gone
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -58,15 +58,6 @@ def collect(scheduler: LocalScheduler, until: type, deadline_s: float = 10.0) ->
     return events
 
 
-def gone(pid: int, deadline_s: float = 5.0) -> bool:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_lines_come_before_the_exit_and_both_are_reported(tmp_path, modules, scheduler):
     modules("talker", "import sys; print('a'); print('b', sys.argv[1]); print('oops', file=sys.stderr); sys.exit(3)")
     scheduler.start(spec(tmp_path, "talker/0", "talker", "x", events=True))
@@ -99,7 +90,7 @@ def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_
     began = time.monotonic()
     scheduler.stop(grace_s=0.5)
     assert time.monotonic() - began < 5.0
-    assert gone(child)
+    assert gone([child], 5)
     scheduler.stop()
 
 
@@ -133,7 +124,7 @@ def test_workers_end_when_the_launching_process_is_killed(tmp_path, modules):
     pid = int(process.stdout.readline())
     process.kill()
     process.wait()
-    assert gone(pid)
+    assert gone([pid], 5)
 
 
 def test_an_error_leaves_its_traceback_and_one_line_about_the_cause(tmp_path, modules, scheduler):
@@ -177,7 +168,7 @@ def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
             "sys.exit(failure.run_guarded(work))\n")
     scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
     collect(scheduler, WorkerLine)
-    [worker] = [child for child in psutil.Process().children() if "stubborn" in child.cmdline()]
+    [worker] = [child for child, line in family(os.getpid()).items() if "stubborn" in line]
     worker.terminate()
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.reason == "killed by SIGALRM"

@@ -22,6 +22,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.vllm_api import VllmError
 from realhf.backends.vllm_generation import VllmGenerator
 from realhf.backends.vllm_server import VllmOptions, VllmServer
+from tests.process_family import gone
 from tests.vllm.asked import LONG, PROMPT, Asked, logprobs_of
 from tests.vllm.conftest import EXECUTABLE
 
@@ -40,7 +41,7 @@ def of_server(port: str) -> list[psutil.Process]:
     """The processes of the session of the server on this port."""
     argument = f"--port {port} "
     found = [p for p in psutil.process_iter(["cmdline"]) if argument in " ".join(p.info["cmdline"] or [])]
-    sessions = {os.getsid(p.pid) for p in found}
+    sessions = {_session(p) for p in found} - {-1}
     everyone = [p for p in psutil.process_iter() if p.is_running()]
     return [p for p in everyone if _session(p) in sessions]
 
@@ -50,11 +51,6 @@ def _session(process: psutil.Process) -> int:
         return os.getsid(process.pid)
     except ProcessLookupError:
         return -1
-
-
-def gone(processes: list[psutil.Process], limit_s: float) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=limit_s)
-    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")

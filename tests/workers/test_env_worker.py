@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import httpx
-import psutil
 import pytest
 
 from realhf.transport.rpc_master import RpcMaster
+from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim
 
@@ -27,11 +27,11 @@ async def test_it_registers_its_address_and_leaves_with_the_master() -> None:
         assert (info.kind, info.index, info.pid) == ("env", 0, process.pid)
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"{info.endpoints['env']}/health")).json() == {"status": "healthy"}
-        family = psutil.Process(process.pid).children(recursive=True)
+        children = family(process.pid)
     finally:
         await master.close()
     assert await asyncio.to_thread(process.wait, 15) == 0
-    assert not psutil.wait_procs(family, timeout=2)[1]
+    assert children and gone(children, 2)
 
 
 def test_a_bad_setting_is_one_fatal_line_in_the_log() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
 
 import httpx
-import psutil
 import pytest
 from websockets.sync.client import connect
 
@@ -20,6 +20,7 @@ from realhf.env.tasks.loader import load_templates
 from realhf.env.web.door import Refused
 from realhf.env.web.game import Game
 from realhf.env.web.playground import Playground
+from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim
 Visit = Callable[[], httpx.Client]
@@ -179,11 +180,11 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
             with pytest.raises(Refused, match="simulator did not start") as refused:
                 await playground.reset("ann", {"task_id": 101})
         assert refused.value.status == 503 and str(port) in str(refused.value)
-        before = set(psutil.Process().children(recursive=True))
+        before = set(family(os.getpid()))
         logs = await asyncio.gather(*(playground.reset("ann", {"task_id": 101, "seed": seed}) for seed in range(8)))
         assert len(made) == 2 and len({log["episode_id"] for log in logs}) == 8
-        family = set(psutil.Process().children(recursive=True)) - before
-        assert made[-1].slots[0].port == port and family
+        simulators = set(family(os.getpid())) - before
+        assert made[-1].slots[0].port == port and simulators
         await playground.step("ann", "aws s3api create-bucket --bucket anns")
         with pytest.raises(Refused, match="busy"):
             await playground.reset("bob", {"task_id": 101})
@@ -191,14 +192,14 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         while (await playground.state("bob"))["busy"]:
             assert time.monotonic() < deadline, "an idle visitor was not released"
             await asyncio.sleep(0.05)
-        with pytest.raises(Refused) as gone:
+        with pytest.raises(Refused) as late:
             await playground.step("ann", "aws s3api list-buckets")
-        assert gone.value.body["code"] == "NO_EPISODE"
+        assert late.value.body["code"] == "NO_EPISODE"
         await playground.reset("bob", {"task_id": 101, "seed": 1})
         assert "anns" not in (await playground.step("bob", "aws s3api list-buckets"))["command_output"]
         assert len(made) == 2
     finally:
         playground.close()
-    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert gone(simulators, 5)
     with pytest.raises(Refused):
         await playground.reset("bob", {"task_id": 101})
