@@ -19,7 +19,7 @@ class Lengths:
     __slots__ = ("_rows", "offsets", "values")
 
     def __init__(self, values: IntArray, offsets: IntArray) -> None:
-        if values.size and values.min() < 0:
+        if values.size and np.minimum.reduce(values) < 0:
             raise ValueError("sequence lengths must be >= 0")
         ends_fit = offsets.size and offsets[0] == 0 and offsets[-1] == len(values)
         if not ends_fit or (len(offsets) > 2 and (np.diff(offsets) < 0).any()):

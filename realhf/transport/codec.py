@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgpack
@@ -33,7 +34,9 @@ SHARED_BELOW = 4096
 ALIGNMENT = 64
 _ENTRY: dict[str, type] = {"k": str, "dtype": str, "trailing": list, "sequences": int, "lens_frame": int,
                            "lens_offset": int}  # fmt: skip
-_ENTRY_TYPES = list(_ENTRY.values())
+_ENTRY_TYPES = tuple(_ENTRY.values())
+_ENTRY_FIELDS = itemgetter(*_ENTRY)
+_NOTHING = memoryview(b"")
 
 
 def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
@@ -43,6 +46,7 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
     frames: list[bytes | memoryview] = []
     keys: list[dict[str, Any]] = []
     known: dict[int, int] = {}
+    data, dtypes, trailing = sample.data, sample.dtypes, sample.trailing_shapes
     for key in sorted(sample.keys):
         lengths = sample.lengths(key)
         lens_offset = known.get(id(lengths))
@@ -51,14 +55,14 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
             lens_offset = known[id(lengths)] = shared.add(lens)
         entry: dict[str, Any] = {
             "k": key,
-            "dtype": sample.dtypes[key],
-            "trailing": list(sample.trailing_shapes[key]),
+            "dtype": dtypes[key],
+            "trailing": list(trailing[key]),
             "lens_frame": 1,
             "lens_offset": lens_offset,
             "sequences": len(lengths.values),
         }
-        if sample.data is not None:
-            raw = tensor_bytes(sample[key])
+        if data is not None:
+            raw = tensor_bytes(data[key])
             entry["nbytes"] = raw.nbytes
             if raw.nbytes < SHARED_BELOW:
                 entry["frame"], entry["offset"] = 1, shared.add(raw)
@@ -67,7 +71,7 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
                 entry["frame"], entry["offset"] = len(frames) + 1, 0
         keys.append(entry)
     fields = {"fmt": FORMAT, "ids": list(sample.ids), "metadata": sample.metadata, "keys": keys}
-    if sample.data is None:
+    if data is None:
         fields["meta_only"] = True
     header = cast(bytes, msgpack.packb(fields))
     encoded = [header, shared.frame(), *frames]
@@ -126,7 +130,7 @@ class _Entry(NamedTuple):
         key, dtype, trailing, sequences, lens_frame, lens_offset = _typed(item)
         if dtype not in ITEMSIZE:
             raise CodecError(f"key {key!r}: dtype {dtype!r} is not allowed")
-        if len(trailing) > MAX_TRAILING_DIMS or not all(type(d) is int and d >= 0 for d in trailing):
+        if trailing and (len(trailing) > MAX_TRAILING_DIMS or not all(type(d) is int and d >= 0 for d in trailing)):
             raise CodecError(f"key {key!r}: bad trailing shape {trailing!r:.60}")
         if sequences < 0:
             raise CodecError(f"key {key!r}: {sequences} sequences")
@@ -135,9 +139,9 @@ class _Entry(NamedTuple):
         if lengths is None:
             lens = bytes(_slice(views, *place[:2], 8 * (sequences + samples + 1), key))
             lengths = known[place] = known[lens] = known.get(lens) or _lengths(lens, sequences, key)
-        expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         if meta_only:
-            return _Entry(key, dtype, tuple(trailing), lengths, memoryview(b""))
+            return _Entry(key, dtype, tuple(trailing), lengths, _NOTHING)
+        expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         nbytes = field(item, "nbytes", int)
         if nbytes != expected:
             raise CodecError(f"key {key!r}: {nbytes} bytes, lengths and shape say {expected}")
@@ -195,10 +199,13 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
     return flat if len(shape) == 1 else flat.reshape(tuple(shape))
 
 
-def _typed(item: dict[str, Any]) -> list[Any]:
+def _typed(item: dict[str, Any]) -> Sequence[Any]:
     """The fields of an entry that every entry has, of their types."""
-    values = [item.get(name) for name in _ENTRY]
-    if [type(value) for value in values] != _ENTRY_TYPES:
+    try:
+        values = _ENTRY_FIELDS(item)
+    except KeyError as error:
+        raise CodecError(f"an entry of keys has no {error}") from None
+    if tuple(map(type, values)) != _ENTRY_TYPES:
         return [field(item, name, kind) for name, kind in _ENTRY.items()]
     return values
 
@@ -214,7 +221,7 @@ def _slice(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, ke
 def _lengths(raw: bytes, sequences: int, key: str) -> Lengths:
     numbers: IntArray = np.frombuffer(raw, dtype="<i8").astype(np.int64)
     values, offsets = numbers[:sequences], numbers[sequences:]
-    if sequences and (values.min() < 0 or int(values.max()) > MAX_MESSAGE_BYTES):
+    if sequences and np.maximum.reduce(values.view(np.uint64)) > MAX_MESSAGE_BYTES:
         raise CodecError(f"key {key!r}: a sequence length is negative or absurd")
     return Lengths(values, offsets)
 
