@@ -1,6 +1,6 @@
 """Which task next: what both strategies share. One instance per training run.
 
-Choosing reads statistics and draws from the seeded generator; ``record_result`` alone changes them. Thread-safe.
+Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes them. Thread-safe.
 Source: environment spec 8.
 """
 
@@ -103,10 +103,14 @@ class Curriculum:
         return instantiate(task_id, seed)
 
     def record_result(self, task: Task, achieved: bool | float | None, reward: float = 0.0) -> None:
+        """``record_template`` of the task's template."""
+        self.record_template(task.task_id, achieved, reward)
+
+    def record_template(self, task_id: int, achieved: bool | float | None, reward: float = 0.0) -> None:
         """The one way in for results: a group counts as one episode, ``achieved`` is the fraction of its valid
-        rollouts that achieved the task, None a group without valid rollouts. Raises TaskError for a task that
+        rollouts that achieved the task, None a group without valid rollouts. Raises TaskError for a template that
         is not in this curriculum."""
-        self._check_known(task.task_id)
+        self._check_known(task_id)
         with self._lock:
             if achieved is None:
                 self._invalid_groups += 1
@@ -117,10 +121,10 @@ class Curriculum:
                 raise ValueError(f"reward is {reward}; a failed rollout is no result")
             self._episodes += 1
             self._rewards = [*self._rewards, float(reward)][-10:]
-            record = self._records[task.task_id]
+            record = self._records[task_id]
             record.attempts += 1
             record.last_episode = self._episodes
-            self._learn(task.task_id, record, float(achieved > 0) if self._any else float(achieved))
+            self._learn(task_id, record, float(achieved > 0) if self._any else float(achieved))
 
     def _check_known(self, template_id: int) -> None:
         if template_id not in self._tier_of:

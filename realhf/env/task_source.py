@@ -13,7 +13,7 @@ from realhf.env.task import Task
 
 class TaskCurriculumSource:
     """Endless. Ids are ``<template>-<seed>@<n>`` with n counting from 0; metadata holds the task as JSON text and
-    ``template``, ``tier``, ``task_seed``; the value ``task_ids`` is the template's number."""
+    ``task_id``, ``template``, ``tier``, ``task_seed``; the value ``task_ids`` is the template's number."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TaskCurriculumSource:
             valid = [i for i, reward in enumerate(result.rewards) if reward is not None]
             achieved = sum(bool(result.achieved[i]) for i in valid) / len(valid) if valid else None
             reward = sum(result.rewards[i] or 0.0 for i in valid) / len(valid) if valid else 0.0
-            self._curriculum.record_result(Task.from_json(result.metadata["task"]), achieved, reward)
+            self._curriculum.record_template(result.metadata["task_id"], achieved, reward)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self._drawn, "curriculum": self._curriculum.state_dict()}
@@ -59,6 +59,7 @@ def _item(task: Task, number: int) -> SourceItem:
         id=f"{task.template}-{task.seed}@{number}",
         metadata={
             "task": json.dumps(task.to_json(), separators=(",", ":")),
+            "task_id": task.task_id,
             "template": task.template,
             "tier": task.tier,
             "task_seed": task.seed,

@@ -161,6 +161,8 @@ def fill(value: Any, params: Mapping[str, Any]) -> Any:
     """``value`` with the places of all its strings filled; a string that is one place takes the value's type.
     Braces around anything that is not a parameter stay as they are."""
     if isinstance(value, str):
+        if "{" not in value:
+            return value
         whole = _PLACE.fullmatch(value)
         if whole and whole[1] in params:
             return params[whole[1]]
