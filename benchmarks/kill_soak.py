@@ -16,6 +16,7 @@ import json
 import platform
 import random
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from killed_run import CTRL_C, LAUNCHER, MARKS, KilledRun, Stuck, Verdict, kill_
 
 STUCK_S = 180.0
 KINDS = (*MARKS, LAUNCHER, CTRL_C)
-SCHEMA = 1
+SCHEMA = 2
 
 
 def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> Verdict:
@@ -61,7 +62,8 @@ def entry(number: int, verdict: Verdict) -> dict[str, Any]:
     """A run in the JSON file."""
     tally = asdict(verdict.tally) if verdict.tally else None
     return {"run": number, "seconds": round(verdict.seconds, 1), "kills": dict(verdict.kills), "tally": tally,
-            "stop_s": [round(value, 2) for value in verdict.stop_s], "problems": verdict.problems}  # fmt: skip
+            "stop_s": {how: [round(value, 2) for value in values] for how, values in verdict.stop_s.items()},
+            "problems": verdict.problems}  # fmt: skip
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -74,8 +76,13 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
                       for name in ("admitted", "consumed", "lost", "twice", "impossible", "rejected", "resumes")})
     bad = [found["run"] for found in entries if found["problems"]]
     return {"runs": len(entries), "bad": bad, "kills": dict(kills), **books,
-            "stop_s_max": max((value for found in entries for value in found["stop_s"]), default=None),
+            "stop_s": {how: _spread([value for found in entries for value in found["stop_s"].get(how, ())])
+                       for how in (LAUNCHER, CTRL_C)},
             "seconds": round(sum(found["seconds"] for found in entries))}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "max": max(values)} if values else {}
 
 
 def earlier(path: Path | None, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -89,12 +89,13 @@ class Stuck(RuntimeError):
 
 @dataclass
 class Verdict:
-    """What is left of a run. ``problems`` is empty where everything balances."""
+    """What is left of a run. ``problems`` is empty where everything balances; ``stop_s``: how long it took until
+    nothing of it ran any more, for each time that ``LAUNCHER`` or ``CTRL_C`` stopped it."""
 
     tally: Tally | None
     kills: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    stop_s: list[float] = field(default_factory=list)
+    stop_s: dict[str, list[float]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -105,7 +106,7 @@ class KilledRun:
         self.folder = runs / "grpo_aws_async" / trial
         self.steps = steps
         self.kills: Counter[str] = Counter()
-        self.stop_s: list[float] = []
+        self.stop_s: dict[str, list[float]] = {}
         self.output = runs / f"{trial}.log"
         self._command = [
             sys.executable, "-m", "realhf.launch", *TINY, f"seed={seed}", f"trial_name={trial}", f"fileroot={runs}",
@@ -176,7 +177,7 @@ class KilledRun:
             raise Stuck(f"exit code {code} of a run that was stopped by {how}:\n{self.tail()}")
         if left := self.left_over():
             raise Stuck(f"left running {GONE_WITHIN_S:g} s after {how}: {'; '.join(left)}")
-        self.stop_s.append(time.monotonic() - began)
+        self.stop_s.setdefault(how, []).append(time.monotonic() - began)
         self.start()
 
     def wait(self, timeout_s: float) -> int:
