@@ -3,6 +3,10 @@
     make train SEED=1; make train SEED=2; make train SEED=3
     python benchmarks/learning.py runs/grpo_aws/seed1-* runs/grpo_aws/seed2-* runs/grpo_aws/seed3-* --out curves.png
 
+Runs that differ in more than their seed, such as in staleness, are also compared by kind: success after training with
+the 95 % interval of all episodes (Wilson), and the difference from the first kind named, seed by seed, with the 95 %
+interval of its mean (Student's t).
+
 Held-out instances have names that training never saw. Every figure is read from the run folders.
 """
 
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Student's t by degrees of freedom: 2.5 % of the values are above."""
+Z_975 = statistics.NormalDist().inv_cdf(0.975)
 TIER = "source/success/"
 """Metric: the curriculum's running success of a tier, a mean over its templates however often each was drawn."""
 
@@ -29,21 +37,58 @@ def read_run(folder: Path) -> dict[str, Any]:
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     success = [statistics.mean(value for name, value in row.items() if name.startswith(TIER)) for row in rows]
-    return {"seed": plan["spec"]["seed"], "summary": summary, "success": success}
+    rollout = plan["spec"]["rollout"]
+    kind = f"asynchronous, eta {rollout['options']['max_head_offpolicyness']}" if rollout else "synchronous"
+    return {"seed": plan["spec"]["seed"], "kind": kind, "summary": summary, "success": success}
 
 
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown: one row per seed and decoding, success before -> after in percent."""
     tiers = ["overall", *sorted(set(runs[0]["summary"]["heldout_success_before"]) - {"overall"})]
-    rows = ["| seed | decoding | " + " | ".join(tiers) + " | wall s |", "|---" * (len(tiers) + 3) + "|"]
+    rows = ["| kind | seed | decoding | " + " | ".join(tiers) + " | wall s |", "|---" * (len(tiers) + 4) + "|"]
     for run in runs:
         summary = run["summary"]
         for decoding, suffix in (("sampled", ""), ("greedy", "_greedy")):
             before, after = summary[f"heldout_success_before{suffix}"], summary[f"heldout_success_after{suffix}"]
+            if not after:
+                continue
             cells = [f"{100 * before[t]:.1f} -> {100 * after[t]:.1f}" for t in tiers]
             wall = f"{summary['wall_seconds']:.0f}" if not suffix else ""
-            rows.append(f"| {run['seed']} | {decoding} | " + " | ".join(cells) + f" | {wall} |")
+            rows.append(f"| {run['kind']} | {run['seed']} | {decoding} | " + " | ".join(cells) + f" | {wall} |")
     return "\n".join(rows)
+
+
+def comparison(runs: list[dict[str, Any]]) -> str:
+    """Markdown: one row per kind of run, in the order in which the kinds occur; percent and percent points."""
+    kinds = list(dict.fromkeys(run["kind"] for run in runs))
+    after = {(run["kind"], run["seed"]): 100 * run["summary"]["heldout_success_after"]["overall"] for run in runs}
+    rows = ["| kind | seeds: success after | all | interval | difference | interval |", "|---" * 6 + "|"]
+    for kind in kinds:
+        seeds = [seed for name, seed in after if name == kind]
+        values = [after[kind, seed] for seed in seeds]
+        episodes = sum(run["summary"]["heldout_episodes_after"]["overall"] for run in runs if run["kind"] == kind)
+        low, high = _wilson(statistics.mean(values) / 100, episodes)
+        gaps = [after[kind, seed] - after[kinds[0], seed] for seed in seeds if (kinds[0], seed) in after]
+        rows.append(
+            f"| {kind} | {', '.join(f'{value:.1f}' for value in values)} | {statistics.mean(values):.1f} of {episodes}"
+            f" | {100 * low:.1f} to {100 * high:.1f} | {_difference(gaps) if kind != kinds[0] else '| '}|"
+        )
+    return "\n".join(rows)
+
+
+def _wilson(share: float, n: int) -> tuple[float, float]:
+    middle = (share + Z_975**2 / (2 * n)) / (1 + Z_975**2 / n)
+    half = Z_975 / (1 + Z_975**2 / n) * math.sqrt(share * (1 - share) / n + Z_975**2 / (4 * n * n))
+    return middle - half, middle + half
+
+
+def _difference(gaps: list[float]) -> str:
+    """Two cells: the mean and its interval."""
+    mean = statistics.mean(gaps)
+    if len(gaps) < 2:
+        return f"{mean:+.1f} | "
+    half = T_975.get(len(gaps) - 1, Z_975) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return f"{mean:+.1f} | {mean - half:+.1f} to {mean + half:+.1f} "
 
 
 def draw(runs: list[dict[str, Any]], out: Path) -> None:
@@ -51,7 +96,7 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for run in runs:
         steps = list(range(1, len(run["success"]) + 1))
-        (line,) = axes.plot(steps, run["success"], label=f"seed {run['seed']}", linewidth=1.8)
+        (line,) = axes.plot(steps, run["success"], label=f"{run['kind']}, seed {run['seed']}", linewidth=1.8)
         ends = [run["summary"][f"heldout_success_{when}"]["overall"] for when in ("before", "after")]
         axes.plot([0, steps[-1] + 1], ends, "o", color=line.get_color(), markersize=7)
     axes.set_xlabel("train step")
@@ -69,7 +114,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="PNG to draw")
     args = parser.parse_args()
-    runs = sorted((read_run(folder) for folder in args.runs), key=lambda run: run["seed"])
+    runs = [read_run(folder) for folder in args.runs]
+    if len({run["kind"] for run in runs}) > 1:
+        print(comparison(runs), end="\n\n")
+    runs.sort(key=lambda run: (run["kind"], run["seed"]))
     print(table(runs))
     if args.out:
         draw(runs, args.out)
