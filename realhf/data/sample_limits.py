@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realhf.api.keys import KeySpec
 from realhf.api.sample import SequenceSample
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import CodecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
 
@@ -69,11 +72,22 @@ def _check_key(
         raise CodecError(f"{_where(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}")
     if spec.rule != "free" and lengths != expected[spec.rule]:
         raise CodecError(f"{_where(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} tokens")
-    if spec.dtype in _FLOATS:
-        # One pass over the values: a sum is finite exactly when all of them are, short of an overflow.
-        total = tensor.sum() if spec.dtype in ("f32", "f64") else tensor.double().sum()
-        if not math.isfinite(total.item()):
-            raise CodecError(f"{_where(sample, spec)}: a value is not finite")
+    if spec.dtype in _FLOATS and not _finite(tensor) and not _finite(_without_failures(sample, spec)):
+        raise CodecError(f"{_where(sample, spec)}: a value is not finite")
+
+
+def _finite(tensor: Tensor) -> bool:
+    """In one pass over the values: their sum is finite exactly when all of them are, short of an overflow."""
+    total = tensor.sum() if tensor.element_size() >= 4 else tensor.double().sum()
+    return math.isfinite(total.item())
+
+
+def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
+    """The key's values of the rollouts that succeeded, where it has one per rollout: a failed one has no reward, which
+    is written as NaN."""
+    tensor = sample[spec.name]
+    alike = spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
+    return tensor[sample["outcome"] == 0] if alike else tensor
 
 
 def _length_lists(sample: SequenceSample) -> dict[str, list[int]]:

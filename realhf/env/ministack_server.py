@@ -35,8 +35,10 @@ from realhf.env.asgi_http import AsgiApp, HttpConnection
 from realhf.env.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.env.fork_server import serve_forks
 from realhf.env.lambda_gate import LambdaGate
+from realhf.env.xml_repair import repaired
 
 RESET_PATH = "/_realhf/reset"
+_XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 _ADDRESS_BYTES = 4 << 30
 _LOG_BYTES = 4 << 20
 
@@ -141,6 +143,29 @@ def _guarded_app(app: AsgiApp, randomness: SeededRandomness) -> AsgiApp:
     return guarded
 
 
+def _readable_app(app: AsgiApp) -> AsgiApp:
+    """Names that a policy made up must not break the answers of the services that speak XML. Not of S3, which answers
+    with objects of any content. The server sets the length."""
+
+    async def readable(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not _XML_PATH.match(scope["path"]):
+            await app(scope, receive, send)
+            return
+        body = bytearray()
+
+        async def collect(message: dict[str, Any]) -> None:
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            body.extend(message.get("body", b""))
+            if not message.get("more_body"):
+                await send({**message, "body": repaired(bytes(body)) if body.startswith(b"<") else bytes(body)})
+
+        await app(scope, receive, collect)
+
+    return readable
+
+
 async def _serve(app: AsgiApp, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -165,7 +190,7 @@ def main() -> None:
     app_module = importlib.import_module("ministack.app")
     gate = LambdaGate()
     gate.install()
-    app = _guarded_app(app_module.app, randomness)
+    app = _guarded_app(_readable_app(app_module.app), randomness)
     _keep_only_metadata(MINISTACK_SERVICES)
     isolated = sandbox.without_network(mode)
     gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from realhf.env.pool import MiniStackPool, Slot
@@ -26,6 +28,20 @@ def test_policy_documents_are_decoded(slot: Slot) -> None:
     slot.state.call("iam", "CreateRole", {"RoleName": "r", "AssumeRolePolicyDocument": document})
     role = slot.state.call("iam", "GetRole", {"RoleName": "r"})["Role"]
     assert role["AssumeRolePolicyDocument"] == {"Version": "2012-10-17", "Statement": []}
+
+
+def test_names_that_are_no_xml_are_read_by_agent_and_grader(slot: Slot) -> None:
+    """The simulator does not escape them."""
+    slot.state.call("iam", "CreateGroup", {"GroupName": "g", "Path": "/op<|user|>/a&b/"})
+    assert slot.state.call("iam", "GetGroup", {"GroupName": "g"})["Group"]["Path"] == "/op<|user|>/a&b/"
+    topic = slot.state.call("sns", "CreateTopic", {"Name": "t"})["TopicArn"]
+    queue = "arn:aws:sqs:us-east-1:000000000000:a{}b"
+    command = f"aws sns subscribe --topic-arn {topic} --protocol sqs --notification-endpoint"
+    assert slot.executor.run(f"{command} '{queue.format(chr(20))}'").success
+    [subscription] = slot.state.call("sns", "ListSubscriptionsByTopic", {"TopicArn": topic})["Subscriptions"]
+    assert subscription["Endpoint"] == queue.format("\ufffd")
+    listed = slot.executor.run(f"aws sns list-subscriptions-by-topic --topic-arn {topic}")
+    assert listed.success and json.loads(listed.stdout)["Subscriptions"] == [subscription]
 
 
 @pytest.mark.parametrize(
