@@ -1,7 +1,7 @@
 """Real runs whose processes are killed: the journal balances, everything stops, the same command goes on.
 
-``benchmarks/kill_soak.py`` does this a hundred times; here every kind of fault comes in five runs. In one of them a
-fifth of the environment's steps fail as well."""
+``benchmarks/kill_soak.py`` does this a hundred times; here every kind of fault comes in five runs. In one of them
+the environment loses sessions as well, and rollouts that lost theirs are left out of their group."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 
 RUNS = 5
 STUCK_S = 150.0
+LOSSES = ("env.fault_rate=0.1", "env.fault_kinds=disconnect", "async_rl.on_failure.retries=0", "ppo.group_size=4")
 SINGLES = ("rollout_worker", "generation", "env", "ministack")
 
 
@@ -38,7 +39,7 @@ def test_every_fault_is_dealt() -> None:
 
 @pytest.mark.parametrize("number", range(RUNS))
 def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
-    injected = ("env.fault_rate=0.2", "env.fault_kinds=unavailable") if number == 0 else ()
+    injected = LOSSES if number == 0 else ()
     run = KilledRun(tmp_path, f"run{number}", policy, "monitor.plot_every_steps=0", *injected, seed=number, steps=6)
     run.start()
     try:
@@ -50,5 +51,5 @@ def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
     assert verdict.kills and verdict.tally is not None
     assert verdict.tally.head_staleness_max <= 1
     rows = run.rows()
-    assert all(row["rollout/failed_rollouts"] == 0 for row in rows)
-    assert any("rollout/failed/unavailable" in row for row in rows) == bool(injected)
+    assert any(row["rollout/failed_rollouts"] for row in rows) == bool(injected)
+    assert any("rollout/failed/connection_lost" in row for row in rows) >= bool(injected)
