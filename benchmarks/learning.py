@@ -94,9 +94,12 @@ def _difference(gaps: list[float]) -> str:
 def draw(runs: list[dict[str, Any]], out: Path) -> None:
     """Running success in training over steps, and held-out success before and after as dots at both ends."""
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
-    for run in runs:
+    names = [run["kind"] if len({run["kind"] for run in runs}) > 1 else f"seed {run['seed']}" for run in runs]
+    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(names))}
+    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         steps = list(range(1, len(run["success"]) + 1))
-        (line,) = axes.plot(steps, run["success"], label=f"{run['kind']}, seed {run['seed']}", linewidth=1.8)
+        label = name if name not in names[:number] else None
+        (line,) = axes.plot(steps, run["success"], label=label, linewidth=1.4, color=colours[name])
         ends = [run["summary"][f"heldout_success_{when}"]["overall"] for when in ("before", "after")]
         axes.plot([0, steps[-1] + 1], ends, "o", color=line.get_color(), markersize=7)
     axes.set_xlabel("train step")
@@ -115,9 +118,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="PNG to draw")
     args = parser.parse_args()
     runs = [read_run(folder) for folder in args.runs]
-    if len({run["kind"] for run in runs}) > 1:
+    order = list(dict.fromkeys(run["kind"] for run in runs))
+    runs.sort(key=lambda run: (order.index(run["kind"]), run["seed"]))
+    if len(order) > 1:
         print(comparison(runs), end="\n\n")
-    runs.sort(key=lambda run: (run["kind"], run["seed"]))
     print(table(runs))
     if args.out:
         draw(runs, args.out)
