@@ -41,6 +41,7 @@ from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.launch_build import build_experiment
 from realhf.launch_config import compose_config
+from realhf.transport.event_loop import new_event_loop
 from realhf.transport.rpc_master import RpcMaster
 
 WORKERS = ("model_worker", "rollout_worker", "generation")
@@ -168,7 +169,8 @@ def measure(episodes: int, args: argparse.Namespace) -> list[dict[str, float]]:
     folder = Path(tempfile.mkdtemp(prefix="coordination-", dir=args.folder))
     try:
         plan, groups = make_plan(folder, episodes, args.batch)
-        return asyncio.run(Run(plan, groups).measure(args.warm_up, args.windows, args.seconds))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(Run(plan, groups).measure(args.warm_up, args.windows, args.seconds))
     except BaseException:
         for log in folder.rglob("*.log"):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}", file=sys.stderr)

@@ -35,6 +35,7 @@ from realhf.monitor.run_log import RunLog
 from realhf.monitor.step_metrics import flatten_step
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
+from realhf.transport.event_loop import new_event_loop
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
 
@@ -331,7 +332,8 @@ def main() -> int:
         for plugin in plan.plugins:
             load_plugin(plugin)
         gc.freeze()  # what was imported stays: the collector need not walk through it again and again
-        asyncio.run(MasterWorker(plan, args.run_id, events).run())
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(MasterWorker(plan, args.run_id, events).run())
 
     return run_guarded(work)
 

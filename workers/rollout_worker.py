@@ -28,6 +28,7 @@ from realhf.rollout.generation_client import GenerationClient
 from realhf.rollout.group_player import GroupPlayer
 from realhf.rollout.grpo_pool import GrpoPool
 from realhf.rollout.rollout_loop import RolloutLoop
+from realhf.transport.event_loop import new_event_loop
 from realhf.transport.push_producer import StreamProducer
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
@@ -45,7 +46,7 @@ class RolloutWorker:
         self._plan, self._spec, self._run_id = plan, spec, run_id
         self._incarnation = f"rollout_worker/{index}:{os.getpid()}"
         self._tracer = open_trace(plan.spec.run_dir, f"rollout_worker/{index}")
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._generation: GenerationClient | None = None
         self._failure: BaseException | None = None
         self._rpc = RpcWorker(

@@ -62,8 +62,8 @@ class ResumingEnv:
         self._retries = retries
         self._reopen = reopen or _reconnect
         self._patience_s = patience_s
-        self._began: tuple[Any, ...] | None = None
-        self._played: list[tuple[str, tuple[Any, ...]]] = []
+        self._began: AwsStepResult | None = None
+        self._played: list[tuple[str, AwsStepResult]] = []
 
     @property
     def env(self) -> AwsEnv:
@@ -79,7 +79,7 @@ class ResumingEnv:
             first = await self._resent(self._send_reset)
         except FAILURES as error:
             first = await self._resume(error)
-        self._began = _fingerprint(first)
+        self._began = first
         return first
 
     async def step(self, command: str) -> AwsStepResult:
@@ -95,7 +95,7 @@ class ResumingEnv:
                 if isinstance(error, EnvError) and error.code == "VALIDATION_ERROR":
                     raise
                 await self._resume(error)
-        self._played.append((command, _fingerprint(result)))
+        self._played.append((command, result))
         return result
 
     async def _send_reset(self) -> AwsStepResult:
@@ -134,10 +134,10 @@ class ResumingEnv:
     async def _replay(self) -> AwsStepResult:
         first = await self._resent(self._send_reset)
         if self._began is not None:
-            _check("the reset", self._began, _fingerprint(first))
+            _check("the reset", self._began, first)
         for number, (command, seen) in enumerate(self._played):
             again = await self._resent(lambda command=command: self._env.step(command))
-            _check(f"step {number} ({command[:80]})", seen, _fingerprint(again))
+            _check(f"step {number} ({command[:80]})", seen, again)
         return first
 
     async def _new_session(self) -> None:
@@ -168,7 +168,8 @@ def _fingerprint(result: AwsStepResult) -> tuple[Any, ...]:
             seen.model_extra)
 
 
-def _check(what: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    if before != now:
-        was, is_ = next((a, b) for a, b in zip(before, now, strict=True) if a != b)
+def _check(what: str, before: AwsStepResult, now: AwsStepResult) -> None:
+    pairs = list(zip(_fingerprint(before), _fingerprint(now), strict=True))
+    if any(a != b for a, b in pairs):
+        was, is_ = next((a, b) for a, b in pairs if a != b)
         raise ReplayDiverged(f"{what} was answered {str(was)[:120]!r}, in the new session {str(is_)[:120]!r}")

@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from realhf.transport.errors import PeerLost, RpcTimeout
+from realhf.transport.event_loop import new_event_loop
 from realhf.transport.service_client import ServiceClient
 
 _GRACE_S = 5.0
@@ -21,7 +22,7 @@ class BlockingServiceClient:
         self._peer = peer
         self._lock = threading.Lock()
         self._closed = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
         self._thread.start()
         self._client = self._on_loop(self._make(endpoint, peer, client, run_id), _GRACE_S)
