@@ -7,7 +7,7 @@ import sys
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, which takes a sixth off the CPU time of a message; asyncio's own on Windows, which uvloop lacks."""
+    """uvloop's, as the servers have it; asyncio's own on Windows, which uvloop lacks."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop
