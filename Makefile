@@ -3,12 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
+TEST_PROCESSES ?= 2
 
 .PHONY: test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl test-vllm
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
-	@echo "make test     install, then lint, type-check and run the tests"
+	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=2)"
 	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make red-team play every attack of the table against a real environment and print what was observed"
 	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
@@ -38,7 +39,7 @@ lint: install
 	$(BIN)/pyright
 
 test: lint validate
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 validate: install
 	$(BIN)/python -m realhf.env.tasks validate

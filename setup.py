@@ -46,6 +46,7 @@ setup(
             "pytest",
             "pytest-asyncio",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "schemathesis",
             "redis>=5",

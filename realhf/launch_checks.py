@@ -26,7 +26,7 @@ AT_LEAST: dict[str, float] = {
     "actor.optimizer.weight_decay": 0, "env.step_latency_ms": 0, "env.fault_rate": 0,
     "async_rl.max_head_offpolicyness": 0, "async_rl.n_rollout_workers": 1, "async_rl.n_generation_workers": 1,
     "async_rl.generation_threads": 1, "async_rl.recover_retries": 0, "async_rl.on_failure.retries": 0,
-    "async_rl.on_failure.max_attempts": 1,
+    "async_rl.on_failure.max_attempts": 1, "async_rl.niceness": 0,
 }
 POSITIVE = ("actor.optimizer.lr", "warm_start.optimizer.lr", "gen.temperature", "rollout.message_timeout_s",
             "stream.wait_s", "async_rl.rollout_deadline_s", "async_rl.pause_timeout_s", "rpc.connect_timeout_s",
@@ -62,6 +62,8 @@ def _ranges(config: ExperimentConfig) -> Iterator[str]:
             yield f"{option}={_value(config, option)}: a port lies between 0 (any free one) and 65535"
     if not 0 < config.gen.top_p <= 1:
         yield f"gen.top_p={config.gen.top_p}: must lie in (0, 1]"
+    if config.async_rl.niceness > 19:
+        yield f"async_rl.niceness={config.async_rl.niceness}: at most 19"
     if config.env.fault_rate > 1:
         yield f"env.fault_rate={config.env.fault_rate}: a fraction, at most 1"
     if not config.env.fault_rate and (config.env.fault_kinds, config.env.fault_seed) != (DEFAULT_KINDS, 0):

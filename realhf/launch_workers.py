@@ -26,6 +26,8 @@ from realhf.scheduler.local import LocalScheduler
 MASTER = "master"
 STOP_GRACE_S = 4.0
 LEAVE_TIMEOUT_S = 15.0
+MASTER_GRACE_S = 5.0
+"""A worker that leaves in peace was sent away by its master, who ends after it and can say why."""
 TAIL_LINES = 8
 SECTIONS = {"env": "env", "trajectory": "stream"}
 """Kinds of servers, and the section of the configuration that holds their flags."""
@@ -95,7 +97,8 @@ def _run_once(
     plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor | None
 ) -> dict[str, Any]:
     summary: dict[str, Any] | None = None
-    leave_by = float("inf")
+    leave_by = judge_at = float("inf")
+    ended: list[WorkerExit] = []
     try:
         scheduler.start(_master(plan, run_id := secrets.token_hex(6)))
         while time.monotonic() < leave_by:
@@ -107,14 +110,18 @@ def _run_once(
                     continue
                 display.show(message)
                 if message["kind"] == "endpoint":
-                    for worker in _workers(plan, run_id, message["address"]):
+                    for worker in worker_specs(plan, run_id, message["address"]):
                         scheduler.start(worker)
                         if supervisor is not None:
                             supervisor.started(worker)
                 elif message["kind"] == "done":
                     summary, leave_by = message["summary"], time.monotonic() + LEAVE_TIMEOUT_S
-            if exits and summary is None:
-                _replace(sorted(exits, key=_blame), scheduler, display, supervisor)
+            if exits:
+                ended += exits
+                judge_at = time.monotonic() + (MASTER_GRACE_S if all(map(_peaceful, ended)) else 0.0)
+            if ended and summary is None and time.monotonic() >= judge_at:
+                _replace(sorted(ended, key=_blame), scheduler, display, supervisor)
+                ended.clear()
             if any(event.name == MASTER for event in exits):
                 break
     finally:
@@ -162,9 +169,14 @@ def _as_options(text: str, section: str) -> str:
     return re.sub(r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), text)
 
 
-def _blame(exit_: WorkerExit) -> tuple[bool, bool]:
-    """Of several that ended together the killed one comes first and the master, who reports others, last."""
-    return exit_.exit_code >= 0, exit_.name == MASTER
+def _peaceful(exit_: WorkerExit) -> bool:
+    return exit_.exit_code == 0 and exit_.name != MASTER
+
+
+def _blame(exit_: WorkerExit) -> tuple[bool, bool, bool]:
+    """Of several that ended together the killed one comes first, then what failed, the master, who reports others,
+    after it, and last what left in peace."""
+    return _peaceful(exit_), exit_.exit_code >= 0, exit_.name == MASTER
 
 
 def _log(spec: ExperimentSpec, name: str) -> Path:
@@ -176,15 +188,17 @@ def _master(plan: RunPlan, run_id: str) -> WorkerSpec:
     return WorkerSpec(MASTER, "workers.master_worker", argv, _log(plan.spec, MASTER), events=True)
 
 
-def _workers(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
+def worker_specs(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
+    """All processes of a run but its master, who is at the address ``master``."""
     spec, env = plan.spec, plan.env
     join = ("--run-id", run_id, "--master", master)
+    niceness = spec.rollout.options.niceness if spec.rollout else 0
     workers = []
     if spec.needs_env:
         argv = ("--name", "env/0", "--host", env.host, "--port", str(env.port), "--pool-size", str(env.pool_size),
                 "--ministack-base-port", str(env.ministack_base_port), "--max-steps", str(env.max_steps),
                 *_simulated(env), *join)
-        workers.append(WorkerSpec("env/0", "workers.env_worker", argv, _log(spec, "env/0")))
+        workers.append(WorkerSpec("env/0", "workers.env_worker", argv, _log(spec, "env/0"), niceness=niceness))
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
         workers.append(WorkerSpec(service.name, service.module, argv, _log(spec, service.name)))
@@ -192,7 +206,7 @@ def _workers(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
         kind, _, number = name.partition("/")
         module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
         argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
-        workers.append(WorkerSpec(name, module, argv, _log(spec, name)))
+        workers.append(WorkerSpec(name, module, argv, _log(spec, name), niceness=niceness))
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -40,3 +43,22 @@ def family(pid: int) -> dict[psutil.Process, list[str]]:
         except psutil.Error:
             continue
     return {process: line for process, line in found.items() if line}
+
+
+def freeze(pid: int, within_s: float = 10.0) -> None:
+    """Stop a process by SIGSTOP and wait for it: each of its threads goes on until it is next scheduled. Raises
+    TimeoutError."""
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + within_s
+    while not _stopped(Path(f"/proc/{pid}/task")):
+        if time.monotonic() > end:
+            raise TimeoutError(f"process {pid} did not stop within {within_s:g} s")
+        time.sleep(0.001)
+
+
+def _stopped(threads: Path) -> bool:
+    """All of them, or the process has ended."""
+    try:
+        return all((thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZ" for thread in threads.iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return not threads.exists()

@@ -2,7 +2,7 @@
 
     python -m realhf.backends.vllm_guard COMMAND ARGUMENT...
 
-vLLM is several processes; whoever starts it may be killed at any moment. Standard library only, so it starts at once.
+vLLM is several processes; whoever starts it may be killed at any moment. It imports nothing heavy and starts at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 from types import FrameType
+
+from realhf.api.niceness import share_niceness
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 6.0
@@ -35,6 +37,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, stop)
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True,
                              preexec_fn=_die_with_guard)  # fmt: skip
+    share_niceness(child.pid)
     reporter = threading.Thread(target=_report_end, args=(child,), daemon=True)
     reporter.start()
     ready: list[int] = []

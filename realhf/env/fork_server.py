@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from realhf.api.niceness import share_niceness
 from realhf.env import sandbox
 
 _MAX_DATAGRAM = 64 * 1024
@@ -87,6 +88,7 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        share_niceness(self._process.pid)
         self._control = ours
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:

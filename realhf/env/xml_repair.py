@@ -7,6 +7,7 @@ the simulator's answer would be readable neither to the AWS CLI nor to the grade
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from xml.parsers import expat
 
@@ -17,10 +18,10 @@ _NO_CHARACTER = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 @dataclass
 class _Piece:
-    """A tag or the text between two."""
+    """A tag or the text between two; a tag that has no counterpart is text, too."""
 
     text: str
-    markup: bool
+    tag: re.Match[str] | None = None
 
 
 def well_formed(body: bytes) -> bool:
@@ -37,37 +38,40 @@ def repaired(body: bytes) -> bytes:
     if well_formed(body):
         return body
     text = _NO_CHARACTER.sub("\ufffd", body.decode("utf-8", "replace"))
-    pieces = _paired(_pieces(text))
-    whole = "".join(piece.text if piece.markup else _escaped(piece.text) for piece in pieces).encode()
+    pieces = _pieces(text)
+    _unpair(pieces)
+    whole = "".join(piece.text if piece.tag else _escaped(piece.text) for piece in pieces).encode()
     return whole if well_formed(whole) else body
 
 
 def _pieces(text: str) -> list[_Piece]:
     pieces, end = [], 0
     for match in _TAG.finditer(text):
-        pieces += [_Piece(text[end : match.start()], False), _Piece(match[0], True)]
+        pieces += [_Piece(text[end : match.start()]), _Piece(match[0], match)]
         end = match.end()
-    return [*pieces, _Piece(text[end:], False)]
+    return [*pieces, _Piece(text[end:])]
 
 
-def _paired(pieces: list[_Piece]) -> list[_Piece]:
+def _unpair(pieces: list[_Piece]) -> None:
     """Tags without their counterpart become text."""
     opened: list[tuple[str, _Piece]] = []
+    depth: Counter[str] = Counter()
     for piece in pieces:
-        match = _TAG.fullmatch(piece.text) if piece.markup else None
-        if match is None or match[2] is None or match[3]:
+        if piece.tag is None or piece.tag[2] is None or piece.tag[3]:
             continue
-        if not match[1]:
-            opened.append((match[2], piece))
-        elif match[2] in [name for name, _ in opened]:
-            while opened[-1][0] != match[2]:
-                opened.pop()[1].markup = False
-            opened.pop()
+        closing, name = piece.tag[1], piece.tag[2]
+        if not closing:
+            opened.append((name, piece))
+            depth[name] += 1
+        elif not depth[name]:
+            piece.tag = None
         else:
-            piece.markup = False
+            while (inner := opened.pop())[0] != name:
+                inner[1].tag = None
+                depth[inner[0]] -= 1
+            depth[name] -= 1
     for _, piece in opened:
-        piece.markup = False
-    return pieces
+        piece.tag = None
 
 
 def _escaped(text: str) -> str:

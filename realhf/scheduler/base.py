@@ -11,13 +11,15 @@ from typing import Protocol
 @dataclass(frozen=True)
 class WorkerSpec:
     """One process: ``python -m module *argv``. Its standard error goes to ``log``; so does its standard
-    output, unless ``events``: then every line of it is handed out as a ``WorkerLine``."""
+    output, unless ``events``: then every line of it is handed out as a ``WorkerLine``. ``niceness``: how far the worker
+    and what it starts step back behind others where cores are short (0 to 19)."""
 
     name: str
     module: str
     argv: tuple[str, ...]
     log: Path
     events: bool = False
+    niceness: int = 0
 
 
 @dataclass(frozen=True)

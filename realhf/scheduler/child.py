@@ -1,6 +1,6 @@
 """First code of a local worker: tie its life to the parent's, then become the module it was started for.
 
-    python -m realhf.scheduler.child PARENT_PID MODULE ARGUMENT...
+    python -m realhf.scheduler.child PARENT_PID NICENESS MODULE ARGUMENT...
 
 When the module has ended the process does so at once: taking down an interpreter that has imported torch costs more
 than a second of CPU, for nothing.
@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 
+from realhf.api.niceness import step_back
 from realhf.scheduler.process_control import die_with_parent
 
 
@@ -27,9 +28,10 @@ def leave(code: object) -> None:
 
 
 if __name__ == "__main__":
-    parent_pid, module = int(sys.argv[1]), sys.argv[2]
+    parent_pid, niceness, module = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with_parent(parent_pid)
-    sys.argv = [module, *sys.argv[3:]]
+    step_back(niceness)
+    sys.argv = [module, *sys.argv[4:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -56,7 +56,8 @@ class LocalScheduler:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         log_from = log.tell()
-        command = [sys.executable, "-m", "realhf.scheduler.child", str(os.getpid()), spec.module, *spec.argv]
+        start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
+        command = [sys.executable, "-m", "realhf.scheduler.child", *start]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if spec.events else log, stderr=log,
             start_new_session=True,

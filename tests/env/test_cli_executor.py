@@ -12,6 +12,7 @@ import pytest
 from realhf.env.cli_worker import CappedSink
 from realhf.env.executor import SentRequest
 from realhf.env.pool import MiniStackPool, Slot
+from tests.process_family import freeze
 
 pytestmark = pytest.mark.sim
 
@@ -73,7 +74,7 @@ def test_a_timeout_kills_one_worker_only(pool: MiniStackPool, slot: Slot) -> Non
         other.executor.run("aws s3 ls")
         others_worker, stopped = other.worker_pid, slot.worker_pid
         slot.executor._limits = type(slot.executor._limits)(timeout_s=0.3)
-        os.kill(stopped, signal.SIGSTOP)
+        freeze(stopped)
         started = time.monotonic()
         result = slot.executor.run("aws s3 ls")
         assert result.timed_out and not result.success and result.stderr == "command timed out"

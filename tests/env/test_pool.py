@@ -18,7 +18,7 @@ import pytest
 from realhf.env import pool as pool_module
 from realhf.env.executor import OutputLimits, SimulatorLost
 from realhf.env.pool import MiniStackPool, Slot
-from tests.process_family import lives
+from tests.process_family import freeze, lives
 
 pytestmark = pytest.mark.sim
 
@@ -167,7 +167,7 @@ def test_a_simulator_that_dies_during_a_lease_is_reported_and_comes_back(small_p
 def test_a_hanging_simulator_is_replaced_by_reset(small_pool: MiniStackPool) -> None:
     slot = small_pool.acquire()
     hanging = slot.ministack.pid
-    os.kill(hanging, signal.SIGSTOP)
+    freeze(hanging)
     slot.reset()
     assert slot.ministack.pid != hanging and not psutil.pid_exists(hanging)
     assert slot.executor.run("aws s3 ls").success
@@ -278,7 +278,7 @@ def test_the_health_loop_replaces_free_simulators(small_pool: MiniStackPool, how
 @pytest.mark.parametrize("victim", ["simulator", "worker"])
 def test_a_stopped_child_is_never_handed_out(small_pool: MiniStackPool, victim: str) -> None:
     for slot in small_pool.slots:
-        os.kill(slot.ministack.pid if victim == "simulator" else slot.worker_pid, signal.SIGSTOP)
+        freeze(slot.ministack.pid if victim == "simulator" else slot.worker_pid)
     slot = small_pool.acquire()
     assert slot.executor.run("aws s3 ls").success
     small_pool.release(slot)

@@ -51,6 +51,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
     (["gen.temperature=0"], "gen.temperature=0.0: must be positive"),
     (["gen.top_p=1.5"], "gen.top_p=1.5"),
     (["env.port=70000"], "env.port=70000: a port lies between 0"),
+    (["async_rl.niceness=20"], "async_rl.niceness=20: at most 19"),
     (["env.fault_rate=2"], "env.fault_rate=2.0: a fraction"),
     (["env.fault_seed=2"], "env.fault_kinds, env.fault_seed: no effect without env.fault_rate"),
     (["env.tiers=[warmup,hard]"], "env.tiers: unknown tier 'hard'"),

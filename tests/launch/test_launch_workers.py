@@ -1,11 +1,31 @@
-"""What is said about a worker that failed."""
+"""Which processes a run has, and what is said about one that failed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from realhf.launch_workers import failure_message
-from realhf.scheduler.base import WorkerExit
+import pytest
+from rich.console import Console
+
+from realhf.launch_build import build_experiment
+from realhf.launch_config import compose_config
+from realhf.launch_workers import LaunchError, failure_message, run_workers, worker_specs
+from realhf.monitor.display import PlainDisplay
+from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec
+
+
+class ScriptedScheduler:
+    """Starts nothing; workers end when the script says so, which real ones on a busy machine do not."""
+
+    def __init__(self, *script: WorkerExit) -> None:
+        self._script = list(script)
+
+    def start(self, spec: WorkerSpec) -> None: ...
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        return [self._script.pop(0)] if self._script else []
+
+    def stop(self, grace_s: float = 8.0) -> None: ...
 
 
 def test_the_marked_cause_wins_over_what_was_logged_after_it(tmp_path: Path):
@@ -32,6 +52,18 @@ def test_what_a_predecessor_logged_is_not_blamed(tmp_path: Path):
     assert failure_message(WorkerExit("master", 1, log, before)) == f"master failed: the cause now (log: {log})"
 
 
+@pytest.mark.parametrize("order", [("model_worker/0", "master"), ("master", "model_worker/0")])
+def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path: Path, order: tuple[str, str]):
+    (tmp_path / "master.log").write_text("FATAL: the cause\n")
+    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
+    ends = {"master": WorkerExit("master", 1, tmp_path / "master.log"),
+            "model_worker/0": WorkerExit("model_worker/0", 0, tmp_path / "none.log")}
+    built.spec.run_dir.mkdir(parents=True)
+    scheduler = ScriptedScheduler(*(ends[name] for name in order))
+    with pytest.raises(LaunchError, match="master failed: the cause"):
+        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+
+
 def test_an_early_clean_exit_is_a_failure_too(tmp_path: Path):
     text = failure_message(WorkerExit("env/0", 0, tmp_path / "none.log"))
     assert text.startswith("env/0 ended before the run did: exit code 0")
@@ -44,3 +76,18 @@ def test_flags_of_the_environment_server_are_named_as_options(tmp_path: Path):
     log.write_text("FATAL: cannot listen on 127.0.0.1:1 (--port): in use\n")
     assert "(stream.port)" in failure_message(WorkerExit("trajectory/0", 1, log))
     assert "(--port)" in failure_message(WorkerExit("model_worker/0", 1, log))
+
+
+@pytest.mark.parametrize("niceness", [0, 10])
+def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness: int):
+    built = build_experiment(compose_config(["experiment=grpo_aws_async", f"async_rl.niceness={niceness}"]))
+    workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
+    assert {worker.name: worker.niceness for worker in workers} == {
+        "env/0": niceness, "generation/0": niceness, "rollout_worker/0": niceness, "model_worker/0": 0,
+    }
+
+
+def test_without_rollout_workers_nobody_steps_back():
+    built = build_experiment(compose_config(["experiment=grpo_aws"]))
+    workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
+    assert {worker.name: worker.niceness for worker in workers} == {"env/0": 0, "model_worker/0": 0}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,19 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 inner = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
 print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+STARTER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from realhf.api.niceness import share_niceness
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+share_niceness(child.pid)
+pids = [os.getpid(), child.pid]
+sessions = [Path(f"/proc/{pid}/autogroup") for pid in pids]
+levels = [path.read_text().split()[-1] for path in sessions if path.exists()]
+print(*(os.getpriority(os.PRIO_PROCESS, pid) for pid in pids), *levels, flush=True)
 time.sleep(600)
 """
 
@@ -80,6 +94,17 @@ def test_a_killed_worker_is_seen_at_once(tmp_path, modules, scheduler):
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert time.monotonic() - began < 1.0
     assert exit_.reason == "killed by SIGKILL"
+
+
+@pytest.mark.parametrize("niceness", [0, 7])
+def test_a_worker_steps_back_with_its_session_and_what_it_starts_in_another(tmp_path, modules, scheduler, niceness):
+    modules("starter", STARTER)
+    scheduler.start(replace(spec(tmp_path, "starter/0", "starter", events=True), niceness=niceness))
+    seen = collect(scheduler, WorkerLine)[0].text.split()
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [int(word) for word in seen[:2]] == [mine + niceness] * 2
+    if weighed := [int(word) for word in seen[2:]]:
+        assert weighed == [mine + niceness if niceness else 0, mine + niceness]
 
 
 def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_path, modules):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from realhf.transport.errors import DataError, DataMissing, FetchTimeout, PeerLo
 from realhf.transport.shared_mapping import MappingCache
 from realhf.transport.shared_memory import Segment, SegmentPool
 from realhf.transport.tensor_store import TensorStore
+from tests.process_family import freeze
+from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
 SCRIPT = str(Path(__file__).with_name("store_process.py"))
@@ -181,11 +182,11 @@ def test_chunks_are_joined(owner, planes, monkeypatch):
 
 
 def test_a_killed_owner_is_noticed_and_leaves_nothing(fresh_owner, planes):
-    before = set(os.listdir("/dev/shm"))
+    before = named_segments()
     fresh_owner.tell(f"put 1 {ROWS}")
     held = planes[0].fetch(fresh_owner.endpoint, ["1"], ["x"], 20)
-    assert set(os.listdir("/dev/shm")) == before, "segments have no name that could be left behind"
-    fresh_owner.process.send_signal(signal.SIGSTOP)
+    assert named_segments() == before, "segments have no name that could be left behind"
+    freeze(fresh_owner.process.pid)
     timer = threading.Timer(0.3, fresh_owner.process.kill)
     timer.start()
     with pytest.raises(PeerLost, match=fresh_owner.endpoint):
@@ -202,10 +203,12 @@ def test_a_killed_owner_is_noticed_and_leaves_nothing(fresh_owner, planes):
 def test_a_frozen_owner_is_a_timeout(owner, planes):
     owner.tell("put 1 10")
     planes[0].fetch(owner.endpoint, ["1"], ["x"], 20)
-    owner.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(FetchTimeout, match=owner.endpoint):
-        planes[0].fetch(owner.endpoint, ["1"], ["x"], 0.3)
-    owner.process.send_signal(signal.SIGCONT)
+    freeze(owner.process.pid)
+    try:
+        with pytest.raises(FetchTimeout, match=owner.endpoint):
+            planes[0].fetch(owner.endpoint, ["1"], ["x"], 0.3)
+    finally:
+        owner.process.send_signal(signal.SIGCONT)
     assert planes[0].fetch(owner.endpoint, ["1"], ["x"], 20).ids == ("1",)
 
 

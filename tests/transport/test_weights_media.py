@@ -27,6 +27,7 @@ from realhf.api.keys import ITEMSIZE, TORCH_NAMES
 from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from realhf.transport.weights.receiver import receive
+from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
 MEDIA: list[Medium] = ["shm", "disk", "broadcast"]
@@ -106,8 +107,8 @@ def test_the_last_two_versions_are_kept_and_what_is_received_is_the_receivers_ow
 
 @pytest.mark.parametrize("medium", MEDIA)
 def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path) -> None:
-    def held() -> tuple[int, list[str], set[str]]:
-        return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm")), set(os.listdir(tmp_path))
+    def held() -> tuple[int, set[str], set[str]]:
+        return len(os.listdir("/proc/self/fd")), named_segments(), set(os.listdir(tmp_path))
 
     threads, before = set(threading.enumerate()), held()
     publisher = WeightPublisher("run", "w", tmp_path, medium)

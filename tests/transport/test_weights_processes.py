@@ -23,6 +23,7 @@ from realhf.api.generation import WeightsManifest
 from realhf.transport.weights.errors import WeightsGone
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from realhf.transport.weights.receiver import receive
+from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
 SCRIPT = str(Path(__file__).with_name("weights_process.py"))
@@ -124,7 +125,7 @@ def test_a_receiver_that_dies_in_a_broadcast_hurts_nobody_and_is_named(
 def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
     crowd: list[Peer], tmp_path: Path
 ) -> None:
-    shared = sorted(os.listdir("/dev/shm"))
+    shared = named_segments()
     manifests = {}
     for medium in MEDIA:
         manifests[medium] = WeightsManifest.from_map(crowd[3].ask("publish", medium, str(tmp_path), 4))
@@ -146,4 +147,4 @@ def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
     other.close()
     successor.close()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert sorted(os.listdir("/dev/shm")) == shared
+    assert named_segments() == shared
