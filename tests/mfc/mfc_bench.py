@@ -62,7 +62,8 @@ class MfcBench:
         names = [WORKER]
         if sessions:
             names.append(ENV)
-            self._spawn("workers.env_worker", "--name", ENV, "--port", "0", "--pool-size", str(sessions), *join)
+            self._spawn("workers.env_worker", "--name", ENV, "--port", "0", "--ministack-base-port", "0",
+                        "--pool-size", str(sessions), *join)
         self._spawn("workers.model_worker", "--run-dir", str(self._folder), "--index", "0", *join)
         self._runner.run(self._master.wait_for(names, TIMEOUT_S))
         assert self.ask("initialize", {})["roles"] == [model.role]
