@@ -15,7 +15,7 @@ from realhf.backends.vllm_server import VllmServer
 HERE = Path(__file__).resolve().parent
 EXECUTABLE = HERE.parents[1] / ".venv-vllm" / "bin" / "vllm"
 CONFIG = BuiltinModelConfig(vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128,
-                            max_positions=512)  # fmt: skip
+                            max_positions=2048)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

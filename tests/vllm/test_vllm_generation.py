@@ -102,11 +102,11 @@ def test_new_weights_reach_running_requests_between_tokens(server: VllmServer, m
             generator.load_weights(version, model.state_dict())
         for slot, output in ask.outcomes(4).items():
             assert isinstance(output, GenOutput), output
-            assert len(output.token_ids) == len(output.logprobs) == len(output.versions) == 400
+            assert len(output.token_ids) == len(output.logprobs) == len(output.versions) == LONG.max_new_tokens
             assert output.versions == sorted(output.versions) and set(output.versions) == {5, 6, 7}
             if policy == "recompute":
                 rows = [logprobs_of(m, [*PROMPT, slot], output.token_ids, 1.0) for m in models]
-                expected = torch.stack(rows)[torch.tensor(output.versions) - 5, torch.arange(400)]
+                expected = torch.stack(rows)[torch.tensor(output.versions) - 5, torch.arange(LONG.max_new_tokens)]
                 assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
         assert generator.version == 7 and generator.stats()["weight_pause_ms"] > 0
     finally:
@@ -137,10 +137,10 @@ def test_abort_keeps_the_tokens(ask: Asked, models: list):
     outcomes = ask.outcomes(2)
     aborted, other = outcomes[1], outcomes[2]
     assert isinstance(aborted, GenOutput) and isinstance(other, GenOutput)
-    assert aborted.finish_reason == "aborted" and 0 < len(aborted.token_ids) < 400
+    assert aborted.finish_reason == "aborted" and 0 < len(aborted.token_ids) < LONG.max_new_tokens
     expected = logprobs_of(models[0], PROMPT, aborted.token_ids, 1.0)
     assert (torch.tensor(aborted.logprobs) - expected).abs().max() < 1e-3
-    assert other.finish_reason == "length" and len(other.token_ids) == 400
+    assert other.finish_reason == "length" and len(other.token_ids) == LONG.max_new_tokens
 
 
 def test_pause_stops_sampling_and_weights_may_change_meanwhile(ask: Asked, models: list):
