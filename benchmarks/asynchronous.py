@@ -1,7 +1,7 @@
 """Samples per second of the asynchronous experiment against the synchronous one, with and without a slow environment.
 
     python benchmarks/asynchronous.py --policy runs/grpo_aws/RUN/policy
-        [--latency 200 0] [--eta 1 4] [--pairs 3] [--steps 6] [--json FILE] [OPTION=VALUE ...]
+        [--latency 200 0] [--eta 1 4] [--niceness 0] [--pairs 3] [--steps 6] [--json FILE] [OPTION=VALUE ...]
 
 Every run is a whole one: launcher, master, workers, environment server with its simulators, training. All runs of one
 comparison have the same policy, seed, batch, group size and sessions; further options are handed to all of them. They
@@ -149,7 +149,7 @@ def play(args: argparse.Namespace, side: str, latency: float, runs: Path) -> Mea
                f"env.step_latency_ms={latency:g}", f"dataset.train_bs_n_seqs={args.batch}",
                f"total_train_steps={SKIPPED + args.steps + eta + 2}"]  # fmt: skip
     if side != SYNCHRONOUS:
-        options.append(f"async_rl.max_head_offpolicyness={eta}")
+        options += [f"async_rl.max_head_offpolicyness={eta}", f"async_rl.niceness={args.niceness}"]
     command = [sys.executable, "-m", "realhf.launch", *options, *args.options]
     folder = runs / experiment / "measured"
     if folder.exists():
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--eta", type=int, nargs="+", default=[1, 4], help="bounds of the staleness")
     parser.add_argument("--pairs", type=int, default=3, help="rounds")
     parser.add_argument("--steps", type=int, default=6, help="steps that are measured")
+    parser.add_argument("--niceness", type=int, default=0, help="async_rl.niceness of the asynchronous runs")
     parser.add_argument("--batch", type=int, default=16, help="samples (groups) of a step")
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -268,7 +268,7 @@ class AsyncConfig:
     take to stop for new weights. recover_retries: how often the run begins again from its last checkpoint by itself,
     after the death of its master or of a model worker. keep_journal: what the journal needs no more is kept in its
     folder ``archive``, so that every sample of the run can be audited. niceness: how far rollouts, generation and
-    environment step back behind the trainer, whom everybody waits for, where cores are short (0 to 19)."""
+    environment step back behind the trainer (0 to 19), for cores that are busy all the time."""
 
     max_head_offpolicyness: int = 1
     max_concurrent_rollouts: int | None = None
@@ -285,7 +285,7 @@ class AsyncConfig:
     pause_timeout_s: float = 30.0
     recover_retries: int = 1
     keep_journal: bool = False
-    niceness: int = 10
+    niceness: int = 0
     on_failure: FailureConfig = field(default_factory=FailureConfig)
 
 
