@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 _REFUSED_S = 2.0
@@ -28,12 +27,16 @@ def share_niceness(pid: int) -> None:
     weighed, or when the process has ended."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     deadline = time.monotonic() + _REFUSED_S
-    while niceness > 0:
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            try:
-                Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.02)
-                    continue
-        return
+    while niceness > 0 and not _taken(pid, niceness) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _taken(pid: int, niceness: int) -> bool:
+    """False when the kernel wants to be asked again."""
+    try:
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+    except BlockingIOError:
+        return False
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        pass
+    return True
