@@ -176,12 +176,12 @@ def test_wrong_weights_are_refused_and_the_old_ones_go_on(ask: Asked, models: li
 
 
 def test_what_cannot_be_served_is_told(ask: Asked):
-    ask.submit(1, PROMPT, LONG)
-    ask.submit(1, PROMPT, LONG)
-    assert isinstance(ask.outcomes()[1], ValueError)
     ask.submit(2, [10**6], GenConfig(max_new_tokens=2))
     assert "10" in str(ask.outcomes()[2])
     with pytest.raises(ValueError, match="no tokens"):
         ask.submit(3, [], LONG)
+    ask.submit(1, PROMPT, LONG)
+    ask.submit(1, PROMPT, LONG)
+    assert isinstance(ask.outcomes()[1], ValueError)
     ask.generator.close()
     assert "closed" in str(ask.outcomes()[1])
