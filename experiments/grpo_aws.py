@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.sft_aws import warm_start
-from realhf.algorithms.presets import resolve
+from realhf.algorithms.presets import ResolvedPPO, resolve
 from realhf.api.config import ExperimentConfig, run_folder
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
@@ -23,7 +23,7 @@ EPISODE_KEYS = ("packed_input_ids", "prompt_mask", "loss_mask", "packed_logprobs
 
 
 def build(config: ExperimentConfig) -> ExperimentSpec:
-    ppo = resolve(config.ppo, loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns)
+    ppo = policy_options(config)
     before = (warm_start(config),) if config.actor.path == "builtin" else ()
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
     models, mfcs = {"actor": actor}, [actor_gen(config), rew_inf(config)]
@@ -33,8 +33,13 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
-    mfcs.append(actor_train(config, extra_keys=ppo.scored_keys))
+    mfcs.append(actor_train(config, ppo))
     return aws_experiment("grpo_aws", config, models, mfcs, before)
+
+
+def policy_options(config: ExperimentConfig) -> ResolvedPPO:
+    """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most."""
+    return resolve(config.ppo, loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns)
 
 
 def actor_gen(config: ExperimentConfig) -> MFCDef:
@@ -51,9 +56,9 @@ def rew_inf(config: ExperimentConfig) -> MFCDef:
 
 
 def ref_inf(config: ExperimentConfig) -> MFCDef:
-    """Log-probabilities of the reference, for the KL term."""
+    """Log-probabilities of the reference, for the KL term: of the trainable tokens, which are a third of all."""
     return _call(config, "ref_inf", "ref", InterfaceType.INFERENCE, "logprob", {"temperature": config.gen.temperature},
-                 inputs=("packed_input_ids",), outputs=("packed_ref_logprobs",))
+                 inputs=("packed_input_ids", "loss_mask"), outputs=("packed_ref_logprobs",))
 
 
 def actor_inf(config: ExperimentConfig) -> MFCDef:
@@ -63,11 +68,11 @@ def actor_inf(config: ExperimentConfig) -> MFCDef:
                  inputs=("packed_input_ids", "loss_mask"), outputs=("proximal_logprobs",))
 
 
-def actor_train(config: ExperimentConfig, extra_keys: tuple[str, ...] = ()) -> MFCDef:
-    """Advantages within each group, then one step on the clipped objective."""
-    args = {"ppo": to_plain(config.ppo), "temperature": config.gen.temperature}
+def actor_train(config: ExperimentConfig, ppo: ResolvedPPO) -> MFCDef:
+    """Advantages within each group, then one step on the objective that ``ppo`` was resolved to."""
+    args = {"ppo": to_plain(config.ppo), "temperature": config.gen.temperature, "loss_scale_len": ppo.loss_scale_len}
     keys = ("packed_input_ids", "loss_mask", "packed_logprobs", "packed_versions", "rewards", "seq_no_eos_mask",
-            "outcome", *extra_keys)
+            "outcome", *ppo.scored_keys)
     return _call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
 
 

@@ -19,7 +19,8 @@ from realhf.api.mfc import InterfaceType, MFCDef
 
 
 def build(config: ExperimentConfig) -> ExperimentSpec:
-    ppo = resolve(config.ppo)
+    # Who samples is not known here, and neither is how much: the longest sequence bounds it.
+    ppo = resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens)
     before = (warm_start(config),) if config.actor.path == "builtin" else ()
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
     models, mfcs = {"actor": actor}, [stream_gen(config), rew_inf(config)]
@@ -29,7 +30,7 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
-    mfcs.append(actor_train(config, extra_keys=ppo.scored_keys))
+    mfcs.append(actor_train(config, ppo))
     n_places = places(config)
     return ExperimentSpec(
         name="grpo_stream_http", models=models, mfcs=tuple(replace(mfc, n_seqs=n_places) for mfc in mfcs),

@@ -6,19 +6,18 @@
 
 from __future__ import annotations
 
-from experiments.grpo_aws import actor_gen, actor_model, actor_train, aws_experiment, rew_inf
+from experiments.grpo_aws import actor_gen, actor_model, actor_train, aws_experiment, policy_options, rew_inf
 from experiments.sft_aws import warm_start
-from realhf.algorithms.presets import resolve
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec
 
 
 def build(config: ExperimentConfig) -> ExperimentSpec:
-    ppo = resolve(config.ppo)
+    ppo = policy_options(config)
     if ppo.loss != "reinforce" or ppo.scored_keys:
         raise ConfigError("reinforce_aws trains with loss reinforce, no KL term and no call actor_inf: leave ppo.loss, "
                           "ppo.kl_ctl, ppo.kl_loss_coef and ppo.prox_logp_method=actor_inf, or use experiment=grpo_aws")
     before = (warm_start(config),) if config.actor.path == "builtin" else ()
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
-    mfcs = [actor_gen(config), rew_inf(config), actor_train(config)]
+    mfcs = [actor_gen(config), rew_inf(config), actor_train(config, ppo)]
     return aws_experiment("reinforce_aws", config, {"actor": actor}, mfcs, before)

@@ -11,13 +11,14 @@ from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, Recove
 from realhf.env.injected_faults import DEFAULT_KINDS
 
 BUILTIN = "builtin"
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
+"""Training in float16 needs a loss scale, which no backend here has."""
 TASK_DIR = Path(__file__).resolve().parent / "env" / "tasks"
 
 AT_LEAST: dict[str, float] = {
     "total_train_steps": 1, "torch_threads": 0, "ppo.group_size": 1, "ppo.ppo_n_minibatches": 1,
     "ppo.max_nonfinite_steps": 1, "ppo.entropy_coef": 0, "ppo.max_reward_clip": 0, "gen.max_new_tokens": 1,
-    "gen.min_new_tokens": 0, "gen.top_k": 0, "mb_spec.n_mbs": 1, "rollout.max_turns": 1,
+    "mb_spec.n_mbs": 1, "rollout.max_turns": 1,
     "rollout.max_total_tokens": 1, "rollout.min_group_size": 1, "env.pool_size": 1, "env.max_steps": 1,
     "dataset.train_bs_n_seqs": 1, "evaluation.episodes_per_task": 0, "evaluation.greedy_episodes_per_task": 0,
     "evaluation.every_steps": 0, "exp_ctrl.ckpt_freq_steps": 1, "exp_ctrl.keep": 1,
@@ -60,8 +61,9 @@ def _ranges(config: ExperimentConfig) -> Iterator[str]:
     for option in PORTS:
         if not 0 <= _value(config, option) < 65536:
             yield f"{option}={_value(config, option)}: a port lies between 0 (any free one) and 65535"
-    if not 0 < config.gen.top_p <= 1:
-        yield f"gen.top_p={config.gen.top_p}: must lie in (0, 1]"
+    for cut in config.gen.truncations():
+        yield (f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the log-probabilities of "
+               "the whole one; training samples with top_p=1, top_k=0 and min_new_tokens=0")
     if config.async_rl.niceness > 19:
         yield f"async_rl.niceness={config.async_rl.niceness}: at most 19"
     if config.env.fault_rate > 1:
@@ -116,8 +118,6 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
     if config.rollout.min_group_size > config.ppo.group_size:
         yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than "
                f"ppo.group_size={config.ppo.group_size}")
-    if config.gen.min_new_tokens > config.gen.max_new_tokens:
-        yield f"gen.min_new_tokens={config.gen.min_new_tokens}: larger than gen.max_new_tokens"
     if config.rpc.dead_after_s <= config.rpc.heartbeat_s:
         yield f"rpc.dead_after_s={config.rpc.dead_after_s}: must be longer than rpc.heartbeat_s"
     if config.recover_mode is RecoverMode.resume and not (run_folder(config) / "checkpoints").is_dir():

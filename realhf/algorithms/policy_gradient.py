@@ -31,7 +31,7 @@ class PolicyGradientInterface:
 
     Advantages are computed once per step from the groups (the sequences of one sample); then
     ``ppo_n_minibatches`` optimizer steps follow. ``temperature`` is the sampling temperature;
-    ``loss_scale_len`` the divisor of ``loss_agg=constant`` (normally gen.max_new_tokens).
+    ``loss_scale_len`` the divisor of ``loss_agg=constant`` where ``ppo`` does not give it.
 
     A sequence without any advantage contributes nothing to a pure policy gradient, so it is left out of
     the forward and backward pass; the normalisers T and S still count it. With a KL term or an entropy
@@ -43,7 +43,7 @@ class PolicyGradientInterface:
         self,
         ppo: PPOConfig | Mapping[str, Any] | None = None,
         temperature: float = 1.0,
-        loss_scale_len: int = 1024,
+        loss_scale_len: int | None = None,
         skip_zero_advantage: bool = True,
     ) -> None:
         if not temperature > 0:
@@ -178,7 +178,7 @@ class PolicyGradientInterface:
         """The minibatch with its loss weights, less the sequences that cannot contribute; None if empty."""
         tokens, options = PredictedTokens.of(part), self.options
         weights = token_weights(
-            tokens.mask, tokens.sequence, tokens.n_sequences, options.loss_agg, options.loss_scale_len
+            tokens.mask, tokens.sequence, tokens.n_sequences, options.loss_agg, options.loss_scale_len or 1
         )
         every_token_counts = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
         counts = tokens.mask if every_token_counts else tokens.mask & (part[ADVANTAGES] != 0)

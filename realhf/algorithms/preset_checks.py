@@ -28,12 +28,13 @@ _HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
 
 
-def check_options(config: PPOConfig, value: Mapping[str, Any], loss_scale_len: int) -> None:
-    """``value``: the options of a preset row after overriding. Raises ValueError naming the option."""
+def check_options(config: PPOConfig, value: Mapping[str, Any]) -> None:
+    """``value``: the options of a preset row after overriding, and whether log-probabilities are recomputed. Raises
+    ValueError naming the option."""
     _check_names(value, config)
     _check_effect(value, config)
     _check_off_policy(value, config)
-    _check_ranges(value, config, loss_scale_len)
+    _check_ranges(value, config)
 
 
 def _check_names(value: Mapping[str, Any], config: PPOConfig) -> None:
@@ -65,17 +66,20 @@ def _check_effect(value: Mapping[str, Any], config: PPOConfig) -> None:
                          "or k3, or kl_loss_coef=0 and kl_ctl")
     if config.discount != 1.0 and value["adv_estimator"] not in RETURN_TO_GO:
         raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
+    if config.loss_scale_len is not None and value["loss_agg"] != "constant":
+        raise ValueError(f"ppo.loss_scale_len has no effect with loss_agg {value['loss_agg']!r}: remove it")
 
 
 def _check_off_policy(value: Mapping[str, Any], config: PPOConfig) -> None:
     decoupled, mode = config.use_decoupled_loss, config.behav_imp_weight_mode
-    if decoupled and config.recompute_logprob:
+    recomputed = value["recompute_logprob"]
+    if decoupled and recomputed:
         raise ValueError("ppo.recompute_logprob has no effect with use_decoupled_loss, which clips against the "
                          "recomputed policy already: remove it")
-    if config.prox_logp_method is not None and not decoupled and not config.recompute_logprob:
+    if config.prox_logp_method is not None and not decoupled and not recomputed:
         raise ValueError("ppo.prox_logp_method has no effect without use_decoupled_loss or recompute_logprob: "
                          "remove it")
-    if config.prox_logp_method == "loglinear" and config.recompute_logprob:
+    if config.prox_logp_method == "loglinear" and recomputed:
         raise ValueError("ppo.prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or "
                          "recompute")
     for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS):
@@ -88,11 +92,11 @@ def _check_off_policy(value: Mapping[str, Any], config: PPOConfig) -> None:
         return
     if decoupled and mode == "none":
         raise ValueError("ppo.use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none")
-    if config.recompute_logprob and value["kl_ctl"] == 0:
+    if recomputed and value["kl_ctl"] == 0:
         raise ValueError("ppo.recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it")
 
 
-def _check_ranges(value: Mapping[str, Any], config: PPOConfig, loss_scale_len: int) -> None:
+def _check_ranges(value: Mapping[str, Any], config: PPOConfig) -> None:
     if config.group_size < 1:
         raise ValueError(f"ppo.group_size must be at least 1, got {config.group_size}")
     if config.group_size < 2 and value["adv_estimator"] in _NEEDS_GROUPS:
@@ -112,5 +116,3 @@ def _check_ranges(value: Mapping[str, Any], config: PPOConfig, loss_scale_len: i
         raise ValueError(f"ppo.behav_imp_weight_cap must be positive, got {cap}")
     if floor is not None and not 0 < floor < (DEFAULT_CAP if cap is None else cap):
         raise ValueError(f"ppo.behav_imp_weight_floor must be above 0 and below the cap, got {floor}")
-    if loss_scale_len < 1:
-        raise ValueError(f"loss_scale_len must be at least 1, got {loss_scale_len}")

@@ -47,9 +47,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ResolvedPPO:
-    """Every option with its value. ``loss_scale_len`` is the divisor of ``loss_agg=constant``;
-    ``prox_logp_method`` is None when no proximal log-probabilities are used, ``behav_imp_weight_mode`` none when
-    the objective is not decoupled."""
+    """Every option with its value. ``loss_scale_len`` is the divisor of ``loss_agg=constant`` (None with another
+    aggregation); ``prox_logp_method`` is None when no proximal log-probabilities are used, ``behav_imp_weight_mode``
+    none when the objective is not decoupled."""
 
     algo: str
     group_size: int
@@ -76,7 +76,7 @@ class ResolvedPPO:
     ppo_n_minibatches: int
     mask_too_long: bool
     max_nonfinite_steps: int
-    loss_scale_len: int
+    loss_scale_len: int | None
 
     @property
     def needs_reference(self) -> bool:
@@ -106,9 +106,10 @@ def ppo_config(options: PPOConfig | Mapping[str, Any]) -> PPOConfig:
     return PPOConfig(**dict(options))
 
 
-def resolve(config: PPOConfig | Mapping[str, Any], *, loss_scale_len: int = 1024) -> ResolvedPPO:
-    """Fill in the preset of ``config.algo``. Raises ValueError naming the option that is unknown, out of
-    range, or without effect."""
+def resolve(config: PPOConfig | Mapping[str, Any], *, loss_scale_len: int | None = None) -> ResolvedPPO:
+    """Fill in the preset of ``config.algo``. ``loss_scale_len`` is the divisor of ``loss_agg=constant`` where the
+    option of that name is not set. Raises ValueError naming the option that is missing, unknown, out of range, or
+    without effect."""
     config = ppo_config(config)
     if config.algo not in PRESETS:
         raise ValueError(
@@ -118,7 +119,8 @@ def resolve(config: PPOConfig | Mapping[str, Any], *, loss_scale_len: int = 1024
     row = PRESETS[config.algo]
     chosen = {f.name: getattr(config, f.name) for f in fields(Preset)}
     value = {name: getattr(row, name) if given is None else given for name, given in chosen.items()}
-    check_options(config, value, loss_scale_len)
+    value["recompute_logprob"] = _recomputes(config, value)
+    check_options(config, value)
     return ResolvedPPO(
         algo=config.algo,
         group_size=config.group_size,
@@ -138,19 +140,45 @@ def resolve(config: PPOConfig | Mapping[str, Any], *, loss_scale_len: int = 1024
         ppo_n_minibatches=config.ppo_n_minibatches,
         mask_too_long=config.mask_too_long,
         max_nonfinite_steps=config.max_nonfinite_steps,
-        loss_scale_len=loss_scale_len,
-        **_off_policy(config),
+        loss_scale_len=_divisor(config, value, loss_scale_len),
+        **_off_policy(config, value),
     )
 
 
-def _off_policy(config: PPOConfig) -> dict[str, Any]:
+def _divisor(config: PPOConfig, value: Mapping[str, Any], default: int | None) -> int | None:
+    """The same number for whoever validates and whoever trains; there is no silent one."""
+    if value["loss_agg"] != "constant":
+        return None
+    divisor = default if config.loss_scale_len is None else config.loss_scale_len
+    if divisor is None:
+        raise ValueError("ppo.loss_agg=constant divides by ppo.loss_scale_len: set it, for example to the most tokens "
+                         "that the policy can sample in an episode")
+    if divisor < 1:
+        raise ValueError(f"ppo.loss_scale_len must be at least 1, got {divisor}")
+    return divisor
+
+
+def _recomputes(config: PPOConfig, value: Mapping[str, Any]) -> bool:
+    """Whether the ratio is taken against recomputed log-probabilities in place of the generator's.
+
+    The ratio of a sequence is clipped within 3e-4 or so, less than what rounding makes of the same weights in two
+    programs: against the generator's own numbers a third of the sequences would be clipped by chance."""
+    if config.recompute_logprob is not None:
+        return config.recompute_logprob
+    return value["ratio"] == "sequence" and value["loss"] != "reinforce" and not config.use_decoupled_loss
+
+
+def _off_policy(config: PPOConfig, value: Mapping[str, Any]) -> dict[str, Any]:
     """The options about the proximal policy and the behaviour weight, with their defaults."""
-    proximal = config.use_decoupled_loss or config.recompute_logprob
+    proximal = config.use_decoupled_loss or value["recompute_logprob"]
+    chosen = config.use_decoupled_loss or config.recompute_logprob is not None
+    # What nobody chose does not change the graph: the train call recomputes.
+    method = config.prox_logp_method or ("actor_inf" if chosen else "recompute")
     mode = (config.behav_imp_weight_mode or "mask") if config.use_decoupled_loss else "none"
     return {
         "use_decoupled_loss": config.use_decoupled_loss,
-        "recompute_logprob": config.recompute_logprob,
-        "prox_logp_method": (config.prox_logp_method or "actor_inf") if proximal else None,
+        "recompute_logprob": value["recompute_logprob"],
+        "prox_logp_method": method if proximal else None,
         "behav_imp_weight_mode": mode,
         "behav_imp_weight_cap": _first(config.behav_imp_weight_cap, DEFAULT_CAP),
         "behav_imp_weight_floor": _first(config.behav_imp_weight_floor, 0.0),

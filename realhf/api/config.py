@@ -119,6 +119,12 @@ class GenConfig:
     top_k: int = 0
     new_tokens_per_chunk: int | None = None
 
+    def truncations(self) -> list[str]:
+        """The options, as ``top_p=0.9``, that draw tokens from a cut distribution. Training refuses them: the trainer
+        knows the log-probabilities of the whole distribution only. Evaluation may use them."""
+        whole = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
+        return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
+
 
 @dataclass
 class PPOConfig:
@@ -132,7 +138,12 @@ class PPOConfig:
     train call, or ``loglinear`` from versions, without a forward pass. ``behav_imp_weight_mode``: a weight above
     ``cap`` (5) or below ``floor`` (none) is set to 0 (``mask``, default), cut to it (``truncate``), or no weight is
     used (``none``); ``level``: weights of tokens, or the geometric mean of a sequence. ``discount``: of the
-    return-to-go of reinforce_pp, per sampled token."""
+    return-to-go of reinforce_pp, per sampled token.
+
+    ``recompute_logprob`` is on by default (with ``prox_logp_method`` recompute) where the ratio is that of a sequence
+    (gspo): its clip range is narrower than the difference between the log-probabilities of generator and trainer.
+    ``loss_scale_len``: the divisor of ``loss_agg=constant`` (drgrpo); None takes the most tokens that the policy can
+    sample in an episode."""
 
     algo: str = "grpo"
     group_size: int = 8
@@ -150,12 +161,13 @@ class PPOConfig:
     adv_norm: bool | None = None
     discount: float = 1.0
     use_decoupled_loss: bool = False
-    recompute_logprob: bool = False
+    recompute_logprob: bool | None = None
     prox_logp_method: str | None = None
     behav_imp_weight_mode: str | None = None
     behav_imp_weight_cap: float | None = None
     behav_imp_weight_floor: float | None = None
     behav_imp_weight_level: str | None = None
+    loss_scale_len: int | None = None
     ppo_n_minibatches: int = 1
     reward_scaling: float = 1.0
     reward_bias: float = 0.0

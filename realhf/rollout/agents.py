@@ -15,6 +15,7 @@ from realhf.rollout.rollout_state import Limits
 def make_agent(name: str, chat: TemplateChat, args: Mapping[str, Any]) -> EpisodeAgent:
     """``args`` are those of the ``env_rollout`` interface. Raises ValueError for an agent that cannot be had."""
     gen = GenConfig(**args["gen"])
+    check_whole_distribution(gen)
     limits = Limits(args["max_turns"], args["max_total_tokens"], gen.max_new_tokens, OBSERVATION_CHARS)
     if not name:
         return TurnAgent(chat, limits)
@@ -24,3 +25,10 @@ def make_agent(name: str, chat: TemplateChat, args: Mapping[str, Any]) -> Episod
         return BlackBoxAgent(load_agent(name), chat, limits)
     except ValueError as error:
         raise ValueError(f"rollout.agent={error}") from error
+
+
+def check_whole_distribution(gen: GenConfig) -> None:
+    """Raises ValueError for sampling options with which no policy gradient can be computed."""
+    if cut := gen.truncations():
+        raise ValueError(f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, top_k=0, "
+                         "min_new_tokens=0)")

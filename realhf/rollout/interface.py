@@ -12,6 +12,7 @@ from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
 from realhf.api.sample import SequenceSample
+from realhf.rollout.agents import check_whole_distribution
 from realhf.rollout.evaluation import evaluation_report
 from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
 from realhf.rollout.rollout_sample import outcomes_to_sample
@@ -89,7 +90,9 @@ class EnvRolloutInterface:
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, Any]]:
-        """Play ``group_size`` rollouts of each sample's task (metadata ``task``: JSON, ``task_seed``)."""
+        """Play ``group_size`` rollouts of each sample's task (metadata ``task``: JSON, ``task_seed``). Raises
+        ValueError when ``gen`` cuts the distribution: such tokens cannot be trained on."""
+        check_whole_distribution(self._gen)
         tasks = [{"task": json.loads(task), "chaos": self._chaos} for task in sample.metadata["task"]]
         seeds = [int(seed) for seed in sample.metadata["task_seed"]]
         policy = EnginePolicy(model, self._gen, context.seed)

@@ -30,7 +30,7 @@ def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceS
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {"algo": "grpo"}, {"algo": "drgrpo"}, {"algo": "gspo"}, {"algo": "rloo", "kl_ctl": 0.1},
+    {"algo": "grpo"}, {"algo": "drgrpo", "loss_scale_len": 40}, {"algo": "gspo"}, {"algo": "rloo", "kl_ctl": 0.1},
     {"algo": "grpo", "kl_loss_coef": 0.1}, {"algo": "grpo", "entropy_coef": 0.01},
 ]  # fmt: skip
 
@@ -191,3 +191,20 @@ def test_select_sequences_keeps_order_and_drops_empty_samples(rollout_batch: Any
     assert torch.equal(got["packed_input_ids"][:20], sample["packed_input_ids"][9:29])
     assert torch.equal(got["rewards"].nan_to_num(9), sample["rewards"][keep].nan_to_num(9))
     assert select_sequences(sample, torch.zeros(12, dtype=torch.bool)) is None
+
+
+def test_rounding_of_the_generator_clips_no_sequence(rollout_batch: Any, tmp_path: Path) -> None:
+    """The clip range of gspo is narrower than the difference between two programs that compute the same policy."""
+    generator, clipped = torch.Generator().manual_seed(3), {}
+    for recompute in (None, False):
+        model = tiny_actor()
+        sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
+        noise = 0.01 * torch.randn(len(sample["packed_logprobs"]), generator=generator)
+        rounded = SequenceSample.from_tensors(sample.ids, {"packed_logprobs": sample["packed_logprobs"] + noise},
+                                              {"packed_logprobs": sample.seqlens["packed_logprobs"]})
+        sample = sample.select(sample.keys - {"packed_logprobs"}).update(rounded)
+        options = {"algo": "gspo", "recompute_logprob": recompute}
+        stats = PolicyGradientInterface(options).train_step(model, sample, context(tmp_path))
+        clipped[recompute] = stats["clip_fraction"]
+        assert stats["mismatch_abs"] > 1e-3, "the mismatch is still reported"
+    assert clipped[None] == 0 and clipped[False] > 0.2

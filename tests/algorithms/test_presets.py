@@ -20,7 +20,7 @@ TABLE = {
 
 @pytest.mark.parametrize("algo", sorted(TABLE))
 def test_rows_are_those_of_the_specification(algo: str) -> None:
-    got = resolve(PPOConfig(algo=algo))
+    got = resolve(PPOConfig(algo=algo), loss_scale_len=64)
     cells = (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.eps_clip_higher, got.loss_agg)
     assert cells == TABLE[algo] and not got.needs_reference
 
@@ -105,7 +105,29 @@ def test_any_cell_may_be_overridden() -> None:
     ({"eps_clip": -0.1}, "ppo.eps_clip must not"),
     ({"group_size": 1}, "ppo.group_size must be at least 2"),
     ({"ppo_n_minibatches": 0}, "ppo.ppo_n_minibatches"),
+    ({"algo": "drgrpo"}, "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it"),
+    ({"algo": "drgrpo", "loss_scale_len": 0}, "ppo.loss_scale_len must be at least 1"),
+    ({"loss_scale_len": 160}, "ppo.loss_scale_len has no effect with loss_agg 'seq_mean_token_mean'"),
+    ({"algo": "gspo", "use_decoupled_loss": True, "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
+    ({"algo": "gspo", "recompute_logprob": False, "prox_logp_method": "recompute"}, "prox_logp_method has no effect"),
 ])  # fmt: skip
 def test_refused_options_are_named(options: dict[str, Any], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         resolve(options)
+
+
+def test_the_option_decides_the_divisor_and_else_the_experiment() -> None:
+    assert resolve({"algo": "drgrpo", "loss_scale_len": 77}, loss_scale_len=160).loss_scale_len == 77
+    assert resolve({"algo": "drgrpo"}, loss_scale_len=160).loss_scale_len == 160
+    assert resolve({"algo": "grpo"}, loss_scale_len=160).loss_scale_len is None, "nothing is divided by it"
+
+
+def test_the_ratio_of_sequences_is_taken_against_recomputed_log_probabilities() -> None:
+    for options in ({"algo": "gspo"}, {"algo": "grpo", "ratio": "sequence"}):
+        got = resolve(options)
+        assert (got.recompute_logprob, got.prox_logp_method, got.scored_keys) == (True, "recompute", ())
+    assert resolve({"algo": "gspo", "recompute_logprob": True}).needs_actor_inf
+    decoupled = resolve({"algo": "gspo", "use_decoupled_loss": True})
+    assert not decoupled.recompute_logprob and decoupled.needs_actor_inf
+    for options in ({"algo": "gspo", "recompute_logprob": False}, {"algo": "grpo"}, {"algo": "gspo", "ratio": "token"}):
+        assert resolve(options).prox_logp_method is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.launch_build import build_experiment
@@ -43,6 +44,25 @@ def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
     assert spec("experiment=reinforce_aws", "ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute").mfcs
     with pytest.raises(ConfigError, match="actor_inf"):
         built("experiment=reinforce_aws", "ppo.use_decoupled_loss=true")
+
+
+@pytest.mark.parametrize(("experiment", "divisor"), [
+    ("grpo_aws", 40 * 4), ("grpo_aws_async", 40 * 4), ("grpo_stream_http", 640),
+])
+def test_the_train_call_divides_by_what_was_checked(experiment: str, divisor: int):
+    def trained(*options: str) -> PolicyGradientInterface:
+        made = built(f"experiment={experiment}", "ppo.algo=drgrpo", *options)
+        return PolicyGradientInterface(**made.graph["actor_train"].interface_args)
+
+    assert trained().options.loss_scale_len == divisor
+    assert trained("ppo.loss_scale_len=99").options.loss_scale_len == 99
+    with pytest.raises(ConfigError, match="loss_scale_len has no effect"):
+        built(f"experiment={experiment}", "ppo.loss_scale_len=99")
+
+
+@pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "grpo_stream_http"])
+def test_the_reference_scores_trainable_tokens_only(experiment: str):
+    assert set(built(f"experiment={experiment}").graph["ref_inf"].input_keys) == {"packed_input_ids", "loss_mask"}
 
 
 def test_reinforce_and_sft():

@@ -12,7 +12,7 @@ import torch
 from mfc_bench import USELESS, MfcBench, sequences
 from transformers import AutoModelForCausalLM
 
-from experiments.grpo_aws import actor_model, actor_train
+from experiments.grpo_aws import actor_model, actor_train, policy_options
 from realhf.api.config import ExperimentConfig, ModelConfig, OptimizerConfig, PPOConfig
 from realhf.api.sample import SequenceSample
 from realhf.env.task import Task
@@ -29,7 +29,7 @@ def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
     actor = ModelConfig(optimizer=OptimizerConfig(lr=LR, weight_decay=0.0, gradient_clipping=0.0))
     config = ExperimentConfig(experiment="grpo_aws", actor=actor,
                               ppo=PPOConfig(group_size=4, kl_loss_coef=0.0, loss_agg="token_mean"))
-    return make_bench(actor_train(config), actor_model(config, str(policy)))
+    return make_bench(actor_train(config, policy_options(config)), actor_model(config, str(policy)))
 
 
 def rollouts(logprobs: Callable[..., list[torch.Tensor]], folder: Path, rewards: list[float], seed: int = 0,

@@ -1,0 +1,36 @@
+"""Sampling that cuts the distribution is refused for training, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from realhf.api.config import GenConfig
+from realhf.launch import main
+from realhf.rollout.agents import make_agent
+from realhf.rollout.interface import EnvRolloutInterface
+
+
+@pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "reinforce_aws"])
+@pytest.mark.parametrize("option", ["gen.top_p=0.9", "gen.top_k=20", "gen.min_new_tokens=2"])
+def test_a_cut_distribution_is_refused_with_the_reason(capsys, experiment: str, option: str):
+    assert main([f"experiment={experiment}", "mode=check", option]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert option in line and "log-probabilities" in line
+
+
+def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
+    gen = asdict(GenConfig(top_p=0.9))
+    interface = EnvRolloutInterface(group_size=2, sessions=2, gen=gen)
+    with pytest.raises(ValueError, match=r"gen.top_p=0.9.*whole distribution"):
+        interface.generate(None, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="training samples from the whole"):
+        make_agent("", None, {"gen": gen, "max_turns": 1, "max_total_tokens": 64})  # type: ignore[arg-type]
+    assert GenConfig(temperature=0.3, max_new_tokens=9).truncations() == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8"])
+def test_a_dtype_that_cannot_be_trained_is_refused(capsys, dtype: str):
+    assert main(["experiment=grpo_aws", "mode=check", f"actor.dtype={dtype}"]) == 2
+    assert f"actor.dtype={dtype}: unknown (known: float32, bfloat16)" in capsys.readouterr().err
