@@ -17,9 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from realhf.env.check_parser import parse_check
+from realhf.env.cli_criteria import from_cli_words, names_drawn_id
 from realhf.env.task import Task, TaskError
-from realhf.env.tracker import Evidence, is_read, plain_name, same_resource
-from realhf.env.verifier import Check, ResourceCheck, Snapshot, StateReader, equal, verified
+from realhf.env.tracker import Evidence, is_read, mentions, plain_name, same_resource
+from realhf.env.verifier import Check, CommandCheck, ResourceCheck, Snapshot, StateReader, equal, verified
 
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the attributes are not right."""
@@ -33,12 +34,23 @@ STEP_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a multi_step task. ``ordered``: its request must come after that of the step before."""
+    """One step of a multi_step task. ``ordered``: its request must come after that of the step before; ``also``:
+    operations that serve as well; ``anywhere``: any parameter may name the resource, not the identifying one alone."""
 
     operation: str
     resource: str | None = None
     verify: Check | None = None
     ordered: bool = False
+    also: frozenset[str] = frozenset()
+    anywhere: bool = False
+
+    def asks_for(self, deed: Evidence) -> bool:
+        """Whether the request is of this step's operation and resource."""
+        if deed.operation != self.operation and deed.operation not in self.also:
+            return False
+        if self.resource is None or same_resource(deed.resource, plain_name(self.resource)):
+            return True
+        return self.anywhere and mentions(deed.params, self.resource)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,8 @@ class Criteria:
     @property
     def operations(self) -> frozenset[str]:
         """Every operation that the criteria name."""
-        return frozenset({step.operation for step in self.steps} | ({self.operation} - {""}))
+        steps = {operation for step in self.steps for operation in (step.operation, *step.also)}
+        return frozenset(steps | ({self.operation} - {""}))
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -88,10 +101,11 @@ class Grade:
 
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:
-    """Criteria from the plain data of a task. Raises TaskError."""
+    """Criteria from the plain data of a task, in our words or in those of the CLI. Raises TaskError."""
     for key, kind in _TYPES.items():
         if not isinstance(data.get(key), kind | None):
             raise TaskError(f"task.success_criteria.{key} is not of type {kind.__name__}")
+    data = from_cli_words(data)
     try:
         resource = parse_check(data["resource_exists"]) if data.get("resource_exists") else None
         if resource is not None and not isinstance(resource, ResourceCheck):
@@ -118,7 +132,11 @@ def _parse_step(data: Mapping[str, Any]) -> Step:
     if not isinstance(data["operation"], str) or not isinstance(data.get("resource"), str | None):
         raise TaskError("operation and resource of a step are texts")
     verify = parse_check(data["verify"]) if data.get("verify") else None
-    return Step(data["operation"], data.get("resource"), verify, bool(data.get("ordered", False)))
+    ordered, anywhere = bool(data.get("ordered", False)), bool(data.get("anywhere", False))
+    also = data.get("also") or []
+    if not isinstance(also, list) or not all(isinstance(operation, str) for operation in also):
+        raise TaskError("also of a step is not a list of operations")
+    return Step(data["operation"], data.get("resource"), verify, ordered, frozenset(also), anywhere)
 
 
 class Grader:
@@ -134,11 +152,19 @@ class Grader:
         self.grade = Grade(0.0, False)
 
     def start(self) -> None:
-        """Look at the world right after set-up. Raises TaskError for a task that is solved already."""
+        """Look at the world right after set-up. Raises TaskError for a task that is solved already or never will be."""
         if self.criteria.state_checks:
+            self._refuse_unreachable()
             self._baseline = self._checks_passing(self._state)
             if self._baseline == len(self.criteria.state_checks):
                 raise TaskError("every state check of the task holds before the first command")
+
+    def _refuse_unreachable(self) -> None:
+        for check in self.criteria.state_checks:
+            if isinstance(check, CommandCheck) and names_drawn_id(check.command):
+                answer = self._state.run(check.command)
+                if not answer.success and not answer.timed_out:
+                    raise TaskError("a state check asks for an id that AWS draws and that the set-up has not made")
 
     @property
     def credited_operations(self) -> list[str]:
@@ -221,8 +247,7 @@ class Grader:
 def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[int], after: int = -1) -> Evidence | None:
     """Layer 2, dedup: the first accepted request for this step that has not paid for another one."""
     for deed in evidence:
-        fits = deed.ok and deed.operation == step.operation and deed.index > after and deed.index not in spent
-        if fits and (step.resource is None or same_resource(deed.resource, plain_name(step.resource))):
+        if deed.ok and deed.index > after and deed.index not in spent and step.asks_for(deed):
             return deed
     return None
 

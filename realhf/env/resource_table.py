@@ -80,6 +80,7 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
         ),
         ("iam", "user"): Lookup("GetUser", {"UserName": "%s"}, "User", "UserName"),
         ("iam", "group"): Lookup("GetGroup", {"GroupName": "%s"}, "{Path: Group.Path, Users: Users}"),
+        ("iam", "policy"): Lookup("ListPolicies", {"Scope": "Local"}, "Policies", "PolicyName"),
         ("iam", "instance-profile"): Lookup(
             "GetInstanceProfile", {"InstanceProfileName": "%s"}, "InstanceProfile", "InstanceProfileName"
         ),
@@ -118,6 +119,8 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
         ),
         ("ecs", "cluster"): Lookup("DescribeClusters", {"clusters": ["%s"]}, "clusters", "clusterName"),
         ("glue", "database"): Lookup("GetDatabase", {"Name": "%s"}, "Database", "Name"),
+        ("apigateway", "rest-api"): Lookup("GetRestApis", {}, "items", "name"),
+        ("cloudformation", "stack"): Lookup("DescribeStacks", {"StackName": "%s"}, "Stacks", "StackName"),
         ("apigatewayv2", "api"): Lookup(
             "GetApis",
             {},

@@ -208,6 +208,15 @@ def same_resource(one: str, other: str) -> bool:
     return one == other
 
 
+def mentions(params: Any, name: str) -> bool:
+    """Whether a text among the parameters holds the name as a word of its own: a longer name is another resource."""
+    if isinstance(params, str):
+        return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", params) is not None
+    if isinstance(params, Mapping):
+        return any(mentions(value, name) for value in params.values())
+    return isinstance(params, list | tuple) and any(mentions(value, name) for value in params)
+
+
 def is_read(operation: str) -> bool:
     """Layer 5, no verification reward: whether an operation only looks."""
     return operation.partition(":")[2].startswith(_READ_PREFIXES)
