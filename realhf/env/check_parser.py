@@ -1,53 +1,122 @@
 """Checks out of the plain data of a task: what may be written there, and that it only looks.
 
+    a resource   {service, type, name, attributes?, loose?}
+    a call       {call: {service, operation, params}, json_path?, expected? | absent? | output_contains? ...}
+    a command    {command: line, json_path?, ...}, in tasks of other makers
+    a policy     a resource or call with json_path and allows, refuses, wider, owner; see ``policy_check``
+    unchanged    {unchanged: a resource with fields, or a call with json_path}; see ``unchanged_check``
+    a list       several of these that must hold together
+
 Source: environment spec section 6 (success_criteria) and 5 (tasks are data from a client).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
 import jmespath
 from jmespath.exceptions import JMESPathError
 
+from realhf.env.iam_policy import PolicyError, parse_grant
 from realhf.env.policy import check_command
+from realhf.env.policy_check import PolicyCheck
 from realhf.env.resource_table import RESOURCES
 from realhf.env.task import TaskError
 from realhf.env.tracker import is_read
-from realhf.env.verifier import CallCheck, Check, CommandCheck, Expectation, ResourceCheck, operation_allowed
+from realhf.env.unchanged_check import UnchangedCheck
+from realhf.env.verifier import (
+    AllOf,
+    CallCheck,
+    Check,
+    CommandCheck,
+    Expectation,
+    ResourceCheck,
+    operation_allowed,
+)
 
 _RESOURCE_KEYS = frozenset({"service", "type", "name", "attributes", "loose"})
 _EXPECTATION_KEYS = frozenset({"json_path", "expected", "absent", "output_contains", "not_contains", "loose"})
+_POLICY_KEYS = frozenset({"allows", "refuses", "wider", "owner", "json_path"})
 _TYPES: Mapping[str, type] = MappingProxyType(
     {"name": str, "attributes": dict, "call": dict, "command": str, "json_path": str, "absent": bool, "loose": bool}
-    | {"output_contains": str, "not_contains": str}
+    | {"output_contains": str, "not_contains": str, "allows": list, "refuses": list, "wider": bool, "owner": str}
+    | {"fields": list, "unchanged": dict}
 )
 _LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan", "search-", "lookup-", "filter-", "ls")
 
 
 def parse_check(data: Any) -> Check:
-    """A check from plain data: a resource map, or a map with ``call`` or ``command``. Raises TaskError."""
+    """A check from plain data, see above. Raises TaskError."""
+    try:
+        return _parse(data)
+    except (KeyError, TypeError, AttributeError, JMESPathError, PolicyError) as error:
+        raise TaskError(f"check is malformed: {type(error).__name__}: {error}") from None
+
+
+def _parse(data: Any) -> Check:
+    if isinstance(data, list) and data:
+        return AllOf(tuple(map(parse_check, data)))
     if not isinstance(data, Mapping):
         raise TaskError(f"a check is an object, not {type(data).__name__}")
+    for key, kind_of_value in _TYPES.items():
+        if not isinstance(data.get(key), kind_of_value | None):
+            raise TaskError(f"{key} of a check is not of type {kind_of_value.__name__}")
+    if data.get("unchanged") is not None:
+        _refuse_unknown(data, {"unchanged", "description"})
+        return parse_unchanged(data["unchanged"])
+    for path in (data.get("json_path"), *(data.get("attributes") or ())):
+        jmespath.compile(path or "@")
+    if data.get("allows") is not None or data.get("refuses") is not None:
+        return _policy_check(data)
     kind = next((kind for kind in ("call", "command") if data.get(kind) is not None), None)
-    unknown = set(data) - (_RESOURCE_KEYS if kind is None else _EXPECTATION_KEYS | {"call", "command", "description"})
-    if unknown:
-        raise TaskError(f"check has the unknown key {sorted(unknown)[0]!r}")
+    _refuse_unknown(data, _RESOURCE_KEYS if kind is None else _EXPECTATION_KEYS | {"call", "command", "description"})
+    if kind is None:
+        return _resource_check(data)
+    set_keys = {key: data[key] for key in _EXPECTATION_KEYS & set(data) if data[key] is not None}
+    return _call_check(data["call"], set_keys) if kind == "call" else _command_check(data["command"], set_keys)
+
+
+def parse_unchanged(data: Mapping[str, Any]) -> UnchangedCheck:
+    """What a task protects, from plain data. Raises TaskError."""
     try:
-        paths = [data["json_path"]] if data.get("json_path") else list(data.get("attributes") or ())
+        if data.get("call") is not None:
+            _refuse_unknown(data, {"call", "json_path", "description"})
+            paths = [data.get("json_path") or "@"]
+            source: ResourceCheck | CallCheck = _call_check(data["call"], {})
+        else:
+            _refuse_unknown(data, {"service", "type", "name", "fields", "description"})
+            paths = list(data.get("fields") or ())
+            source = _resource_check(data)
         for path in paths:
             jmespath.compile(path)
-        for key, kind_of_value in _TYPES.items():
-            if not isinstance(data.get(key), kind_of_value | None):
-                raise TaskError(f"{key} of a check is not of type {kind_of_value.__name__}")
-        if kind is None:
-            return _resource_check(data)
-        set_keys = {key: data[key] for key in _EXPECTATION_KEYS & set(data) if data[key] is not None}
-        return _call_check(data["call"], set_keys) if kind == "call" else _command_check(data["command"], set_keys)
+        return UnchangedCheck(source, tuple(paths))
     except (KeyError, TypeError, AttributeError, JMESPathError) as error:
-        raise TaskError(f"check is malformed: {type(error).__name__}: {error}") from None
+        raise TaskError(f"what is protected is malformed: {type(error).__name__}: {error}") from None
+
+
+def _refuse_unknown(data: Mapping[str, Any], known: Set[str]) -> None:
+    unknown = set(data) - known
+    if unknown:
+        raise TaskError(f"check has the unknown key {sorted(unknown)[0]!r}")
+
+
+def _policy_check(data: Mapping[str, Any]) -> PolicyCheck:
+    if data.get("call") is not None:
+        _refuse_unknown(data, _POLICY_KEYS | {"call", "description"})
+        source: ResourceCheck | CallCheck = _call_check(data["call"], {})
+    else:
+        _refuse_unknown(data, _POLICY_KEYS | _RESOURCE_KEYS | {"description"})
+        source = _resource_check(data)
+    return PolicyCheck(
+        source,
+        data["json_path"],
+        tuple(map(parse_grant, data.get("allows") or ())),
+        tuple(map(parse_grant, data.get("refuses") or ())),
+        bool(data.get("wider")),
+        data.get("owner") or "",
+    )
 
 
 def _resource_check(data: Mapping[str, Any]) -> ResourceCheck:

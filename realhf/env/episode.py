@@ -106,7 +106,7 @@ class Episode:
         except ConnectionError as error:
             raise EpisodeError("the simulator cannot be read") from error
         if self._may_disturb if chaos is None else chaos:
-            self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), criteria, state)
+            self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader.criteria, state)
         self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
         self._task, self._world = world.task, world
         self._episode_id = episode_id or uuid.uuid4().hex
@@ -134,6 +134,7 @@ class Episode:
             if self._chaos is not None and self._meter.progress > before and not self.done:
                 disturbed = self._chaos.after_progress(self._tracker)
                 if disturbed:
+                    self._grader.excuse()
                     self._inventory.touch(disturbed, changed=True)
         except (StateCallError, ConnectionError) as error:
             raise EpisodeError(f"the simulator cannot be read: {type(error).__name__}") from error
@@ -166,6 +167,7 @@ class Episode:
             idempotent_retries=self._tracker.idempotent_retries,
             hints=self._hints,
             chaos_survived=self._achieved and self._chaos is not None and self._chaos.survived(),
+            harmed=self._grader is not None and self._grader.grade.harmed,
         )
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """How far an episode has come: evidence (sent requests with a 2xx answer) and verified state, nothing else.
 
 The populated field of a task's criteria decides the strategy: ``state_checks``, ``steps`` (multi_step),
-``resource_exists`` (resource_creation), else ``operation`` (command_match). Source: environment spec section 7.
+``resource_exists`` (resource_creation), else ``operation`` (command_match). ``protected`` names, in every strategy,
+what must stay as set-up left it: changing it is harm, which costs more than all progress is worth, and while it lasts
+the task is not achieved. Source: environment spec section 7.
 
 The eight layers against reward hacking, each a function: 1 ground truth ``verifier.verified``, 2 dedup
 ``unspent_request``, 3 grader invisibility ``episode.masked_task``, 4 allow-list ``policy.check_command``, 5 no
@@ -12,21 +14,33 @@ verification reward ``earns_credit``, 6 monotone progress ``reward.monotone_prog
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from realhf.env.check_parser import parse_check
+from realhf.env.check_parser import parse_check, parse_unchanged
 from realhf.env.cli_criteria import from_cli_words, names_drawn_id
 from realhf.env.task import Task, TaskError
 from realhf.env.tracker import Evidence, is_read, mentions, plain_name, same_resource
-from realhf.env.verifier import Check, CommandCheck, ResourceCheck, Snapshot, StateReader, equal, verified
+from realhf.env.unchanged_check import UnchangedCheck
+from realhf.env.verifier import (
+    AllOf,
+    Check,
+    CommandCheck,
+    ResourceCheck,
+    Snapshot,
+    StateReader,
+    equal,
+    of_one_object,
+    verified,
+)
 
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the attributes are not right."""
 MAX_CHECKS = 40
 _TYPES: Mapping[str, type] = MappingProxyType(
     {"operation": str, "params": dict, "command_contains": str, "steps": list, "services": list, "state_checks": list}
+    | {"protected": list}
 )
 STEP_SHARE = 0.7
 """Weight of the steps where a task has both steps and state checks."""
@@ -64,6 +78,7 @@ class Criteria:
     steps: tuple[Step, ...] = ()
     services: frozenset[str] = frozenset()
     state_checks: tuple[Check, ...] = ()
+    protected: tuple[UnchangedCheck, ...] = ()
 
     @property
     def strategy(self) -> str:
@@ -82,8 +97,17 @@ class Criteria:
     @property
     def checks(self) -> tuple[Check, ...]:
         """Everything that must hold in the end."""
-        found = (self.resource, *(step.verify for step in self.steps), *self.state_checks)
+        found = (self.resource, *(step.verify for step in self.steps), *self.state_checks, *self.protected)
         return tuple(check for check in found if check is not None)
+
+    def bound(self, state: StateReader) -> Criteria:
+        """The criteria that compare what must not change with what there is now. Raises TaskError."""
+        return replace(
+            self,
+            steps=tuple(replace(step, verify=step.verify and _bound(step.verify, state)) for step in self.steps),
+            state_checks=tuple(_bound(check, state) for check in self.state_checks),
+            protected=tuple(check.bound(state) for check in self.protected),
+        )
 
     @property
     def named_services(self) -> frozenset[str]:
@@ -94,10 +118,11 @@ class Criteria:
 
 @dataclass(frozen=True)
 class Grade:
-    """Progress in [0, 1] as of now, and whether the task is achieved."""
+    """Progress in [0, 1] as of now, whether the task is achieved, and whether something that it protects is harmed."""
 
     progress: float
     achieved: bool
+    harmed: bool = False
 
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:
@@ -118,13 +143,14 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
             steps=tuple(_parse_step(step) for step in data.get("steps") or ()),
             services=frozenset(data.get("services") or ()),
             state_checks=tuple(parse_check(check) for check in data.get("state_checks") or ()),
+            protected=tuple(parse_unchanged(check) for check in data.get("protected") or ()),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise TaskError(f"task.success_criteria is malformed: {type(error).__name__}: {error}") from None
     if criteria.strategy == "command_match" and not (criteria.operation or criteria.command_contains):
         raise TaskError("task.success_criteria names no operation, resource, steps or state checks")
-    if max(len(criteria.steps), len(criteria.state_checks)) > MAX_CHECKS:
-        raise TaskError(f"task.success_criteria has more than {MAX_CHECKS} steps or state checks")
+    if max(len(criteria.steps), len(criteria.state_checks), len(criteria.protected)) > MAX_CHECKS:
+        raise TaskError(f"task.success_criteria has more than {MAX_CHECKS} steps, state checks or protected things")
     return criteria
 
 
@@ -139,6 +165,12 @@ def _parse_step(data: Mapping[str, Any]) -> Step:
     return Step(data["operation"], data.get("resource"), verify, ordered, frozenset(also), anywhere)
 
 
+def _bound(check: Check, state: StateReader) -> Check:
+    if isinstance(check, AllOf):
+        return AllOf(tuple(_bound(one, state) for one in check.checks))
+    return check.bound(state) if isinstance(check, UnchangedCheck) else check
+
+
 class Grader:
     """Grades one episode. ``evaluate`` after every command; verification runs only where a request could have
     changed something, otherwise the last grade stands."""
@@ -149,10 +181,13 @@ class Grader:
         self._evidence: list[Evidence] = []
         self._credited: list[int] = []
         self._baseline = 0
+        self._excused: set[int] = set()
         self.grade = Grade(0.0, False)
 
     def start(self) -> None:
-        """Look at the world right after set-up. Raises TaskError for a task that is solved already or never will be."""
+        """Look at the world right after set-up. Raises TaskError for a task that is solved already or never will be,
+        or that protects what does not exist."""
+        self.criteria = self.criteria.bound(self._state)
         if self.criteria.state_checks:
             self._refuse_unreachable()
             self._baseline = self._checks_passing(self._state)
@@ -189,8 +224,23 @@ class Grader:
             self.grade = self._judge(worthy)
         return self.grade
 
+    def excuse(self) -> None:
+        """What is harmed by now and was not when last graded is no doing of the agent's."""
+        if not self.grade.harmed:
+            self._excused |= self._changed(Snapshot(self._state))
+
+    def _changed(self, now: StateReader) -> set[int]:
+        """The places of the protected things that are not as set-up left them."""
+        return {place for place, check in enumerate(self.criteria.protected) if not verified(check, now)}
+
     def _judge(self, worthy: Sequence[Evidence]) -> Grade:
-        criteria, now = self.criteria, Snapshot(self._state)
+        now = Snapshot(self._state)
+        grade = self._progress(worthy, now)
+        changed = self._changed(now)
+        return replace(grade, achieved=grade.achieved and not changed, harmed=bool(changed - self._excused))
+
+    def _progress(self, worthy: Sequence[Evidence], now: StateReader) -> Grade:
+        criteria = self.criteria
         match criteria.strategy:
             case "command_match":
                 achieved = any(matches_command(deed, criteria) for deed in worthy)
@@ -204,7 +254,7 @@ class Grader:
                 services = services_reached(criteria.services, self._evidence)
                 if complete and not services:
                     share = (len(criteria.steps) - 1) / len(criteria.steps)
-                return Grade(share, complete and services and final_state_holds(criteria.steps, now))
+                return Grade(share, complete and services and final_state_holds(criteria, now))
             case _:
                 return self._judge_checks(now)
 
@@ -226,8 +276,8 @@ class Grader:
         share = max(0.0, (passing - self._baseline) / (total - self._baseline))
         if criteria.steps:
             share = STEP_SHARE * len(self._credited) / len(criteria.steps) + (1 - STEP_SHARE) * share
-        achieved = passing == total and services_reached(criteria.services, self._evidence)
-        return Grade(share, achieved)
+        services = services_reached(criteria.services, self._evidence)
+        return Grade(share, passing == total and services and final_state_holds(criteria, now))
 
     def _checks_passing(self, now: StateReader) -> int:
         return sum(verified(check, now) for check in self.criteria.state_checks)
@@ -275,9 +325,11 @@ def services_reached(services: Iterable[str], evidence: Iterable[Evidence]) -> b
     return set(services) <= {deed.service for deed in evidence if deed.ok}
 
 
-def final_state_holds(steps: Iterable[Step], state: StateReader) -> bool:
-    """Layer 8: what every step demanded is true at the moment of grading, whatever was undone in between."""
-    return all(verified(step.verify, state) for step in steps)
+def final_state_holds(criteria: Criteria, state: StateReader) -> bool:
+    """Layer 8: what the state checks, or else the steps, demand is true when graded, whatever was undone in
+    between; and what they demand of one name is true of one object."""
+    demands = list(criteria.state_checks) or [step.verify for step in criteria.steps if step.verify is not None]
+    return all(verified(check, state) for check in [*demands, *of_one_object(demands)])
 
 
 def criteria_of(task: Task) -> Criteria:

@@ -210,7 +210,7 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
         ("ec2", "vpc"): Lookup(
             "DescribeVpcs",
             {"Filters": [{"Name": "tag:Name", "Values": ["%s"]}]},
-            "Vpcs[0]",
+            "Vpcs",
             extras={
                 "Subnets": _in_vpc("DescribeSubnets", "vpc-id", "Subnets"),
                 "RouteTables": _in_vpc("DescribeRouteTables", "vpc-id", "RouteTables"),

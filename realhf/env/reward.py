@@ -3,6 +3,7 @@
     achieved      V = (1.05 where chaos was survived, else 1) * 0.85**hints
     not achieved  V = clamp(0.9 P (half of it after a failed command) - 0.1 rollbacks + 0.02 retries, 0, 0.99)
                       * 0.85**hints
+    harmed        V = -0.25 while something that the task protects is not as set-up left it
     reward of a step = V now - V before,  V before the first step = 0
 
 Cycling, repeating and idling earn nothing. In the mode ``level``, for comparisons, the reward of a step is a level of
@@ -23,6 +24,8 @@ ROLLBACK_PENALTY = 0.1
 RETRY_BONUS = 0.02
 UNFINISHED_CAP = 0.99
 HINT_FACTOR = 0.85
+HARM_PENALTY = 0.25
+"""So that to do harm is worse than to do nothing, and no progress makes up for it."""
 CHAOS_SURVIVED = 1.05
 _GRID = float(1 << 30)
 
@@ -37,9 +40,12 @@ class Standing:
     idempotent_retries: int = 0
     hints: int = 0
     chaos_survived: bool = False
+    harmed: bool = False
 
     def score(self, earned: float) -> float:
-        """The final score in [0, 1.05], where progress earned ``earned``."""
+        """The final score in [0, 1.05], where progress earned ``earned``; below 0 after harm alone."""
+        if self.harmed:
+            return -_on_grid(HARM_PENALTY)
         if self.achieved:
             return _on_grid((CHAOS_SURVIVED if self.chaos_survived else 1.0) * HINT_FACTOR**self.hints)
         value = earned * (FAILED_COMMAND_FACTOR if self.last_failed else 1.0)
@@ -80,7 +86,7 @@ class RewardMeter:
 
     def step(self, progress: float, **standing: Any) -> float:
         """Take in the state after a step, ``standing`` as fields of ``Standing``; returns the step's reward, which may
-        be negative (never in the mode ``level``)."""
+        be negative (in the mode ``level`` after harm alone)."""
         rose = progress > self.progress
         self.progress = monotone_progress(self.progress, progress)
         if self._mode == "level":

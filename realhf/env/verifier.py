@@ -3,16 +3,18 @@
 Checks are structured requests through the slot's state client, in the agent's account; nothing of a check is
 ever written into a command line. Three kinds: a *resource* with an exact name and attributes, looked up in the
 ``resource_table``, a *call* whose response is compared, and, in tasks of other makers, a *command* whose output is.
-Attribute keys and ``json_path`` are JMESPath expressions; values compare by type. Source: environment spec section 7.
+On resources and calls build the checks of ``policy_check`` and ``unchanged_check``. Attribute keys and ``json_path``
+are JMESPath expressions; values compare by type. Source: environment spec section 7.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +25,7 @@ from jmespath.functions import Functions, signature
 
 from realhf.env.command_table import ALLOWED
 from realhf.env.executor import CommandResult
-from realhf.env.resource_table import RESOURCES
+from realhf.env.resource_table import RESOURCES, Lookup
 from realhf.env.state_client import StateCallError
 
 _ABSENT_CODES = re.compile(r"NotFound|NoSuch|NonExistent|NotExist|^404$|^NotFound$")
@@ -106,20 +108,26 @@ class ResourceCheck:
     loose: bool = False
 
     def holds(self, state: StateReader) -> bool:
-        found = self._object(state)
-        return found is not None and all(
-            equal(search(path, found), value, loose=self.loose) for path, value in self.attributes.items()
-        )
+        return any(map(self.fits, self.objects(state)))
 
-    def _object(self, state: StateReader) -> Any:
+    def fits(self, found: Mapping[str, Any]) -> bool:
+        """Whether this object has the attributes."""
+        return all(equal(search(path, found), value, loose=self.loose) for path, value in self.attributes.items())
+
+    def objects(self, state: StateReader, paths: Iterable[str] = ()) -> list[dict[str, Any]]:
+        """Everything of this name: most kinds have one at most, but two networks may carry the same tag. What the
+        attributes and ``paths`` ask for beyond the object itself is fetched."""
         lookup = RESOURCES[self.service, self.type]
-        found = _response(state, self.service, lookup.operation, lookup.params, self.name)
-        if found is not None:
-            found = _named(jmespath.search(lookup.root, found), lookup.name_field, self.name)
-        if found is None:
-            return None
+        answer = _response(state, self.service, lookup.operation, lookup.params, self.name)
+        found = None if answer is None else jmespath.search(lookup.root, answer)
+        asked = [*self.attributes, *paths]
+        return [self._with_extras(state, lookup, one, asked) for one in _named(found, lookup.name_field, self.name)]
+
+    def _with_extras(
+        self, state: StateReader, lookup: Lookup, found: dict[str, Any], asked: list[str]
+    ) -> dict[str, Any]:
         for key, (operation, params, path) in lookup.extras.items():
-            if any(re.search(rf"\b{key}\b", attribute) for attribute in self.attributes):
+            if any(re.search(rf"\b{key}\b", attribute) for attribute in asked):
                 params = _with_fields(params, found)
                 extra = None if params is None else _response(state, self.service, operation, params, self.name)
                 found = {**found, key: jmespath.search(path, extra or {})}
@@ -162,7 +170,11 @@ class CallCheck:
     wanted: Expectation
 
     def holds(self, state: StateReader) -> bool:
-        return self.wanted.met_by(_response(state, self.service, self.operation, self.params, None))
+        return self.wanted.met_by(self.answer(state))
+
+    def answer(self, state: StateReader) -> dict[str, Any] | None:
+        """None where the resource does not exist."""
+        return _response(state, self.service, self.operation, self.params, None)
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,38 @@ class CommandCheck:
             return False
 
 
-Check = ResourceCheck | CallCheck | CommandCheck
+class Check(Protocol):
+    """One thing that must be true of the simulator's state."""
+
+    @property
+    def service(self) -> str: ...
+
+    def holds(self, state: StateReader) -> bool: ...
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """Several checks that must hold together."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def service(self) -> str:
+        return self.checks[0].service
+
+    def holds(self, state: StateReader) -> bool:
+        return all(check.holds(state) for check in self.checks)
+
+
+def of_one_object(checks: Iterable[Check]) -> list[ResourceCheck]:
+    """What the resource checks demand of each name together, so that one object has to meet all of it and not every
+    namesake a part."""
+    merged: dict[tuple[str, str, str, bool], dict[str, Any]] = {}
+    parts = (check.checks if isinstance(check, AllOf) else (check,) for check in checks)
+    for check in itertools.chain.from_iterable(parts):
+        if isinstance(check, ResourceCheck):
+            merged.setdefault((check.service, check.type, check.name, check.loose), {}).update(check.attributes)
+    return [ResourceCheck(*key[:3], attributes, key[3]) for key, attributes in merged.items()]
 
 
 def verified(check: Check | None, state: StateReader) -> bool:
@@ -257,9 +300,8 @@ def _with_fields(params: Any, found: Any) -> Any:
     return params
 
 
-def _named(found: Any, name_field: str, name: str) -> Any:
-    """The object whose ``name_field`` is exactly ``name``, out of one object or a list of them."""
-    if not name_field:
-        return found
-    candidates = found if isinstance(found, list) else [found]
-    return next((item for item in candidates if isinstance(item, Mapping) and item.get(name_field) == name), None)
+def _named(found: Any, name_field: str, name: str) -> list[Any]:
+    """The objects whose ``name_field`` is exactly ``name``, out of one object or a list of them; those that were
+    looked up by their name need no such field."""
+    candidates = found if isinstance(found, list) else [] if found is None else [found]
+    return [one for one in candidates if not name_field or (isinstance(one, Mapping) and one.get(name_field) == name)]

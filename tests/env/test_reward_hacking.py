@@ -151,8 +151,7 @@ def test_layer_8_what_was_undone_does_not_count(episode: Episode) -> None:
     episode._slot.state.call("s3", "DeleteBucket", {"Bucket": name})
     last = episode.step(enable)
     assert not last.observation["task_achieved"], "the bucket is gone"
-    steps = parse_criteria(task.success).steps
-    assert not final_state_holds(steps, SlotState(episode._slot))
+    assert not final_state_holds(parse_criteria(task.success), SlotState(episode._slot))
     suspended = enable.replace("Enabled", "Suspended")
     assert play(episode, task, [create, suspended]) == (False, pytest.approx(0.45))
 

@@ -48,7 +48,7 @@ def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[st
     every_drift = range(len(task.possible_drifts)) if task.possible_drifts else None
     for commands in partial_solutions(task) + list(wrong_names(task)):
         achieved, total = play(episode, task, commands, every_drift)
-        if achieved or not 0.0 <= total < 1.0:
+        if achieved or total >= 1.0:
             found.append(f"{commands}: achieved={achieved}, return {total}")
     if thorough:
         found += _mistake_problems(episode, task) + _drift_problems(episode, task)
