@@ -79,7 +79,8 @@ def actor_train(config: ExperimentConfig, ppo: ResolvedPPO) -> MFCDef:
 def actor_model(config: ExperimentConfig, path: str) -> ModelSpec:
     actor = config.actor
     return ModelSpec("actor", path, tuple(actor.workers), trainable=True, backend=actor.backend, dtype=actor.dtype,
-                     gradient_checkpointing=actor.gradient_checkpointing, optimizer=actor.optimizer)
+                     gradient_checkpointing=actor.gradient_checkpointing, optimizer=actor.optimizer,
+                     chat_template_kwargs=actor.chat_template_kwargs)
 
 
 def rollout_args(config: ExperimentConfig) -> dict[str, Any]:

@@ -51,13 +51,14 @@ def _supervised(
         path = str(jobs[-1].artifact)
     actor = ModelSpec("actor", path, tuple(config.actor.workers), trainable=True, backend=config.actor.backend,
                       dtype=config.actor.dtype, gradient_checkpointing=config.actor.gradient_checkpointing,
-                      optimizer=optimizer)
+                      optimizer=optimizer, chat_template_kwargs=config.actor.chat_template_kwargs)
     train = MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "sft", n_seqs=batch,
                    input_keys=("packed_input_ids", "loss_mask"), timeout_s=config.rpc.call_timeout_s,
                    mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb))
     rows = {"path": str(demonstrations.artifact)}
     source = SourceSpec("jsonl_chat", rows, keys=train.input_keys, worker=actor.workers[0],
-                        dataset_args={**rows, "max_tokens": config.rollout.max_total_tokens})
+                        dataset_args={**rows, "max_tokens": config.rollout.max_total_tokens,
+                                      "chat_template_kwargs": config.actor.chat_template_kwargs})
     return ExperimentSpec(
         name="sft_aws", models={"actor": actor}, mfcs=(train,), source=source, n_seqs=batch, total_train_steps=steps,
         seed=config.seed, run_dir=Path(), jobs=jobs, export_role="actor",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, StreamConfig, run_folder
+from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, StreamConfig, run_folder
 from realhf.env.injected_faults import DEFAULT_KINDS
+from realhf.launch_model import BUILTIN, model_problems
 
-BUILTIN = "builtin"
 DTYPES = ("float32", "bfloat16")
 """Training in float16 needs a loss scale, which no backend here has."""
 TASK_DIR = Path(__file__).resolve().parent / "env" / "tasks"
@@ -37,8 +36,8 @@ PORTS = ("env.port", "env.ministack_base_port", "stream.port")
 
 def check_config(config: ExperimentConfig) -> None:
     """Raise ConfigError that lists everything wrong with the values themselves."""
-    problems = [*_ranges(config), *_names(config), *_sizes(config), *_model_path("actor", config.actor),
-                *_stream(config.stream)]
+    problems = [*_ranges(config), *_names(config), *_sizes(config),
+                *model_problems("actor", config.actor, config.rollout.max_total_tokens), *_stream(config.stream)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -131,29 +130,3 @@ def _stream(stream: StreamConfig) -> Iterator[str]:
         yield f"stream.token_file={stream.token_file}: no such file"
     if stream.max_staleness is not None and stream.max_staleness < 0:
         yield f"stream.max_staleness={stream.max_staleness}: must be at least 0"
-
-
-def _model_path(role: str, model: ModelConfig) -> Iterator[str]:
-    """A folder must hold a model whose tokenizer has a chat template; ``owner/name`` may be a hub id."""
-    folder = Path(model.path).expanduser()
-    if model.path == BUILTIN:
-        return
-    if not folder.is_dir():
-        if model.path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.path):
-            yield f"{role}.path={model.path}: no such folder"
-        elif "/" not in model.path:
-            yield f"{role}.path={model.path}: no such folder (and a hub id reads owner/name)"
-        return
-    if not (folder / "config.json").is_file():
-        yield f"{role}.path={model.path}: the folder holds no config.json, so no model"
-    elif not _has_chat_template(folder):
-        yield f"{role}.path={model.path}: the tokenizer has no chat template; use an instruction-tuned model"
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
-        return True
-    try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
-    except (OSError, ValueError):
-        return False

@@ -70,7 +70,8 @@ class GenerationWorker:
         self._tracer = self._stack.enter_context(open_trace(plan.spec.run_dir, name))
         model = plan.spec.models[spec.role]
         self._gen = GenConfig(**spec.calls[0].interface_args["gen"])
-        self._stop_ids = TemplateChat(load_tokenizer(model.path, spec.role)).stop_ids
+        chat = TemplateChat(load_tokenizer(model.path, spec.role), template_kwargs=model.chat_template_kwargs)
+        self._stop_ids = chat.stop_ids
         self._engine: StreamingGenerator = self._stack.enter_context(
             make_streaming_generator(model, spec.options, log=plan.spec.run_dir / "logs" / f"vllm-{index}.log",
                                      timeout_s=plan.rpc.connect_timeout_s, tracer=self._tracer,

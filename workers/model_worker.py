@@ -97,7 +97,7 @@ class ModelWorker:
         spec = self._plan.spec
         backend = backends.get(model.backend)(**model.backend_args)
         engine = backend.build(model, seed=spec.seed, total_train_steps=spec.total_train_steps)
-        return Model(model.role, engine, engine.tokenizer)
+        return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs)
 
     def _on_host(self, handler: str) -> Any:
         def run(payload: dict[str, Any]) -> dict[str, Any]:

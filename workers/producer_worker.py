@@ -41,7 +41,7 @@ class Episodes:
         self._options = options
         spec = ModelSpec("producer", options.policy)
         engine = backends.get("torch")().build(spec, seed=options.seed, total_train_steps=1)
-        self._model = Model("producer", engine, engine.tokenizer)
+        self._model = Model("producer", engine, engine.tokenizer, options.chat_template_kwargs)
         self._gen = GenConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
         self._tasks = TaskCurriculumSource(options.seed, options.tiers, tags=options.tags)
         self._pool = MultiTurnEnvPool(
@@ -138,6 +138,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--max-total-tokens", type=int, default=640)
     add("--max-new-tokens", type=int, default=40)
     add("--temperature", type=float, default=1.0, help="must be the trainer's gen.temperature")
+    add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON",
+        help="variables of the policy's chat template, the trainer's actor.chat_template_kwargs")
     add("--tiers", nargs="+", default=["warmup", "beginner", "intermediate"])
     add("--tags", nargs="*", default=["starter"])
     add("--patience-s", type=float, default=600.0, help="how long to wait for the server and the trainer, seconds")

@@ -110,8 +110,9 @@ class RolloutWorker:
     def _players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
         args = self._spec.calls[0].interface_args
         group = int(args["group_size"])
-        tokenizer = load_tokenizer(self._plan.spec.models[self._spec.role].path, self._spec.role)
-        agent = make_agent(self._spec.agent, TemplateChat(tokenizer), args)
+        model = self._plan.spec.models[self._spec.role]
+        chat = TemplateChat(load_tokenizer(model.path, self._spec.role), template_kwargs=model.chat_template_kwargs)
+        agent = make_agent(self._spec.agent, chat, args)
         return [
             GroupPlayer(
                 GrpoPool(

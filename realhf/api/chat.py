@@ -7,13 +7,15 @@ conversation in which a marker stands for the policy's words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SYSTEM_PROMPT = (
     "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
     "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done."
 )
+_SET_HERE = frozenset({"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"})
 _MARKER = "\u2e28policy-turn\u2e29"
 
 
@@ -21,10 +23,20 @@ class ChatTemplateError(ValueError):
     """The tokenizer has no chat template, or one that drops the policy's words."""
 
 
-class TemplateChat:
-    """``realhf.api.env.ChatFormat`` over a Hugging Face tokenizer."""
+def unread_variables(template: str, names: Iterable[str]) -> list[str]:
+    """The names that do not occur in the text of a chat template, and those that are set at every rendering."""
+    return [name for name in names if name in _SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)]
 
-    def __init__(self, tokenizer: Any, *, system_prompt: str | None = SYSTEM_PROMPT) -> None:
+
+class TemplateChat:
+    """``realhf.api.env.ChatFormat`` over a Hugging Face tokenizer. ``template_kwargs``: variables of the template, e.g.
+    ``enable_thinking``, for everything that is rendered. Raises ChatTemplateError, also for a variable that the
+    template does not read."""
+
+    def __init__(
+        self, tokenizer: Any, *, system_prompt: str | None = SYSTEM_PROMPT,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or "of actor.path"
             raise ChatTemplateError(
@@ -32,6 +44,9 @@ class TemplateChat:
                 "or add a chat_template to its tokenizer"
             )
         self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        if idle := unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
+            raise ChatTemplateError(f"chat_template_kwargs: the chat template does not read {', '.join(idle)}")
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._turn_end = self._text_after_marker([], generation=False)
         self.stop_ids: tuple[int, ...] = self._find_stop_ids()
@@ -70,7 +85,9 @@ class TemplateChat:
         return self._tokenizer.decode([i for i in token_ids if i not in stop], skip_special_tokens=False)
 
     def _render(self, messages: Sequence[Mapping[str, str]], *, generation: bool) -> str:
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+        return self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation, **self._template_kwargs
+        )
 
     def _text_after_marker(self, tail: Sequence[Mapping[str, str]], *, generation: bool) -> str:
         head = [*self._system, {"role": "user", "content": "task"}, {"role": "assistant", "content": _MARKER}]

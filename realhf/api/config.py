@@ -56,13 +56,15 @@ class OptimizerConfig:
 @dataclass
 class ModelConfig:
     """A model role. ``path``: 'builtin' (the small policy made here), a folder, or a hub id.
-    ``workers``: indices of the model workers that hold it."""
+    ``workers``: indices of the model workers that hold it. ``chat_template_kwargs``: variables of the tokenizer's chat
+    template, for every text that is rendered with it, e.g. ``{enable_thinking: false}``."""
 
     path: str = "builtin"
     workers: list[int] = field(default_factory=lambda: [0])
     backend: str = "torch"
     dtype: str = "float32"
     gradient_checkpointing: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

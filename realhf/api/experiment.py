@@ -31,7 +31,8 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model role: where its weights come from and which model workers hold it."""
+    """One model role: where its weights come from and which model workers hold it. ``chat_template_kwargs`` are
+    variables of its tokenizer's chat template."""
 
     role: str
     path: str
@@ -42,6 +43,7 @@ class ModelSpec:
     dtype: str = "float32"
     gradient_checkpointing: bool = False
     optimizer: OptimizerConfig | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ and generate; an *interface* is the algorithm of one model function call, writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -138,11 +138,12 @@ class Backend(Protocol):
 
 @dataclass
 class Model:
-    """One model role as an interface sees it."""
+    """One model role as an interface sees it. ``chat_template_kwargs``: what its conversations are rendered with."""
 
     role: str
     engine: Engine
     tokenizer: Any
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,11 @@ def conversation_tokens(messages: Sequence[dict[str, Any]], chat: TemplateChat) 
 class ChatDataset:
     """The worker's side: rows of a JSONL file, tokenised once."""
 
-    def __init__(self, path: str, tokenizer: Any, *, max_tokens: int = 1024) -> None:
-        chat = TemplateChat(tokenizer)
+    def __init__(
+        self, path: str, tokenizer: Any, *, max_tokens: int = 1024,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs)
         self._rows: list[tuple[list[int], list[bool]]] = []
         with Path(path).open(encoding="utf-8") as lines:
             for line in lines:

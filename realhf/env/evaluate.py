@@ -56,7 +56,8 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
         key = options.api_key_file.read_text().strip() if options.api_key_file else ""
         name = options.model_name or served_model(options.model, key)
         agent = ChatApiAgent(options.model, name, key, options.temperature, options.max_new_tokens,
-                             concurrency=options.pool_size, observation_chars=options.observation_chars)  # fmt: skip
+                             concurrency=options.pool_size, observation_chars=options.observation_chars,
+                             chat_template_kwargs=options.chat_template_kwargs)  # fmt: skip
         try:
             yield agent
         finally:
@@ -65,7 +66,7 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
     gen = GenConfig(temperature=options.temperature, max_new_tokens=options.max_new_tokens)
     label = options.model_name or Path(options.model).name
     yield LocalModelAgent(options.model, gen, options.seed, options.max_total_tokens, options.observation_chars,
-                          label).load(options.threads)  # fmt: skip
+                          label, options.chat_template_kwargs).load(options.threads)  # fmt: skip
 
 
 def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
@@ -119,6 +120,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=96, help="of one turn")
     add("--max-total-tokens", type=int, default=4096, help="of an episode (local model)")
     add("--observation-chars", type=int, default=200, help="what the model reads of one output (training: 200)")
+    add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}' (an endpoint must know the field)")
     add("--pool-size", type=int, default=8, help="simulators that play in parallel")
     add("--threads", type=int, default=2, help="torch threads of a local model")
     add("--seed", type=int, default=0)

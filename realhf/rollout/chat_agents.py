@@ -50,6 +50,7 @@ class LocalModelAgent:
     max_total_tokens: int = 4096
     observation_chars: int = 200
     name: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     _tokens: dict[int, _Tokens] = field(default_factory=dict)
     _round: int = 0
 
@@ -65,7 +66,7 @@ class LocalModelAgent:
         check_chat_template(tokenizer, self.path, "model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = EmbeddedGenerator(load_causal_lm(self.path, "model", torch.float32).to(device))
-        self._chat = TemplateChat(tokenizer)
+        self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs)
         return self
 
     def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
@@ -116,6 +117,7 @@ class ChatApiAgent:
     concurrency: int = 8
     observation_chars: int = 4000
     name: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.model
@@ -141,6 +143,8 @@ class ChatApiAgent:
             messages.append({"role": "user", "content": observed(reply, observation, self.observation_chars)})
         request = {"model": self.model, "messages": messages, "temperature": self.temperature,
                    "max_tokens": self.max_new_tokens}  # fmt: skip
+        if self.chat_template_kwargs:
+            request["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         answer = self._post(request)
         try:
             text = answer["choices"][0]["message"]["content"] or ""

@@ -24,7 +24,7 @@ class EnginePolicy:
     """What a pool asks for tokens: the generation engine of a model, its chat format and a seed."""
 
     def __init__(self, model: Model, config: GenConfig, seed: int) -> None:
-        self.chat = TemplateChat(model.tokenizer)
+        self.chat = TemplateChat(model.tokenizer, template_kwargs=model.chat_template_kwargs)
         self.seconds = 0.0
         self.tokens = 0
         self._generator = model.engine.generator()

@@ -67,7 +67,9 @@ class TransformersPolicy:
     """Samples with the trainer's model through ``generate``, at the trainer's temperature."""
 
     def __init__(self, trainer: Any, max_new_tokens: int) -> None:
-        self.chat = TemplateChat(trainer.processing_class)
+        # TRL's own option for the same thing.
+        kwargs = getattr(getattr(trainer, "args", None), "chat_template_kwargs", None)
+        self.chat = TemplateChat(trainer.processing_class, template_kwargs=kwargs)
         self._trainer = trainer
         self._max_new_tokens = max_new_tokens
         self._pad = trainer.processing_class.pad_token_id

@@ -67,3 +67,31 @@ def test_a_tokenizer_without_template_is_named() -> None:
 def test_the_system_prompt_reaches_the_first_ids() -> None:
     tok = tokenizer(CHATML, "<|im_end|>")
     assert "be brief" in tok.decode(TemplateChat(tok, system_prompt="be brief").first("hello"))
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_variables_of_the_template_reach_every_rendering() -> None:
+    tok = tokenizer(THINKING, "<|im_end|>")
+    quiet = TemplateChat(tok, template_kwargs={"enable_thinking": False})
+    thinks = TemplateChat(tok)
+    said = [{"role": "user", "content": "x"}]
+    for rendered, plain in (
+        (quiet.first("x"), thinks.first("x")),
+        (quiet.following("x", ended=True), thinks.following("x", ended=True)),
+        (quiet.following_messages(said, ended=False), thinks.following_messages(said, ended=False)),
+        (quiet.conversation(said), thinks.conversation(said)),
+    ):
+        assert tok.decode(rendered) == tok.decode(plain) + "<think>\n\n</think>\n\n"
+    assert quiet.stop_ids == thinks.stop_ids
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "add_generation_prompt"])
+def test_a_variable_that_the_template_does_not_read_is_refused(name: str) -> None:
+    with pytest.raises(ChatTemplateError, match=f"does not read {name}"):
+        TemplateChat(tokenizer(THINKING, "<|im_end|>"), template_kwargs={name: False})

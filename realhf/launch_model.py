@@ -1,0 +1,58 @@
+"""What the folder of a model must hold, read without torch or transformers before any process starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from realhf.api.chat import unread_variables
+from realhf.api.config import ModelConfig
+from realhf.api.context import context_limit
+
+BUILTIN = "builtin"
+
+
+def model_problems(role: str, model: ModelConfig, max_total_tokens: int) -> Iterator[str]:
+    """A folder must hold a model whose tokenizer has a chat template, and whose context holds ``max_total_tokens``;
+    ``owner/name`` may be a hub id, which nobody looks into here."""
+    folder = Path(model.path).expanduser()
+    if model.path == BUILTIN:
+        if model.chat_template_kwargs:
+            yield f"{role}.chat_template_kwargs: no effect, the template of the built-in policy has no variables"
+        return
+    if not folder.is_dir():
+        if model.path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.path):
+            yield f"{role}.path={model.path}: no such folder"
+        elif "/" not in model.path:
+            yield f"{role}.path={model.path}: no such folder (and a hub id reads owner/name)"
+        return
+    if not (folder / "config.json").is_file():
+        yield f"{role}.path={model.path}: the folder holds no config.json, so no model"
+        return
+    template = _chat_template(folder)
+    if not template:
+        yield f"{role}.path={model.path}: the tokenizer has no chat template; use an instruction-tuned model"
+    elif idle := unread_variables(template, model.chat_template_kwargs):
+        yield f"{role}.chat_template_kwargs: the chat template of {model.path} does not read {', '.join(idle)}"
+    limit = context_limit(_json(folder / "config.json"))
+    if max_total_tokens > limit:
+        yield f"rollout.max_total_tokens={max_total_tokens}: the context of {model.path} holds {limit} tokens"
+
+
+def _chat_template(folder: Path) -> str:
+    """The text of all chat templates of a tokenizer; empty if there is none."""
+    files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")]
+    held = _json(folder / "tokenizer_config.json").get("chat_template") or ""
+    texts = [file.read_text(encoding="utf-8") for file in sorted(files) if file.is_file()]
+    return "\n".join([*texts, held if isinstance(held, str) else json.dumps(held)])
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
