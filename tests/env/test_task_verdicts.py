@@ -1,0 +1,143 @@
+"""What tasks accept and what they do not: every right way earns all, and what misses the goal does not."""
+
+import json
+from typing import Any
+
+import pytest
+
+from realhf.env.episode import Episode
+from realhf.env.tasks import instantiate
+from realhf.env.tasks.acceptance import play
+from realhf.env.tasks.loader import fill
+
+pytestmark = pytest.mark.sim
+SEED = 0
+
+
+def played(episode: Episode, task_id: int, *commands: str, **places: Any) -> float:
+    """The return of a script, its places filled with the task's parameters and ``places``."""
+    task = instantiate(task_id, SEED)
+    lines = fill(list(commands), {**task.params, "account": "000000000000", **places})
+    achieved, total = play(episode, task, lines)
+    assert achieved is (total == 1.0)
+    return total
+
+
+def policy(*statements: dict[str, Any]) -> str:
+    """A document with a list of statements, or, for one, the statement itself."""
+    written: Any = statements[0] if len(statements) == 1 else list(statements)
+    return json.dumps({"Version": "2012-10-17", "Statement": written})
+
+
+def listed(statement: dict[str, Any]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+
+
+def allow(action: Any, resource: Any = None, principal: Any = None, **more: Any) -> dict[str, Any]:
+    parts = {"Effect": "Allow", "Principal": principal, "Action": action, "Resource": resource, **more}
+    return {key: value for key, value in parts.items() if value is not None}
+
+
+PUT_ROLE_POLICY = "aws iam put-role-policy --role-name {name} --policy-name app --policy-document '{policy}'"
+DATA = "arn:aws:s3:::{name}-data/*"
+
+
+@pytest.mark.parametrize(
+    ("document", "right"),
+    [
+        (policy(allow("s3:GetObject", DATA)), True),
+        (policy(allow(["s3:GetObject"], [DATA]), {"Effect": "Deny", "Action": "iam:*", "Resource": "*"}), True),
+        (policy(allow(["s3:GetObject", "iam:*", "s3:*"], [DATA, "*"])), False),
+        (listed(allow(["s3:GetObject", "iam:*", "s3:*"], [DATA, "*"])), False),
+        (policy(allow("s3:*", DATA)), False),
+        (policy({"Effect": "Deny", "Action": "s3:GetObject", "Resource": DATA}), False),
+    ],
+)
+def test_least_privilege(episode: Episode, document: str, right: bool) -> None:
+    name = instantiate(415, SEED).params["name"]
+    total = played(episode, 415, PUT_ROLE_POLICY, policy=document.replace("{name}", name))
+    assert (total == 1.0) is right
+
+
+def test_least_privilege_is_not_kept_by_a_second_policy(episode: Episode) -> None:
+    small, all_of_it = policy(allow("s3:GetObject", DATA)), policy(allow("*", "*"))
+    name = instantiate(415, SEED).params["name"]
+    second = f"aws iam put-role-policy --role-name {name} --policy-name more --policy-document '{all_of_it}'"
+    assert played(episode, 415, second, PUT_ROLE_POLICY, policy=small.replace("{name}", name)) < 1
+
+
+TRUST = "aws iam update-assume-role-policy --role-name {name} --policy-document '{policy}'"
+
+
+@pytest.mark.parametrize(
+    ("statement", "right"),
+    [
+        (allow("sts:AssumeRole", principal={"Service": ["lambda.amazonaws.com"]}), True),
+        (allow(["sts:AssumeRole"], principal={"Service": "lambda.amazonaws.com"}), True),
+        (allow("sts:AssumeRole", principal={"Service": "lambda.amazonaws.com"}, Effect="Deny"), False),
+        (allow("sts:AssumeRole", principal={"Service": "lambda.amazonaws.com", "AWS": "*"}), False),
+        (allow("sts:*", principal={"Service": "lambda.amazonaws.com"}), False),
+    ],
+)
+def test_who_may_assume_a_role(episode: Episode, statement: dict[str, Any], right: bool) -> None:
+    for document in (policy(statement), listed(statement)):
+        assert (played(episode, 403, TRUST, policy=document) == 1.0) is right
+
+
+GROUP = "aws ec2 describe-security-groups --filters Name=group-name,Values={name}-front"
+OF_IT = "--group-id ${step1:SecurityGroups[0].GroupId}"
+REVOKE = f"aws ec2 revoke-security-group-ingress {OF_IT} --protocol tcp --port 22 --cidr 0.0.0.0/0"
+
+
+@pytest.mark.parametrize("more", ["tcp --port 1-442", "tcp --port 20-25", "-1", "tcp --port 80"])
+def test_a_port_stays_open_in_a_range(episode: Episode, more: str) -> None:
+    added = f"aws ec2 authorize-security-group-ingress {OF_IT} --cidr 0.0.0.0/0 --protocol {more}"
+    assert played(episode, 413, GROUP, added, REVOKE) < 1
+    assert played(episode, 413, GROUP, REVOKE) == 1
+
+
+ALARM = (
+    "aws cloudwatch put-metric-alarm --alarm-name {name}-errors --namespace Shop --metric-name Errors "
+    "--actions-enabled --alarm-actions arn:aws:sns:us-east-1:{account}:{name}-oncall --evaluation-periods 2 "
+    "--threshold 5 --comparison-operator {comparison} --statistic {statistic} --period {period}"
+)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "period", "comparison"),
+    [
+        ("Sum", 60, "GreaterThanThreshold"),
+        ("Average", 60, "GreaterThanThreshold"),
+        ("Sum", 300, "GreaterThanThreshold"),
+        ("Sum", 60, "LessThanThreshold"),
+    ],
+)
+def test_an_alarm_measures_what_it_measured(episode: Episode, statistic: str, period: int, comparison: str) -> None:
+    right = (statistic, period, comparison) == ("Sum", 60, "GreaterThanThreshold")
+    total = played(episode, 421, ALARM, statistic=statistic, period=period, comparison=comparison)
+    assert (total == 1.0) is right
+
+
+def test_a_table_is_billed_as_asked(episode: Episode) -> None:
+    create = (
+        "aws dynamodb create-table --table-name {name} --key-schema AttributeName=id,KeyType=HASH "
+        "--attribute-definitions AttributeName=id,AttributeType=S --billing-mode "
+    )
+    item = "aws dynamodb put-item --table-name {name} --item id={S={item}}"
+    units = "PROVISIONED --provisioned-throughput ReadCapacityUnits=1,WriteCapacityUnits=1"
+    assert played(episode, 204, create + units, item) == 0
+    mend = "aws dynamodb update-table --table-name {name} --billing-mode PAY_PER_REQUEST"
+    assert played(episode, 204, create + units, item, mend) == 1
+
+
+def test_a_bucket_policy_keeps_its_partner_and_loses_everybody(episode: Episode) -> None:
+    read = allow("s3:GetObject", "arn:aws:s3:::{name}/*", {"AWS": ["arn:aws:iam::111122223333:root"]}, Sid="Partner")
+    for document, right in (
+        (policy(read), True),
+        (policy({**read, "Effect": "Deny"}), False),
+        (policy(read, allow("s3:*", "*", "*")), False),
+        (policy(read, {**read, "Sid": "More", "Action": "s3:PutObject"}), False),
+    ):
+        name = instantiate(401, SEED).params["name"]
+        put = "aws s3api put-bucket-policy --bucket {name} --policy '{policy}'"
+        assert (played(episode, 401, put, policy=document.replace("{name}", name)) == 1.0) is right
