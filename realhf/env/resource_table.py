@@ -78,8 +78,22 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
             "Attributes",
             extras={"Subscriptions": ("ListSubscriptionsByTopic", {"TopicArn": _TOPIC_ARN}, "Subscriptions")},
         ),
-        ("iam", "user"): Lookup("GetUser", {"UserName": "%s"}, "User", "UserName"),
-        ("iam", "group"): Lookup("GetGroup", {"GroupName": "%s"}, "{Path: Group.Path, Users: Users}"),
+        ("iam", "user"): Lookup(
+            "GetUser",
+            {"UserName": "%s"},
+            "User",
+            "UserName",
+            extras={
+                "Attached": ("ListAttachedUserPolicies", {"UserName": "%s"}, "AttachedPolicies[].PolicyArn"),
+                "Inline": ("ListUserPolicies", {"UserName": "%s"}, "PolicyNames"),
+            },
+        ),
+        ("iam", "group"): Lookup(
+            "GetGroup",
+            {"GroupName": "%s"},
+            "{Path: Group.Path, Users: Users}",
+            extras={"Attached": ("ListAttachedGroupPolicies", {"GroupName": "%s"}, "AttachedPolicies[].PolicyArn")},
+        ),
         ("iam", "policy"): Lookup("ListPolicies", {"Scope": "Local"}, "Policies", "PolicyName"),
         ("iam", "instance-profile"): Lookup(
             "GetInstanceProfile", {"InstanceProfileName": "%s"}, "InstanceProfile", "InstanceProfileName"
@@ -89,7 +103,10 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
             {"RoleName": "%s"},
             "Role",
             "RoleName",
-            extras={"Attached": ("ListAttachedRolePolicies", {"RoleName": "%s"}, "AttachedPolicies[].PolicyArn")},
+            extras={
+                "Attached": ("ListAttachedRolePolicies", {"RoleName": "%s"}, "AttachedPolicies[].PolicyArn"),
+                "Inline": ("ListRolePolicies", {"RoleName": "%s"}, "PolicyNames"),
+            },
         ),
         ("logs", "log-group"): Lookup(
             "DescribeLogGroups",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
-from realhf.env.episode import Episode
+from realhf.env.episode import DEFAULT_MAX_STEPS, Episode
 from realhf.env.pool import MiniStackPool
 from realhf.env.tasks.acceptance import problems
 from realhf.env.tasks.loader import Template, instantiate
 
 Instance = tuple[int, int, str]
 """Template, seed, split of the names."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def instances_of(templates: Sequence[Template], seeds: int) -> list[Instance]:
@@ -27,30 +31,53 @@ def instances_of(templates: Sequence[Template], seeds: int) -> list[Instance]:
     ]
 
 
-def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
-    """Problems by template; its first instance is played thoroughly."""
+@contextmanager
+def _episodes(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
+    """Episodes in ``pool_size`` simulators of their own, which end with the context."""
     pool = MiniStackPool(pool_size)
-    pool.start()
-    episodes: SimpleQueue[Episode] = SimpleQueue()
-    for _ in range(pool_size):
-        episodes.put(Episode(pool.acquire()))
+    try:
+        pool.start()
+        episodes: SimpleQueue[Episode] = SimpleQueue()
+        for _ in range(pool_size):
+            episodes.put(Episode(pool.acquire(), max_steps))
+        yield episodes
+    finally:
+        pool.stop()
 
-    def check(instance: Instance) -> list[str]:
+
+def played(
+    items: Sequence[Item],
+    work: Callable[[Episode, Item], Result],
+    pool_size: int,
+    console: Console,
+    max_steps: int = DEFAULT_MAX_STEPS,
+) -> Iterator[Result]:
+    """The result of ``work`` for each item, in their order, ``pool_size`` at a time, with a bar of progress. An
+    interrupt ends it after the items that are being played."""
+
+    def turn(item: Item) -> Result:
         episode = episodes.get()
         try:
-            return problems(episode, instantiate(*instance), thorough=instance[1:] == (0, "train"))
-        except Exception as error:
-            return [f"{type(error).__name__}: {error} {error.__cause__ or ''}"]
+            return work(episode, item)
         finally:
             episodes.put(episode)
 
+    with _episodes(pool_size, max_steps) as episodes, ThreadPoolExecutor(pool_size) as threads:
+        yield from track(threads.map(turn, items), "playing", total=len(items), console=console)
+
+
+def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
+    """Problems by template; its first instance is played thoroughly."""
     instances = instances_of(templates, seeds)
     found: dict[int, list[str]] = {template.task_id: [] for template in templates}
-    try:
-        with ThreadPoolExecutor(pool_size) as threads:
-            verdicts = track(threads.map(check, instances), "playing", total=len(instances), console=console)
-            for (task_id, seed, split), wrong in zip(instances, verdicts, strict=True):
-                found[task_id] += [f"{split} {seed}: {text}" for text in wrong]
-    finally:
-        pool.stop()
+    results = played(instances, _check, pool_size, console)
+    for (task_id, seed, split), wrong in zip(instances, results, strict=True):
+        found[task_id] += [f"{split} {seed}: {text}" for text in wrong]
     return found
+
+
+def _check(episode: Episode, instance: Instance) -> list[str]:
+    try:
+        return problems(episode, instantiate(*instance), thorough=instance[1:] == (0, "train"))
+    except Exception as error:
+        return [f"{type(error).__name__}: {error} {error.__cause__ or ''}"]

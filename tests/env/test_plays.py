@@ -1,0 +1,131 @@
+"""Plays against the grader: what is generated for a task, how an outcome is judged, and the command that plays them."""
+
+from pathlib import Path
+
+import pytest
+
+from realhf.env.episode import Episode
+from realhf.env.task import SetupCommand, TaskError
+from realhf.env.tasks import instantiate, load_templates
+from realhf.env.tasks.__main__ import main
+from realhf.env.tasks.plays import written
+from realhf.env.tasks.plays.collection import plays_of
+from realhf.env.tasks.plays.command_line import CommandLine, line_of
+from realhf.env.tasks.plays.play import Outcome, Play, perform
+from realhf.env.tasks.plays.unrelated import own_names
+
+TEMPLATES = load_templates()
+
+
+def commands(task_id: int, kind: str, name: str) -> list[str]:
+    task = instantiate(task_id, 0)
+    return [line for play in plays_of(task) if (play.kind, play.name) == (kind, name) for line in play.commands]
+
+
+def test_written_plays_belong_to_templates_and_are_no_task_files() -> None:
+    assert written.written_ids() <= {template.task_id for template in TEMPLATES}
+    folder = Path(written.__file__).parent
+    tiers = {"warmup", "beginner", "intermediate", "advanced", "expert", "drift"}
+    assert {file.stem for file in folder.glob("*.yaml")} <= tiers
+
+
+def test_a_line_survives_being_taken_apart() -> None:
+    api = "${step1:Items[?Name=='a b'].ApiId | [0]}"
+    line = f"aws apigatewayv2 create-stage --api-id {api} --stage-name 'x y' --auto-deploy"
+    command = CommandLine.parse(line)
+    assert (command.value("--api-id"), command.value("--stage-name")) == (api, "x y")
+    assert (command.value("--auto-deploy"), command.api_operation) == (None, "apigatewayv2:CreateStage")
+    assert CommandLine.parse(str(command)) == command
+    assert CommandLine.parse("aws sqs create-queue --queue-name=a=b").value("--queue-name") == "a=b"
+    with pytest.raises(ValueError, match="no operation"):
+        CommandLine.parse("aws s3api")
+
+
+def test_a_set_up_request_becomes_a_line() -> None:
+    volume = SetupCommand("ec2", "CreateVolume", {"Size": 8, "TagSpecifications": [{"Tags": []}], "Encrypted": False})
+    assert line_of(volume) == "aws ec2 create-volume --size 8 --tag-specifications '[{\"Tags\": []}]' --no-encrypted"
+    subscribe = SetupCommand("sns", "Subscribe", {"Endpoint": "${setup1:a | b}"})
+    assert line_of(subscribe) == "aws sns subscribe --notification-endpoint ${setup1:a | b}"
+    assert line_of(SetupCommand(command="aws s3 ls")) == "aws s3 ls"
+
+
+def test_unrelated_plays_build_a_world_of_their_own() -> None:
+    task = instantiate(413, 0)
+    (own,) = own_names(task).values()
+    lines = commands(413, "unrelated", "on own resources")
+    assert not any(task.params["name"] in line for line in lines)
+    assert f"--group-name {own}-front" in lines[1] and "${step1:Vpc.VpcId}" in lines[1]
+    assert lines[-1].startswith("aws ec2 revoke-security-group-ingress --group-id ${step6:")
+
+
+def test_spellings_and_orders_are_generated() -> None:
+    assert commands(103, "equivalent", "--option=value")[0].split()[-1].startswith("--attributes=VisibilityTimeout=")
+    assert '\'{"VisibilityTimeout": "' in commands(103, "equivalent", "JSON for shorthand")[0]
+    assert commands(201, "equivalent", "s3 mb for create-bucket")[0].startswith("aws s3 mb s3://")
+    assert "arn:aws:lambda:" in commands(6, "equivalent", "ARN for name")[0]
+    assert '"Statement": {' in commands(415, "equivalent", "policies with single values")[0]
+    assert '"Action": ["s3:GetObject"]' in commands(415, "equivalent", "policies with lists")[0]
+    swapped = commands(311, "equivalent", "command 3 before 2")
+    assert "${step3:Subnet.SubnetId} ${step2:Subnet.SubnetId}" in swapped[3], "captures follow their commands"
+    assert not commands(316, "equivalent", "command 6 before 5"), "the task says that this order counts"
+    assert not any(play.name.startswith("command") for play in plays_of(instantiate(217, 0))), "nor where a step does"
+
+
+def test_what_goes_too_far_is_generated() -> None:
+    assert '"Action": ["s3:GetObject", "*"]' in commands(415, "overdone", "policy: any action as well")[0]
+    assert '"Effect": "Deny"' in commands(415, "overdone", "policy: deny for allow")[0]
+    assert commands(216, "overdone", "ingress: open to everybody")[1].endswith("--cidr 0.0.0.0/0")
+    assert commands(216, "overdone", "ingress: all ports")[1].split()[-3] == "1-65535"
+    name = instantiate(302, 0).params["name"]
+    assert "AdministratorAccess" in commands(302, "overdone", f"role {name}: AdministratorAccess attached")[3]
+    assert "delete-volume --volume-id ${setup3:VolumeId}" in commands(422, "harmful", "deletes what the set-up made")[0]
+
+
+def judged(kind, score: float, *failures: str, achieved: bool = False, needs="all", sent: int = 2) -> str:
+    return Outcome(Play(kind, "play", ("a", "b"), needs), achieved, score, sent, failures).problem
+
+
+def test_outcomes_are_judged_by_their_class() -> None:
+    assert not judged("nothing", 0.0) and not judged("unrelated", 0.0) and not judged("harmful", 0.0)
+    assert "scored 0.020, asked 0" in judged("nothing", 0.02)
+    assert "asked at most 0" in judged("harmful", 0.3)
+    assert not judged("overdone", 0.9) and "below 1" in judged("overdone", 1.0, achieved=True)
+    assert not judged("equivalent", 1.0, achieved=True) and "asked 1" in judged("equivalent", 0.9)
+
+
+def test_a_play_that_did_not_happen_proves_nothing() -> None:
+    assert "proves nothing" in judged("unrelated", 0.0, "a: no such bucket")
+    assert not judged("harmful", 0.0, "a: denied", needs="one")
+    assert "proves nothing" in judged("harmful", 0.0, "a: denied", "b: denied", needs="one")
+    assert "proves nothing" in judged("harmful", 0.0, needs="one", sent=0)
+    assert not judged("nothing", 0.0, "a: exists", needs="none")
+    assert not judged("equivalent", 0.0, "a: no ARN here", needs="all or skip"), "the simulator does not know this way"
+
+
+def test_malformed_written_plays_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "_entries", lambda: {413: {"harmful": [{"name": "x", "command": ["aws s3 ls"]}]}})
+    with pytest.raises(TaskError, match="task 413: malformed harmful play 'x'"):
+        plays_of(instantiate(413, 0))
+
+
+def test_a_play_is_performed_with_its_captures(slot) -> None:
+    task = instantiate(413, 0)
+    solution = Play("equivalent", "solution", task.solution)
+    outcome = perform(Episode(slot), task, solution)
+    assert (outcome.achieved, outcome.score, outcome.sent, outcome.failures) == (True, 1.0, 2, ())
+    failing = perform(Episode(slot), task, Play("nothing", "fails", ("aws s3api head-bucket --bucket none",)))
+    assert failing.sent == 1 and failing.failures[0].startswith("aws s3api head-bucket --bucket none: ")
+
+
+def test_the_command_prints_every_play_and_fails_on_one_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--adversarial", "--ids", "104", "--pool-size", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "on own resources" in printed and "the account is empty at first" in printed
+    assert "1 templates, " in printed and "no verdicts outside the bounds" in printed
+
+
+def test_impossible_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--seeds", "--pool-size"):
+        with pytest.raises(SystemExit):
+            main(["validate", "--adversarial", option, "0"])
+        assert f"{option} is at least 1" in capsys.readouterr().err
