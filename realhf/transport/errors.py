@@ -25,6 +25,10 @@ class RpcTimeout(RpcError, TimeoutError):
     """A deadline passed; the message names the worker, the handler and the worker's last known state."""
 
 
+class CallCancelled(RpcError):
+    """The worker's answer to a call that was cancelled before it had begun, and was not made."""
+
+
 class MasterLost(RpcError):
     """The master is gone: seen by a worker."""
 

@@ -12,12 +12,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from realhf.transport import envelope
+from realhf.transport.call_lane import CallLane, PendingCall
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import (
     MasterLost,
@@ -50,24 +51,18 @@ LINGER_MS = 500
 
 @dataclass
 class _Peer:
+    """A registered worker. ``lanes``: the lane of each handler; ``calls``: what each lane has not answered."""
+
     info: WorkerInfo
     session: bytes
     control: bytes
     ordered: bytes
     lanes: dict[str, str]
+    calls: dict[str, CallLane]
     next_no: int = 1
-    pending: set[bytes] = field(default_factory=set)
 
-
-@dataclass(slots=True)
-class _Pending:
-    worker: str
-    handler: str
-    mfc: str
-    step: int
-    no: int
-    future: asyncio.Future[Any]
-    timer: asyncio.TimerHandle | None = None
+    def lane(self, call: PendingCall) -> CallLane:
+        return self.calls["ordered" if call.no else "immediate"]
 
 
 class RpcMaster:
@@ -96,7 +91,7 @@ class RpcMaster:
         self._on_death, self._on_join, self._on_left = on_death, on_join, on_left
         self._peers: dict[str, _Peer] = {}
         self._ordered_lanes: dict[bytes, bytes] = {}
-        self._pending: dict[bytes, _Pending] = {}
+        self._pending: dict[bytes, PendingCall] = {}
         self._dead: dict[str, str] = {}
         self._joined = asyncio.Event()
         self._left = asyncio.Event()
@@ -161,8 +156,9 @@ class RpcMaster:
     ) -> asyncio.Future[Any]:
         """Send a request now; the future gives the handler's result.
 
-        It fails with RpcTimeout, WorkerDied, RemoteError or ProtocolError. Cancelling it cancels the call
-        if the worker has not begun it."""
+        ``timeout_s`` counts from the moment at which all earlier calls of the handler's lane are over. The future fails
+        with RpcTimeout, WorkerDied, RemoteError or ProtocolError. Cancelling it cancels the call if the worker has not
+        begun it."""
         future: asyncio.Future[Any] = self._loop.create_future()
         try:
             self._send_call(future, worker, handler, payload, timeout_s, step, mfc)
@@ -243,11 +239,10 @@ class RpcMaster:
             raise WorkerDied(worker, f"its connection is gone or full ({error})") from None
         if no:
             peer.next_no += 1
-        entry = _Pending(worker, handler, mfc, step, no, future)
-        entry.timer = self._loop.call_later(timeout_s, self._expire, request_id, timeout_s)
+        entry = PendingCall(request_id, worker, handler, mfc, step, no, timeout_s, future)
         self._pending[request_id] = entry
-        peer.pending.add(request_id)
-        future.add_done_callback(lambda done: self._cancel(request_id) if done.cancelled() else None)
+        peer.lane(entry).add(entry)
+        future.add_done_callback(lambda done: self._give_up(entry) if done.cancelled() else None)
         self._after_send()
 
     def _say(self, identity: bytes, session: bytes, kind: str, **fields: Any) -> None:
@@ -305,7 +300,8 @@ class RpcMaster:
             return
         if self._peers[entry.worker].session != session:
             raise ProtocolError(f"reply for worker {entry.worker!r} from a previous process")
-        self._take(header["id"])
+        del self._pending[entry.id]
+        self._peers[entry.worker].lane(entry).over(entry)
         if entry.future.done():
             return
         try:
@@ -317,7 +313,7 @@ class RpcMaster:
         except ProtocolError as error:
             self._fail(entry.future, error)
 
-    def _remote_error(self, entry: _Pending, value: Any) -> RpcError:
+    def _remote_error(self, entry: PendingCall, value: Any) -> RpcError:
         if not isinstance(value, dict):
             return ProtocolError(f"worker {entry.worker!r} sent a malformed error")
         message = str(value.get("message", ""))
@@ -375,7 +371,8 @@ class RpcMaster:
             self._heartbeat.watch(info.name, session, pid=info.pid, started=started, host=host)
         except ProcessLookupError:
             return "its process ended"
-        self._peers[info.name] = _Peer(info, session, identity, ordered, lanes)
+        calls = {lane: CallLane(self._loop, self._expire) for lane in ("ordered", "immediate")}
+        self._peers[info.name] = _Peer(info, session, identity, ordered, lanes, calls)
         self._dead.pop(info.name, None)
         self.roster[info.name] = info
         return ""
@@ -388,33 +385,23 @@ class RpcMaster:
 
     # ---- ends
 
-    def _take(self, request_id: bytes) -> _Pending | None:
-        entry = self._pending.pop(request_id, None)
-        if entry is not None:
-            if entry.timer is not None:
-                entry.timer.cancel()
-            if entry.worker in self._peers:
-                self._peers[entry.worker].pending.discard(request_id)
-        return entry
-
-    def _expire(self, request_id: bytes, timeout_s: float) -> None:
-        entry = self._pending.get(request_id)
-        if entry is None:
-            return
+    def _expire(self, entry: PendingCall) -> None:
+        del self._pending[entry.id]
         state = self._heartbeat.state(self._peers[entry.worker].session)
-        self._cancel(request_id)
+        self._give_up(entry)
         self._fail(
             entry.future,
             RpcTimeout(
-                f"{entry.handler} of worker {entry.worker!r} {entry.mfc} did not answer within {timeout_s:g} s; {state}"
+                f"{entry.handler} of worker {entry.worker!r} {entry.mfc} did not answer within {entry.timeout_s:g} s;"
+                f" {state}"
             ),
         )
 
-    def _cancel(self, request_id: bytes) -> None:
-        entry = self._take(request_id)
-        if entry is not None and entry.worker in self._peers:
+    def _give_up(self, entry: PendingCall) -> None:
+        """Tell the worker that nobody waits for this call any more."""
+        if entry.worker in self._peers:
             peer = self._peers[entry.worker]
-            self._say(peer.control, peer.session, "cancel", id=request_id, no=entry.no)
+            self._say(peer.control, peer.session, "cancel", id=entry.id, no=entry.no)
 
     def _death_seen(self, name: str, session: bytes, reason: str) -> None:
         with contextlib.suppress(RuntimeError):
@@ -427,10 +414,9 @@ class RpcMaster:
 
     def _remove(self, name: str, reason: str) -> None:
         peer = self._peers[name]
-        for request_id in list(peer.pending):
-            entry = self._take(request_id)
-            if entry is not None:
-                self._fail(entry.future, WorkerDied(name, reason))
+        for entry in [call for lane in peer.calls.values() for call in lane.clear()]:
+            del self._pending[entry.id]
+            self._fail(entry.future, WorkerDied(name, reason))
         del self._peers[name]
         del self.roster[name]
         self._heartbeat.forget(peer.session)

@@ -22,7 +22,7 @@ import zmq
 
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.errors import MasterLost, ProtocolError, RpcTimeout
+from realhf.transport.errors import CallCancelled, MasterLost, ProtocolError, RpcTimeout
 from realhf.transport.heartbeat import HeartbeatClient
 from realhf.transport.process_id import host_token, start_time
 from realhf.transport.roster import WorkerInfo
@@ -205,6 +205,8 @@ class RpcWorker:
             self._last_no = header["no"]
             if header["id"] in self._cancelled:
                 self._cancelled.discard(header["id"])
+                # The master counts the deadlines of later calls from here.
+                self._reply_error(socket, header, CallCancelled("cancelled before it had begun"))
                 continue
             self._running = (header["id"], header["handler"], time.monotonic())
             try:

@@ -116,14 +116,49 @@ async def test_unknown_names_and_unsendable_values_are_protocol_errors(cluster):
 
 async def test_a_deadline_names_the_worker_and_its_state(cluster):
     await cluster.join("w")
-    late = cluster.master.call("w", "append", {"seconds": 1.5, "number": 0}, timeout_s=1, mfc="ref_inf")
-    skipped = cluster.master.call("w", "append", {"seconds": 0, "number": 1}, timeout_s=0.5)
-    with pytest.raises(RpcTimeout, match=r"append of worker 'w'"):
-        await skipped
-    with pytest.raises(RpcTimeout, match=r"ref_inf did not answer within 1 s.* was in append"):
+    late = cluster.master.call("w", "append", {"seconds": 2, "number": 0}, timeout_s=0.7, mfc="ref_inf")
+    skipped = cluster.master.call("w", "append", {"seconds": 0, "number": 1}, timeout_s=0.3)
+    with pytest.raises(RpcTimeout, match=r"ref_inf did not answer within 0.7 s.* was in append"):
         await late
+    assert not skipped.done(), "it had to wait for its turn, which begins when the other has had its time"
+    with pytest.raises(RpcTimeout, match=r"append of worker 'w'.* within 0.3 s"):
+        await skipped
     # The late reply is dropped, the call that had not begun is never made, and the order of calls holds.
     assert await cluster.master.call("w", "log", timeout_s=5) == [0]
+
+
+@pytest.mark.parametrize("ended", ["answered", "given up"])
+async def test_a_short_deadline_does_not_run_while_a_long_call_is_before_it(cluster, ended):
+    await cluster.join("w")
+    long = cluster.master.call("w", "append", {"seconds": 1.0, "number": 0}, timeout_s=20)
+    # Cancelled in its turn it is skipped, and cancelled while it runs it is in the way until its end, all the same.
+    between = cluster.master.call("w", "append", {"seconds": 0, "number": 1}, timeout_s=20)
+    short = cluster.master.call("w", "append", {"seconds": 0, "number": 2}, timeout_s=0.3)
+    await asyncio.sleep(0.2)
+    if ended == "given up":
+        long.cancel()
+        between.cancel()
+    assert await short == (3 if ended == "answered" else 2)
+    assert await cluster.master.call("w", "status", timeout_s=5) == ([0, 1, 2] if ended == "answered" else [0, 2])
+    assert not cluster.master._pending
+
+
+async def test_a_lane_is_not_waited_for_when_its_worker_dies(cluster):
+    (process,) = await cluster.join("w")
+    calls = [cluster.master.call("w", "append", {"seconds": 60, "number": i}, timeout_s=100) for i in range(3)]
+    calls[1].cancel()
+    await asyncio.sleep(0.1)
+    process.kill()
+    for call in (calls[0], calls[2]):
+        with pytest.raises(WorkerDied):
+            await asyncio.wait_for(call, 10)
+    assert not cluster.master._pending
+
+
+async def test_immediate_calls_wait_for_their_turn_too(cluster):
+    await cluster.join("w")
+    long = cluster.master.call("w", "nap", 0.8, timeout_s=20)
+    assert await cluster.master.call("w", "status", timeout_s=0.3) == [] and long.done()
 
 
 async def test_a_cancelled_call_is_not_made(cluster):

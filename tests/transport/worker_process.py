@@ -39,6 +39,7 @@ def main() -> None:
         },
         immediate={
             "status": lambda _: list(LOG),
+            "nap": time.sleep,
             "roster": lambda _: {peer.name: peer.kind for peer in worker.roster.values()},
         },
         data_endpoint="tcp://127.0.0.1:1",

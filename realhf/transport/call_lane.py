@@ -1,0 +1,67 @@
+"""The calls that one lane of a worker has not answered yet, in the order in which it serves them.
+
+A worker serves a lane strictly one call after another. So the deadline of a call begins when it is the next to be
+served, not when it is sent: a short call behind a long one is not late because the other is long. Its wait is bounded
+all the same, because each call before it has a deadline, and the death of a worker ends all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """A request without an answer. Its caller may have given it up (``future`` is done then): it keeps its place in
+    the lane until the worker answers, because the worker may be in the middle of it."""
+
+    id: bytes
+    worker: str
+    handler: str
+    mfc: str
+    step: int
+    no: int
+    timeout_s: float
+    future: asyncio.Future[Any]
+    timer: asyncio.TimerHandle | None = None
+
+
+class CallLane:
+    """``expire(call)`` is told of a call whose turn has lasted ``timeout_s``; it has left the lane by then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[PendingCall], None]) -> None:
+        self._loop, self._expire = loop, expire
+        self._calls: dict[bytes, PendingCall] = {}
+
+    def add(self, call: PendingCall) -> None:
+        """The call was sent."""
+        self._calls[call.id] = call
+        self._begin_next()
+
+    def over(self, call: PendingCall) -> None:
+        """The worker has answered the call, or will not any more."""
+        if call.timer is not None:
+            call.timer.cancel()
+        if self._calls.pop(call.id, None) is not None:
+            self._begin_next()
+
+    def clear(self) -> list[PendingCall]:
+        """The worker is gone: all its calls, in order."""
+        calls = list(self._calls.values())
+        self._calls.clear()
+        for call in calls:
+            if call.timer is not None:
+                call.timer.cancel()
+        return calls
+
+    def _begin_next(self) -> None:
+        call = next(iter(self._calls.values()), None)
+        if call is not None and call.timer is None:
+            call.timer = self._loop.call_later(call.timeout_s, self._too_late, call)
+
+    def _too_late(self, call: PendingCall) -> None:
+        self.over(call)
+        self._expire(call)
