@@ -162,8 +162,9 @@ def model_worker(args: argparse.Namespace) -> None:
 
     worker = RpcWorker(
         name, "model_worker", 0, args.run_id, args.master, data_endpoint=plane.endpoint,
-        ordered={"call": host.call, "clear": host.clear, "publish_weights": publish},
-        immediate={f"stream_{handler}": getattr(stream, handler) for handler in STREAM_HANDLERS},
+        ordered={"call": host.call, "publish_weights": publish},
+        immediate={"clear": host.clear,
+                   **{f"stream_{handler}": getattr(stream, handler) for handler in STREAM_HANDLERS}},
     )  # fmt: skip
     gc.freeze()
     try:

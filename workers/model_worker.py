@@ -24,7 +24,7 @@ from realhf.transport.tensor_store import TensorStore
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from workers.planned_worker import run_planned
 
-HOST_HANDLERS = ("call", "load", "clear", "evaluate", "save", "restore", "committed", "export", "stats")
+HOST_HANDLERS = ("call", "load", "evaluate", "save", "restore", "committed", "export", "stats")
 STREAM_HANDLERS = ("open", "restore", "prune", "check", "stats")
 
 
@@ -47,7 +47,8 @@ class ModelWorker:
             name, "model_worker", index, run_id, master,
             ordered={"initialize": self.initialize, "publish_weights": self._publish_weights,
                      **{handler: self._on_host(handler) for handler in HOST_HANDLERS}},
-            immediate={f"stream_{handler}": getattr(self._stream, handler) for handler in STREAM_HANDLERS},
+            immediate={"clear": self._on_host("clear"),
+                       **{f"stream_{handler}": getattr(self._stream, handler) for handler in STREAM_HANDLERS}},
             data_endpoint=self._plane.endpoint, connect_timeout_s=plan.rpc.connect_timeout_s,
         )
 
@@ -103,7 +104,7 @@ class ModelWorker:
         def run(payload: dict[str, Any]) -> dict[str, Any]:
             if self._host is None:
                 raise RuntimeError(f"{handler} before initialize")
-            return self._host.handlers()[handler](payload)
+            return {**self._host.handlers(), **self._host.immediate_handlers()}[handler](payload)
 
         return run
 

@@ -7,10 +7,12 @@ call and not on what ran before, and recovery has no random state to restore.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,6 +64,9 @@ class ModelHost:
         self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
         self._dataset = dataset
         self._tracer = tracer or NoTrace()
+        self._lock = threading.Lock()
+        self._in_hand: frozenset[str] = frozenset()
+        self._cleared_meanwhile: set[str] = set()
         # An evaluation with the arguments of a call shares its interface, and what that holds open.
         self._evaluators: dict[str, Any] = {
             _interface_key(mfc.interface, mfc.interface_args): interface for mfc, interface in interfaces.values()
@@ -72,7 +77,6 @@ class ModelHost:
         return {
             "call": self.call,
             "load": self.load,
-            "clear": self.clear,
             "evaluate": self.evaluate,
             "save": self.save,
             "restore": self.restore,
@@ -80,6 +84,10 @@ class ModelHost:
             "export": self.export,
             "stats": self.stats,
         }
+
+    def immediate_handlers(self) -> dict[str, Handler]:
+        """Handlers for the immediate lane, by name: freeing memory does not wait for a long call."""
+        return {"clear": self.clear}
 
     def close(self) -> None:
         """Close the interfaces that hold something open."""
@@ -94,6 +102,10 @@ class ModelHost:
     def call(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Run one call: {mfc, role, ids, keys, metadata, fetches, step, seed, endpoints} ->
         {meta: encoded outputs or None, stats, compute_s, fetch_s}."""
+        with self._working_on(payload["ids"]):
+            return self._call(payload)
+
+    def _call(self, payload: dict[str, Any]) -> dict[str, Any]:
         mfc, interface = self._interfaces[payload["mfc"]]
         model = self._model(payload["role"])
         began = time.perf_counter()
@@ -169,6 +181,10 @@ class ModelHost:
     def load(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Store integers drawn by the source as i64, and what the dataset has for their metadata:
         {ids, values: {key: one list per id}, metadata} -> {nbytes, meta: encoded keys of the dataset or None}."""
+        with self._working_on(payload["ids"]):
+            return self._load(payload)
+
+    def _load(self, payload: dict[str, Any]) -> dict[str, Any]:
         import torch
 
         ids, values = payload["ids"], payload["values"]
@@ -186,9 +202,25 @@ class ModelHost:
         return {"nbytes": self._store.nbytes, "meta": meta}
 
     def clear(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Free what is held of {ids}; returns the bytes still held."""
+        """Free what is held of {ids}, and what a call that is running stores of them; returns the bytes still held.
+        From any thread."""
+        with self._lock:
+            self._cleared_meanwhile |= self._in_hand.intersection(payload["ids"])
         self._store.clear(payload["ids"])
         return {"nbytes": self._store.nbytes}
+
+    @contextlib.contextmanager
+    def _working_on(self, ids: Sequence[str]) -> Iterator[None]:
+        """A call that nobody waits for any more, because it was cancelled, must leave nothing behind when it ends."""
+        with self._lock:
+            self._in_hand, self._cleared_meanwhile = frozenset(ids), set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                gone, self._in_hand = self._cleared_meanwhile, frozenset()
+            if gone:
+                self._store.clear(gone)
 
     def stats(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Bytes and samples held, and the roles of this worker."""

@@ -230,3 +230,17 @@ async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
         rest = await second.run(2)
         assert weights(rest) == weights(whole)[3:]
         assert [r.id for report in rest for r in report.results] == [f"t{i}" for i in range(12, 20)]
+
+
+async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ONE)
+    bench.caller.before = lambda w, h, p: asyncio.sleep(60) if h == "save" else None
+    async with bench.executor as executor:
+        await executor.execute_step(0)
+        await asyncio.sleep(0.05)
+        saving = bench.caller.call("w0", "save", {}, timeout_s=100.0)
+        await asyncio.sleep(0)
+        executor.buffer.drop(list(executor.storage.ids()), "stale")
+        await asyncio.wait_for(executor._clear(), 5)
+        assert len(bench.caller.stores["w0"]) == 0 and not saving.done()
+        saving.cancel()

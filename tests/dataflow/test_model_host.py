@@ -136,3 +136,20 @@ def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     assert second.interface.calls == 5
     second.host.export({"folder": str(tmp_path / "hf"), "role": "actor"})
     assert (tmp_path / "hf" / "model.txt").read_text() == repr(0.1 + 0.2)
+
+
+def test_what_is_cleared_while_a_call_makes_it_is_not_left_behind(tmp_path: Path) -> None:
+    bench = Host(tmp_path)
+    bench.store.put(sample(["s1", "s2"]))
+
+    def cleared_by_another(out: SequenceSample) -> SequenceSample:
+        bench.host.immediate_handlers()["clear"]({"ids": ["s1", "s9"]})
+        return out
+
+    bench.interface.change = cleared_by_another
+    bench.call(["s1", "s2"])
+    assert not bench.store.has("s1", "result") and bench.store.has("s2", "result")
+    bench.store.put(sample(["s1"]))
+    bench.interface.change = lambda out: out
+    bench.call(["s1"])
+    assert bench.store.has("s1", "result"), "another call about the same sample is another matter"

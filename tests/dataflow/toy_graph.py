@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -119,8 +120,8 @@ def toy_host(roles: Sequence[str], graph: DataFlowGraph, run_dir: Path, store: T
 
 
 class FakeCaller:
-    """Stands for RpcMaster: runs the handlers of real ModelHosts in this process, one call at a time per
-    worker, in the order of the calls. ``before(worker, handler, payload)`` may wait or raise."""
+    """Stands for RpcMaster: runs the handlers of real ModelHosts in this process, one ordered call at a
+    time per worker, in the order of the calls. ``before(worker, handler, payload)`` may wait or raise."""
 
     def __init__(self, hosts: Mapping[str, str] | None = None) -> None:
         self.roster: dict[str, WorkerInfo] = {}
@@ -152,13 +153,14 @@ class FakeCaller:
     async def _serve(self, worker: str, handler: str, payload: Any, step: int, mfc: str) -> Any:
         if worker not in self.roster:
             raise WorkerDied(worker, "not registered")
-        async with self._locks[worker]:
+        immediate = self.hosts[worker].immediate_handlers()
+        async with contextlib.nullcontext() if handler in immediate else self._locks[worker]:
             if self.before is not None:
                 waiting = self.before(worker, handler, payload)
                 if waiting is not None:
                     await waiting
             try:
-                return self.hosts[worker].handlers()[handler](payload)
+                return {**self.hosts[worker].handlers(), **immediate}[handler](payload)
             except Exception as error:
                 raise RemoteError(
                     worker=worker,
