@@ -25,6 +25,7 @@ from realhf.api.mfc import InterfaceType
 from realhf.api.plugin import load_plugin
 from realhf.api.registry import sources
 from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
+from realhf.dataflow.buffer_types import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.rollout_statistics import episode_texts
@@ -55,6 +56,7 @@ class MasterWorker:
         self._model_workers = [f"model_worker/{index}" for index in range(self._spec.n_model_workers)]
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
         self._wall_before = 0.0
+        self._saved_step = 0
         self._drawing: asyncio.Task[None] | None = None
         self._rollouts: AsyncRollouts | None = None
 
@@ -165,7 +167,11 @@ class MasterWorker:
         if self._rollouts is not None:
             await self._rollouts.start()
         for step in range(done, total):
-            report = await self._executor.execute_step(step)
+            try:
+                report = await self._executor.execute_step(step)
+            except EndOfData as end:
+                await self._data_ended(step, end)
+                break
             if self._rollouts is not None:
                 await self._rollouts.after_step(step + 1)
             await self._report(report)
@@ -177,6 +183,15 @@ class MasterWorker:
                     await self._evaluate(step + 1)
         if self._rollouts is not None:
             await self._rollouts.hold()
+
+    async def _data_ended(self, completed: int, end: EndOfData) -> None:
+        """The source has no more: the run is complete with the steps it has. Raises RuntimeError where it has none."""
+        if completed == 0:
+            raise RuntimeError(f"there is nothing to train on: {end}")
+        total = self._spec.total_train_steps
+        self._events.emit("warning", text=f"the data ended after step {completed}, before total_train_steps={total}")
+        if self._saved_step < completed:
+            await self._checkpoint(completed)
 
     @contextlib.asynccontextmanager
     async def _rollouts_held(self) -> AsyncIterator[None]:
@@ -269,6 +284,7 @@ class MasterWorker:
         except Exception as error:
             raise self._checkpoints.failed(step, draft, error) from error
         folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
+        self._saved_step = step
         await self._on_model_workers("committed")
         if self._rollouts is not None:
             await self._rollouts.checkpointed(step, folder.name)
@@ -279,6 +295,7 @@ class MasterWorker:
         await self._on_model_workers("restore", checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
+        self._saved_step = checkpoint.step
 
     def _model_paths(self) -> dict[str, str]:
         return {role: model.path for role, model in self._spec.models.items()}

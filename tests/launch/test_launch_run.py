@@ -48,6 +48,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         "broken": ("experiment_name=toy", "actor.path=hub/broken"),
         "skips": ("experiment_name=skips", "total_train_steps=2"),
         "stops": ("experiment_name=stops",),
+        "ends": ("experiment_name=ends", "total_train_steps=10", "evaluation.every_steps=1",
+                 "rpc.control_timeout_s=2"),
     }
 
     def end(name: str) -> Ended:
@@ -193,6 +195,27 @@ def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out
     assert "actor_train ended the run at step 2: it was skipped" in done.stderr and "Traceback" not in done.stderr
     rows = [json.loads(line) for line in (root / "stops" / "t" / "nonfinite.jsonl").read_text().splitlines()]
     assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
+
+
+def test_loading_waits_for_an_evaluation_that_lasts_longer_than_a_control_call_may(ended: dict[str, Ended]):
+    done, root = ended["ends"]
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads((root / "ends" / "t" / "evaluations.json").read_text())) == ["0", "1", "2", "3"]
+
+
+def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended: dict[str, Ended]):
+    done, root = ended["ends"]
+    assert done.returncode == 0, done.stderr
+    assert "the data ended after step 3, before total_train_steps=10" in done.stdout
+    run = root / "ends" / "t"
+    assert losses(run) == {1: 3.0, 2: 10.0, 3: 15.0}, "two, two and one of five numbers"
+    assert json.loads((run / "policy" / "weight.json").read_text()) == 15.0
+    assert sorted(folder.name for folder in (run / "checkpoints").glob("ckpt-*"))[-1] == "ckpt-00000003"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["heldout_success_after"]["overall"] == 0.15
+    again = launch(root, "experiment_name=ends", "total_train_steps=10")
+    assert again.returncode == 0, again.stderr
+    assert "resumed after step 3" in again.stdout and losses(run) == {1: 3.0, 2: 10.0, 3: 15.0}
 
 
 def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow: Slow):

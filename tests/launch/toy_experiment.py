@@ -1,7 +1,8 @@
 """An experiment outside the package: its own backend, interface and data source, no language model.
 
 The "weights" are one number that every train step adds to; behaviour at a step is chosen by
-``experiment_name``, e.g. ``slow`` sleeps inside the train step.
+``experiment_name``, e.g. ``slow`` sleeps inside the train step, and ``ends`` has five numbers only and takes long
+to evaluate in the middle.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ToyTrain:
         return {**stats, "stop": "it was skipped"} if self._behaviour == "stops" and skipped else stats
 
     def evaluate(self, model: Any, args: Any, context: Any) -> dict[str, Any]:
-        del context
+        if self._behaviour == "ends" and context.step == 1:
+            time.sleep(4)
         entry = {"success": min(1.0, model.engine.weight / 100), "low": 0.0, "high": 1.0, "episodes": args["n"]}
         return {"sampled": {"overall": entry, "easy": entry}, "greedy": {"overall": entry, "easy": entry}}
 
@@ -72,10 +74,11 @@ class ToyTrain:
 
 @sources.register("toy_numbers")
 class ToyNumbers:
-    def __init__(self, seed: int) -> None:
-        self._next = seed
+    def __init__(self, seed: int, limit: int = 10**9) -> None:
+        self._next, self._end = seed, seed + limit
 
     def next_batch(self, n: int) -> list[SourceItem]:
+        n = min(n, self._end - self._next)
         self._next += n
         return [SourceItem(f"n{i}", {}, {"number": [i]}) for i in range(self._next - n, self._next)]
 
@@ -95,11 +98,12 @@ class ToyNumbers:
 def build(config: ExperimentConfig) -> ExperimentSpec:
     args = {"behaviour": config.experiment_name}
     n = config.dataset.train_bs_n_seqs
+    numbers = {"limit": 5} if config.experiment_name == "ends" else {}
     return ExperimentSpec(
         name="toy", models={"actor": ModelSpec("actor", config.actor.path, trainable=True, backend="toy")},
         mfcs=(MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "toy_train", args, n_seqs=n,
                      input_keys=("number",), timeout_s=config.rpc.call_timeout_s),),
-        source=SourceSpec("toy_numbers", keys=("number",)), n_seqs=n, total_train_steps=config.total_train_steps,
-        seed=config.seed, run_dir=run_folder(config), export_role="actor",
-        evaluation=EvaluationSpec("actor", "toy_train", args, {"n": 400}),
+        source=SourceSpec("toy_numbers", numbers, ("number",)), n_seqs=n,
+        total_train_steps=config.total_train_steps, seed=config.seed, run_dir=run_folder(config), export_role="actor",
+        evaluation=EvaluationSpec("actor", "toy_train", args, {"n": 400}, every_steps=config.evaluation.every_steps),
     )
