@@ -1,7 +1,8 @@
 """One CLI worker: answers commands over a socketpair, one at a time, inside the sandbox.
 
 Frames are a 4-byte big-endian length and JSON. Request: ``{"argv": [...]}``. Reply: ``exit_code``, ``stdout``,
-``stderr``, ``refusal``, ``requests``. A worker never connects: its connection to the simulator is a descriptor.
+``stderr``, ``refusal``, ``requests``, ``truncated`` (the output was cut), ``last`` (the worker ends). A worker never
+connects: its connection to the simulator is a descriptor.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class CappedSink(io.RawIOBase):
         if self._dropped > RUNAWAY_BYTES:
             raise RunawayOutput
         return len(view)
+
+    @property
+    def cut(self) -> bool:
+        return self._dropped > 0
 
     def text(self) -> str:
         """The kept text, cut on a character boundary; carriage returns dropped, control characters replaced."""
@@ -117,6 +122,7 @@ class CliWorker:
             "stderr": err.text(),
             "refusal": None if refusal is None else [refusal.rule, refusal.message],
             "requests": requests,
+            "truncated": out.cut,
         }
 
     def _polluted(self, folder: str) -> bool:

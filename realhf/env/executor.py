@@ -2,76 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from realhf.env.cli_frames import frame, read_frame
+from realhf.env.cli_frames import frame
+from realhf.env.command_result import CommandResult, OutputLimits, SentRequest
 from realhf.env.fork_server import ForkedProcess
 from realhf.env.policy import check_command, refusal_text
+from realhf.env.worker_reply import BadReply, WorkerReply, parse_reply, receive_frame, spoke_unasked
+
+__all__ = ["CliExecutor", "CommandResult", "ExecutorCounters", "OutputLimits", "SentRequest", "SimulatorLost"]
 
 TIMED_OUT = "command timed out"
+STOPPED = "command stopped: it used too much"
 MAX_COMMANDS_PER_WORKER = 500
-
-
-@dataclass(frozen=True)
-class SentRequest:
-    """One request that really left for the simulator. ``service`` is botocore's name (``logs``, ``s3``),
-    ``operation`` the API's (``CreateBucket``), ``status`` the HTTP status, 0 when no answer came."""
-
-    service: str
-    operation: str
-    params: dict[str, Any]
-    status: int
-    error_code: str
-
-    @property
-    def ok(self) -> bool:
-        return 200 <= self.status < 300
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """What a command did. ``refusal`` is the rule that stopped it, ``None`` when it ran."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-    refusal: str | None = None
-    timed_out: bool = False
-    requests: tuple[SentRequest, ...] = ()
-
-    @property
-    def success(self) -> bool:
-        return self.exit_code == 0 and self.refusal is None and not self.timed_out
 
 
 class SimulatorLost(RuntimeError):
     """The slot has no usable simulator or worker; the session needs a reset."""
 
 
-@dataclass(frozen=True)
-class OutputLimits:
-    """Bytes kept of each stream, seconds a command may take."""
-
-    timeout_s: float = 10.0
-    stdout_bytes: int = 16384
-    stderr_bytes: int = 4096
-
-
 @dataclass
 class _Worker:
     process: ForkedProcess
     channel: socket.socket
-    stream: Any
     commands: int = 0
 
     def close(self) -> None:
-        self.stream.close()
         self.channel.close()
         self.process.kill()
 
@@ -112,7 +71,7 @@ class CliExecutor:
             self.stop()
         if self._worker is None:
             process, channel = self._spawn()
-            self._worker = _Worker(process, channel, channel.makefile("rb"))
+            self._worker = _Worker(process, channel)
             self.counters.worker_starts += 1
 
     @property
@@ -128,8 +87,8 @@ class CliExecutor:
             return False
         try:
             worker.channel.sendall(frame({}))
-            return bool(select.select([worker.channel], [], [], timeout_s)[0]) and read_frame(worker.stream) == {}
-        except OSError:
+            return receive_frame(worker.channel, timeout_s) == {}
+        except (OSError, BadReply):
             return False
 
     def run(self, command: str) -> CommandResult:
@@ -165,40 +124,35 @@ class CliExecutor:
         self.start()
         worker = self._worker
         assert worker is not None
-        reply = self._exchange(worker, argv)
+        timed_out = False
+        try:
+            reply = self._exchange(worker, argv)
+        except TimeoutError:
+            reply, timed_out = None, True
+        except (OSError, BadReply):
+            reply = None
         worker.commands += 1
-        if reply is None or reply["last"] or worker.commands >= MAX_COMMANDS_PER_WORKER:
+        if reply is None or reply.last or worker.commands >= MAX_COMMANDS_PER_WORKER:
             self.stop()
             if not self._simulator_healthy():
                 raise SimulatorLost("simulator lost")
         if reply is None:
             self.counters.worker_kills += 1
-            return CommandResult(exit_code=255, stdout="", stderr="command stopped: it used too much")
-        if reply.get("timed_out"):
+            if not timed_out:
+                return CommandResult(exit_code=255, stdout="", stderr=STOPPED, stopped=True)
             self.counters.timeouts += 1
-            self.counters.worker_kills += 1
             return CommandResult(exit_code=124, stdout="", stderr=TIMED_OUT, timed_out=True)
-        return self._result(reply)
-
-    def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> dict[str, Any] | None:
-        """The worker's reply; None when it died over the command."""
-        limits = self._limits
-        message = {"argv": argv, "stdout_cap": limits.stdout_bytes, "stderr_cap": limits.stderr_bytes}
-        try:
-            worker.channel.sendall(frame(message))
-            if not select.select([worker.channel], [], [], limits.timeout_s)[0]:
-                return {"timed_out": True, "last": True}
-            return read_frame(worker.stream)
-        except (OSError, json.JSONDecodeError):
-            return None
-
-    def _result(self, reply: Mapping[str, Any]) -> CommandResult:
-        if reply["refusal"] is not None:
-            rule, text = reply["refusal"]
+        if reply.refusal is not None:
+            rule, text = reply.refusal
             return self._refused(rule, refusal_text(rule, text))
-        return CommandResult(
-            exit_code=reply["exit_code"],
-            stdout=reply["stdout"],
-            stderr=reply["stderr"],
-            requests=tuple(SentRequest(**entry) for entry in reply["requests"]),
-        )
+        return reply.result
+
+    def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> WorkerReply:
+        """The worker's answer. Raises TimeoutError, OSError or BadReply when it is late, lost or not to be believed."""
+        limits = self._limits
+        if spoke_unasked(worker.channel):  # or this answer would be taken for the next one's
+            raise BadReply("a frame that nobody asked for")
+        message = {"argv": argv, "stdout_cap": limits.stdout_bytes, "stderr_cap": limits.stderr_bytes}
+        worker.channel.settimeout(limits.timeout_s)
+        worker.channel.sendall(frame(message))
+        return parse_reply(receive_frame(worker.channel, limits.timeout_s), limits)

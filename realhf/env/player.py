@@ -61,10 +61,10 @@ class EpisodePlayer:
         return self._episode.fill(commands)
 
     def kill(self) -> None:
-        """End the command in flight by killing the CLI worker; the executor starts another when asked to."""
-        if self._slot.worker_pid > 0:
+        """End the command in flight by killing the CLI workers; the executors start others when asked to."""
+        for pid in self._slot.worker_pids:
             with suppress(ProcessLookupError):
-                os.kill(self._slot.worker_pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def _task(self, data: dict[str, Any]) -> Task:
         if data.get("task") is not None:

@@ -159,13 +159,19 @@ class RealAwsSlot:
 
     def __init__(self, account: str, executor: RealAwsExecutor, files: VirtualFolder) -> None:
         self.account = account
-        self.executor = executor
-        self.files = files
+        self.executor = self.own_executor = executor
+        """Also of checks: every command is a process of its own, so none carries anything over from the agent's."""
+        self.files = self.own_files = files
         self.state = RealState()
 
     @property
     def worker_pid(self) -> int:
         return self.executor.worker_pid
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Of the child that runs a command now."""
+        return (self.worker_pid,) if self.worker_pid > 0 else ()
 
     def reset(self, seed: int = 0) -> None:
         """Only the session's files are emptied; the account stays as it is."""

@@ -1,10 +1,15 @@
-"""What a session leases: one simulator, one CLI worker, one virtual folder (environment spec 1 and 3)."""
+"""What a session leases: one simulator, the agent's CLI worker and folder, and the environment's own of both.
+
+Source: environment spec 1 and 3.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import socket
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from realhf.env.executor import CliExecutor, OutputLimits, SimulatorLost
@@ -16,6 +21,8 @@ from realhf.env.vfs import VirtualFolder
 ACCOUNT = "000000000000"
 START_TIMEOUT_S = 30.0
 _ANSWER_S = 1.0
+_CHECKED_BYTES = 1 << 20
+"""Kept of what a command of the environment's own prints: a check must see the whole answer."""
 
 
 class Slot:
@@ -31,7 +38,13 @@ class Slot:
         self.account = ACCOUNT
         self.ministack = ministack
         self.files = VirtualFolder(folder)
-        self.executor = CliExecutor(self._spawn_worker, lambda: self.ministack.healthy(), limits)
+        self.executor = CliExecutor(partial(self._spawn_worker, self.files), lambda: self.ministack.healthy(), limits)
+        """The agent's shell."""
+        self.own_files = VirtualFolder(folder.with_name(f"{folder.name}-environment"))
+        self.own_executor = CliExecutor(partial(self._spawn_worker, self.own_files), lambda: self.ministack.healthy(),
+                                        replace(limits, stdout_bytes=_CHECKED_BYTES))  # fmt: skip
+        """Runs command lines of tasks (set-up, drift, checks) in a worker, over a connection and in a folder that no
+        command of an agent ever reaches. The worker is forked when the first such line comes."""
         self.state = StateClient(f"http://127.0.0.1:{ministack.port}", ACCOUNT, factory)
         """Calls that set up, grade and list; never seen by the agent."""
         self._zygote = zygote
@@ -46,7 +59,13 @@ class Slot:
 
     @property
     def worker_pid(self) -> int:
+        """Of the agent's worker."""
         return self.executor.worker_pid
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Of every worker that may be busy with a command of this lease."""
+        return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
 
     def lease(self) -> Slot:
         """Another handle of the same slot; what is leased is the handle, so that an old one gives nothing back."""
@@ -72,7 +91,7 @@ class Slot:
         """An empty world whose ids depend on ``seed`` alone; the warm worker is kept.
 
         A dead simulator is respawned. Raises SimulatorLost when that fails too."""
-        self.files.clear()
+        self._clear_files()
         try:
             self.ministack.reset(seed)
         except OSError:
@@ -81,8 +100,8 @@ class Slot:
 
     def scrub(self) -> None:
         """Make a slot that was used indistinguishable from a new one. Raises SimulatorLost, OSError: it is dirty."""
-        self.executor.stop()
-        self.files.clear()
+        self._stop_workers()
+        self._clear_files()
         self.ministack.reset(0)
         leftovers = self.ministack.leftovers()
         if leftovers:
@@ -92,9 +111,9 @@ class Slot:
     def respawn(self) -> None:
         """Replace simulator and worker. Raises SimulatorLost with the reason."""
         try:
-            self.executor.stop()
+            self._stop_workers()
             self.ministack.stop()
-            self.files.clear()
+            self._clear_files()
             self.ministack.start()
             self.ministack.wait_healthy(START_TIMEOUT_S)
             self.start()
@@ -102,18 +121,26 @@ class Slot:
             raise SimulatorLost(f"slot {self.index}: {error}") from error
 
     def stop(self) -> None:
-        self.executor.stop()
+        self._stop_workers()
         self.state.close()
         self.ministack.stop()
 
-    def _spawn_worker(self) -> tuple[ForkedProcess, socket.socket]:
+    def _stop_workers(self) -> None:
+        self.executor.stop()
+        self.own_executor.stop()
+
+    def _clear_files(self) -> None:
+        self.files.clear()
+        self.own_files.clear()
+
+    def _spawn_worker(self, files: VirtualFolder) -> tuple[ForkedProcess, socket.socket]:
         try:
             connection = self.ministack.connect()
         except OSError as error:
             raise SimulatorLost(f"simulator of slot {self.index} is gone: {error}") from error
         ours, theirs = socket.socketpair()
         with connection, theirs:
-            request = {"folder": os.path.realpath(self.files.path)}
+            request = {"folder": os.path.realpath(files.path)}
             try:
                 fds = [theirs.fileno(), connection.fileno()]
                 return self._zygote.fork(request, fds, f"CLI worker {self.index}"), ours

@@ -190,8 +190,8 @@ class CommandCheck:
 
     def holds(self, state: StateReader) -> bool:
         result = state.run(self.command)
-        if result.timed_out:
-            raise ConnectionError("a check did not answer in time")
+        if result.truncated:
+            return False  # what an agent can flood cannot show that something is not there
         if not result.success:
             return self.wanted.met_by(None)
         if self.wanted.output_contains or self.wanted.not_contains:

@@ -13,6 +13,7 @@ from typing import Any
 
 from realhf.env.captures import CaptureError, fill_setup, has_setup_captures
 from realhf.env.drift import choose_drifts
+from realhf.env.executor import CommandResult
 from realhf.env.pool import Slot
 from realhf.env.state_client import StateCallError
 from realhf.env.task import SetupCommand, Task, TaskError
@@ -23,12 +24,19 @@ _MESSAGE_CHARS = 200
 
 
 class SlotState:
-    """How checks read a slot: calls by the environment's own clients, commands by the slot's CLI worker. They are
-    no evidence of anything that the agent did."""
+    """How checks read a slot: calls by the environment's own clients, commands by its own CLI worker. Neither ever
+    carried a byte of the agent's, and neither is evidence of anything that the agent did."""
 
     def __init__(self, slot: Slot) -> None:
         self.call = slot.state.call
-        self.run = slot.executor.run
+        self._run = slot.own_executor.run
+
+    def run(self, command: str) -> CommandResult:
+        """Raises ConnectionError when nothing is known of the answer: that is no failed check."""
+        result = self._run(command)
+        if result.stopped or result.timed_out:
+            raise ConnectionError(f"a command of the environment's own got no answer: {result.stderr}")
+        return result
 
 
 class SetupError(RuntimeError):
@@ -89,6 +97,7 @@ def _put_assets(slot: Slot, task: Task) -> None:
     for name, content in task.assets.items():
         try:
             slot.files.put(name, content.encode())
+            slot.own_files.put(name, content.encode())  # a drift may use it; the agent's copy may be another by then
         except ValueError as error:
             raise TaskError(f"task.assets: {error}") from None
 
@@ -112,7 +121,7 @@ def _send(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, 
 
 
 def _run_line(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
-    result = slot.executor.run(command.command)
+    result = slot.own_executor.run(command.command)
     if not result.success:
         if command.ignore_failure and result.refusal is None:
             return {}
