@@ -3,7 +3,7 @@
     a resource   {service, type, name, attributes?, loose?}
     a call       {call: {service, operation, params}, json_path?, expected? | absent? | output_contains? ...}
     a command    {command: line, json_path?, ...}, in tasks of other makers
-    a policy     a resource or call with json_path and allows, refuses, wider, owner; see ``policy_check``
+    a policy     a resource or call with json_path and allows, refuses, tolerates, wider, owner; see ``policy_check``
     unchanged    {unchanged: a resource with fields, or a call with json_path}; see ``unchanged_check``
     a list       several of these that must hold together
 
@@ -38,11 +38,11 @@ from realhf.env.verifier import (
 
 _RESOURCE_KEYS = frozenset({"service", "type", "name", "attributes", "loose"})
 _EXPECTATION_KEYS = frozenset({"json_path", "expected", "absent", "output_contains", "not_contains", "loose"})
-_POLICY_KEYS = frozenset({"allows", "refuses", "wider", "owner", "json_path"})
+_POLICY_KEYS = frozenset({"allows", "refuses", "tolerates", "wider", "owner", "json_path"})
 _TYPES: Mapping[str, type] = MappingProxyType(
     {"name": str, "attributes": dict, "call": dict, "command": str, "json_path": str, "absent": bool, "loose": bool}
     | {"output_contains": str, "not_contains": str, "allows": list, "refuses": list, "wider": bool, "owner": str}
-    | {"fields": list, "unchanged": dict}
+    | {"fields": list, "unchanged": dict, "tolerates": list}
 )
 _LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan", "search-", "lookup-", "filter-", "ls")
 
@@ -114,6 +114,7 @@ def _policy_check(data: Mapping[str, Any]) -> PolicyCheck:
         data["json_path"],
         tuple(map(parse_grant, data.get("allows") or ())),
         tuple(map(parse_grant, data.get("refuses") or ())),
+        tuple(map(parse_grant, data.get("tolerates") or ())),
         bool(data.get("wider")),
         data.get("owner") or "",
     )

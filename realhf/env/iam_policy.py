@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 FRESH = "\ufffb\ufffb\ufffb"
@@ -22,6 +23,8 @@ MOST_REQUESTS = 4_000
 MOST_CHARACTERS, LONGEST_NAME = 20_480, 2_048
 """Of a policy and of an ARN, as AWS limits them."""
 _ANYTHING = ("*",)
+_ALWAYS: Mapping[str, str] = MappingProxyType({"aws:securetransport": "true"})
+"""Condition values of every request."""
 _STATEMENT_KEYS = frozenset(
     {"Sid", "Effect", "Principal", "NotPrincipal", "Action", "NotAction", "Resource", "NotResource", "Condition"}
 )
@@ -77,7 +80,8 @@ class Statement:
 @dataclass(frozen=True)
 class Grant:
     """Requests that a policy should allow or refuse: each principal for each action on each resource, patterns all of
-    them. No principals: it is not asked who. ``context``: condition values that such requests come with."""
+    them. No principals: it is not asked who. ``context``: condition values that such requests come with, "*" where any
+    value that a policy asks for is the right one."""
 
     principals: tuple[str, ...] = ()
     actions: tuple[str, ...] = _ANYTHING
@@ -204,9 +208,10 @@ def _contexts(statements: Sequence[Statement], grants: Sequence[Grant]) -> list[
     """None at all, those of the grants, those that the statements ask for, and one of values that nobody named."""
     found: list[Mapping[str, str]] = [{}, *(grant.context for grant in grants)]
     for one in statements:
-        found.append(dict.fromkeys((key for _, key, _ in one.conditions), FRESH))
+        found.append(dict.fromkeys((key for _, key, _ in one.conditions if key not in _ALWAYS), FRESH))
         for place in range(max((len(values) for *_, values in one.conditions), default=0)):
-            asked = {key: values[min(place, len(values) - 1)] for _, key, values in one.conditions if values}
+            conditions = [(key, values) for _, key, values in one.conditions if values and key not in _ALWAYS]
+            asked = {key: values[min(place, len(values) - 1)] for key, values in conditions}
             found.append({key: _example(value) for key, value in asked.items()})
     return [context for place, context in enumerate(found) if context not in found[:place]]
 
@@ -305,7 +310,9 @@ def _condition_met(operator: str, key: str, values: tuple[str, ...], context: Ma
     kind = operator.replace("not", "")
     if kind not in ("stringequals", "stringequalsignorecase", "stringlike", "arnequals", "arnlike", "bool"):
         return unknown
-    found = context.get(key)
+    found = context.get(key, _ALWAYS.get(key))
+    if found == "*":
+        return True
     if found is None:
         return negated or optional
     if kind in ("bool", "stringequalsignorecase"):

@@ -4,6 +4,7 @@ In a task: a resource or call check whose ``json_path`` leads to the policy, wit
 
     allows:  grants that the policy must give       {principal: lambda.amazonaws.com, action: "sts:AssumeRole"}
     refuses: grants none of which it may give
+    tolerates: grants that it may give beside ``allows``
     wider:   true where it may give more than ``allows``; otherwise nothing else may be allowed
     owner:   ARN of what the policy hangs on, where its ``Resource: "*"`` means no more than that
 
@@ -22,12 +23,13 @@ from realhf.env.verifier import CallCheck, ResourceCheck, StateReader, search
 @dataclass(frozen=True)
 class PolicyCheck:
     """The policy that ``path`` finds in ``source`` allows ``allowed``, refuses ``refused`` and, unless ``wider``,
-    allows nothing else. A document that AWS would not take is no policy."""
+    allows nothing else but ``tolerated``. A document that AWS would not take is no policy."""
 
     source: ResourceCheck | CallCheck
     path: str
     allowed: tuple[Grant, ...] = ()
     refused: tuple[Grant, ...] = ()
+    tolerated: tuple[Grant, ...] = ()
     wider: bool = False
     owner: str = ""
 
@@ -51,5 +53,5 @@ class PolicyCheck:
         return (
             all(allows(policy, request) for grant in self.allowed for request in grant.requests())
             and not any(may_allow(policy, request) for grant in self.refused for request in grant.requests())
-            and (self.wider or exceeds(policy, self.allowed) is None)
+            and (self.wider or exceeds(policy, self.allowed + self.tolerated) is None)
         )

@@ -1,6 +1,7 @@
 """What tasks accept and what they do not: every right way earns all, and what misses the goal does not."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -141,3 +142,52 @@ def test_a_bucket_policy_keeps_its_partner_and_loses_everybody(episode: Episode)
         name = instantiate(401, SEED).params["name"]
         put = "aws s3api put-bucket-policy --bucket {name} --policy '{policy}'"
         assert (played(episode, 401, put, policy=document.replace("{name}", name)) == 1.0) is right
+
+
+def as_one_statement(command: str) -> str:
+    return re.sub(r'Statement(\\?"):\[(\{.*?\})\]\}', r"Statement\1:\2}", command)
+
+
+def in_lists(command: str) -> str:
+    return re.sub(r'(\\?")(Action|Service)\1:(\\?"[^"]+")', r"\1\2\1:[\3]", command)
+
+
+def refusing(command: str) -> str:
+    return command.replace("Allow", "Deny")
+
+
+def with_more(command: str) -> str:
+    return re.sub(r'(\\?")Action\1:(\\?"[^"]+")', r"\1Action\1:[\2,\1iam:*\1]", command)
+
+
+def for_everybody(command: str) -> str:
+    return re.sub(r'(\\?")Principal\1:\{[^}]*\}', r"\1Principal\1:\1*\1", command)
+
+
+@pytest.mark.parametrize("task_id", [304, 305, 306, 309, 325])
+def test_policies_in_other_words(episode: Episode, task_id: int) -> None:
+    """Of what a task creates: the canonical solution with its policies written otherwise, or meaning something else."""
+    task = instantiate(task_id, SEED)
+    for rewrite in (as_one_statement, in_lists):
+        commands = [rewrite(command) for command in task.solution]
+        assert commands != list(task.solution)
+        assert play(episode, task, commands) == (True, 1.0), rewrite.__name__
+    for rewrite in (refusing, with_more, for_everybody):
+        commands = [rewrite(command) for command in task.solution]
+        if task_id != 306 or rewrite is not for_everybody:  # everybody, if it comes from the topic, is a usual way
+            assert not play(episode, task, commands)[0], rewrite.__name__
+
+
+def test_a_function_may_be_called_by_whom_it_should(episode: Episode) -> None:
+    commands = list(instantiate(301, SEED).solution)
+    permit = commands[-1]
+    assert (
+        played(episode, 301, *commands[:-1], permit + " --source-arn arn:aws:execute-api:us-east-1:{account}:abc/*")
+        == 1
+    )
+    for wrong in ("lambda:*", "lambda:GetFunction"):
+        assert played(episode, 301, *commands[:-1], permit.replace("lambda:InvokeFunction", wrong)) < 1
+    second = permit.replace("api-gateway", "all").replace("--principal apigateway.amazonaws.com", "--principal '*'")
+    assert played(episode, 301, *commands[:-1], second, permit) < 1, "and by nobody else"
+    refused = [commands[0].replace("Allow", "Deny"), *commands[1:]]
+    assert played(episode, 301, *refused) < 1
