@@ -1,7 +1,9 @@
-"""A small HTTP/1.1 server for one ASGI application and few, trusted-framing clients on the loopback.
+"""A small HTTP/1.1 server for one ASGI application and few clients on the loopback.
 
-MiniStack's own server spends more time in HTTP than in answering. Here a request costs one parse of its head
-and one write of its answer. Requests of one connection are answered in order; bodies arrive whole.
+MiniStack's own server spends more time in HTTP than in answering. Here a request costs one parse of its head and one
+write of its answer; bodies arrive whole. A client waits for each answer before it sends the next request: bytes that
+come earlier are an attempt to hide one request in another, and end the connection, as does all that the grammar
+does not allow.
 """
 
 from __future__ import annotations
@@ -12,9 +14,14 @@ from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote
 
+from realhf.env.http_grammar import BadHttp, RequestHead, check_field, parse_request_head
+from realhf.env.parsed_requests import ParsedRequests
+
 MAX_HEAD_BYTES = 256 * 1024
-MAX_BODY_BYTES = 64 * 1024 * 1024
 _REASONS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PIPELINED = "bytes behind a request, before its answer"
+_HOP_BY_HOP = frozenset({b"transfer-encoding", b"connection", b"keep-alive", b"upgrade", b"trailer"})
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -23,15 +30,17 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client connection. A malformed request closes it."""
+    """One client connection, by the ``entrance`` that ``parsed`` notes. What is no request closes it."""
 
-    def __init__(self, app: AsgiApp, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str) -> None:
         self._app = app
         self._loop = loop
+        self._parsed = parsed
+        self._entrance = entrance
         self._buffer = bytearray()
+        self._head: RequestHead | None = None
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
-        self._continued = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -40,36 +49,58 @@ class HttpConnection(asyncio.Protocol):
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if self._task is None:
-            self._next_request()
-
-    def _next_request(self) -> None:
-        transport = self._transport
-        if transport is None:
-            return
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > MAX_HEAD_BYTES:
-                transport.close()
+        if self._transport is None or self._transport.is_closing():
             return
         try:
-            scope, headers = _parse_head(bytes(self._buffer[:end]))
-            body, consumed = _take_body(self._buffer, end + 4, headers)
-        except (ValueError, IndexError):
-            transport.close()
-            return
-        if body is None:
-            if headers.get(b"expect") and not self._continued:
-                self._continued = True
-                transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            return
-        del self._buffer[:consumed]
-        self._continued = False
-        self._task = self._loop.create_task(self._answer(scope, body, headers))
+            if self._task is not None:
+                raise BadHttp(_PIPELINED)
+            self._buffer += data
+            self._take()
+        except BadHttp as error:
+            self._refuse(str(error))
 
-    async def _answer(self, scope: dict[str, Any], body: bytes, headers: dict[bytes, bytes]) -> None:
-        response = _Response(scope["method"])
+    def _take(self) -> None:
+        """Start to answer the request in the buffer once it is whole. Raises BadHttp."""
+        if self._head is None:
+            self._head = self._take_head()
+        head = self._head
+        if head is None or len(self._buffer) < head.length:
+            return
+        if len(self._buffer) > head.length:
+            raise BadHttp(_PIPELINED)
+        body, self._head = bytes(self._buffer), None
+        self._buffer.clear()
+        self._parsed.add(self._entrance, head, body)
+        self._task = self._loop.create_task(self._answer(head, body))
+
+    def _take_head(self) -> RequestHead | None:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end > MAX_HEAD_BYTES or (end < 0 and len(self._buffer) > MAX_HEAD_BYTES):
+            raise BadHttp("the head of a request is too long")
+        if end < 0:
+            return None
+        head = parse_request_head(bytes(self._buffer[:end]))
+        del self._buffer[: end + 4]
+        expected = head.field(b"expect")
+        if expected and expected.lower() != b"100-continue":
+            raise BadHttp("nothing but 100-continue can be expected")
+        if expected and len(self._buffer) < head.length and self._transport is not None:
+            self._transport.write(_CONTINUE)
+        return head
+
+    def _refuse(self, reason: str) -> None:
+        """Say why, and close; an answer under way is not sent any more."""
+        self._parsed.refuse(reason)
+        self._buffer.clear()
+        self._head = None
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            body = reason.encode()
+            transport.write(_REASONS[400] + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+            transport.close()
+
+    async def _answer(self, head: RequestHead, body: bytes) -> None:
+        response = _Response(head.method)
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -79,17 +110,18 @@ class HttpConnection(asyncio.Protocol):
             return {"type": "http.disconnect"}
 
         try:
-            await self._app(scope, receive, response.send)
+            await self._app(_scope(head), receive, response.send)
             data = response.to_bytes()
+        except BadHttp as error:
+            self._parsed.refuse(f"an answer: {error}")
+            data = _REASONS[500] + b"content-length: 0\r\n\r\n"
         except Exception:
             data = _REASONS[500] + b"content-length: 0\r\n\r\n"
+        self._task = None
         if self._transport is not None:
             self._transport.write(data)
-            if headers.get(b"connection", b"").lower() == b"close":
+            if head.field(b"connection").lower() == b"close":
                 self._transport.close()
-        self._task = None
-        if self._buffer:
-            self._next_request()
 
 
 class _Response:
@@ -109,19 +141,21 @@ class _Response:
             self._parts.append(bytes(message.get("body", b"")))
 
     def to_bytes(self) -> bytes:
+        """The whole answer. Raises BadHttp for a header that could split it: what an agent asked to be answered with
+        (``--response-content-type``) is among them."""
         body = b"".join(self._parts)
         head = [_REASONS.get(self._status) or f"HTTP/1.1 {self._status} Unknown\r\n".encode()]
-        declared = False
+        declared = b""
         for name, value in self._headers:
+            check_field(name, value)
             lowered = name.lower()
-            if lowered == b"transfer-encoding":
-                continue
             if lowered == b"content-length":
-                if self._method != "HEAD":
-                    continue
-                declared = True
-            head.append(name + b": " + value + b"\r\n")
-        if not declared and self._status >= 200 and self._status != 204:
+                declared = value if value.isdigit() else b""
+            elif lowered not in _HOP_BY_HOP:
+                head.append(name + b": " + value + b"\r\n")
+        if self._method == "HEAD":
+            head.append(b"content-length: " + (declared or b"%d" % len(body)) + b"\r\n")
+        elif self._status >= 200 and self._status not in (204, 304):
             head.append(b"content-length: %d\r\n" % len(body))
         head.append(b"\r\n")
         if self._method != "HEAD" and self._status not in (204, 304):
@@ -129,59 +163,19 @@ class _Response:
         return b"".join(head)
 
 
-def _parse_head(head: bytes) -> tuple[dict[str, Any], dict[bytes, bytes]]:
-    lines = head.split(b"\r\n")
-    method, target, _version = lines[0].split(b" ")
-    raw_path, _, query = target.partition(b"?")
-    headers = []
-    for line in lines[1:]:
-        name, _, value = line.partition(b":")
-        headers.append((name.lower(), value.strip()))
-    scope = {
+def _scope(head: RequestHead) -> dict[str, Any]:
+    raw_path, _, query = head.target.partition(b"?")
+    return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
-        "method": method.decode("ascii"),
+        "method": head.method,
         "scheme": "http",
         "path": unquote(raw_path.decode("ascii")),
         "raw_path": raw_path,
         "query_string": query,
         "root_path": "",
-        "headers": headers,
+        "headers": list(head.fields),
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 0),
     }
-    return scope, dict(headers)
-
-
-def _take_body(buffer: bytearray, start: int, headers: dict[bytes, bytes]) -> tuple[bytes | None, int]:
-    """The body and the index behind it, or None while it is incomplete. Raises ValueError when malformed."""
-    if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-        return _take_chunks(buffer, start)
-    length = int(headers.get(b"content-length", b"0"))
-    if not 0 <= length <= MAX_BODY_BYTES:
-        raise ValueError("body too large")
-    if len(buffer) < start + length:
-        return None, 0
-    return bytes(buffer[start : start + length]), start + length
-
-
-def _take_chunks(buffer: bytearray, position: int) -> tuple[bytes | None, int]:
-    parts: list[bytes] = []
-    total = 0
-    while True:
-        line_end = buffer.find(b"\r\n", position)
-        if line_end < 0:
-            return None, 0
-        size = int(bytes(buffer[position:line_end]).split(b";")[0], 16)
-        total += size
-        if size < 0 or total > MAX_BODY_BYTES:
-            raise ValueError("body too large")
-        chunk_end = line_end + 2 + size
-        if size == 0:
-            end = buffer.find(b"\r\n", chunk_end)
-            return (None, 0) if end < 0 else (b"".join(parts), end + 2)
-        if len(buffer) < chunk_end + 2:
-            return None, 0
-        parts.append(bytes(buffer[line_end + 2 : chunk_end]))
-        position = chunk_end + 2

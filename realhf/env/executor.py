@@ -116,9 +116,10 @@ class CliExecutor:
         if worker is not None:
             worker.close()
 
-    def _refused(self, rule: str, message: str) -> CommandResult:
+    def _refused(self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()) -> CommandResult:
+        """``requests``: what had left before one was refused."""
         self.counters.refusals[rule] = self.counters.refusals.get(rule, 0) + 1
-        return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule)
+        return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests)
 
     def _execute(self, argv: tuple[str, ...]) -> CommandResult:
         self.start()
@@ -144,7 +145,7 @@ class CliExecutor:
             return CommandResult(exit_code=124, stdout="", stderr=TIMED_OUT, timed_out=True)
         if reply.refusal is not None:
             rule, text = reply.refusal
-            return self._refused(rule, refusal_text(rule, text))
+            return self._refused(rule, refusal_text(rule, text), reply.result.requests)
         return reply.result
 
     def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> WorkerReply:

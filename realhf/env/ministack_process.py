@@ -9,10 +9,12 @@ import re
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from realhf.env.fork_server import ForkedProcess, ForkServer
+from realhf.env.owner_channel import ENVIRONMENT, OWNER, OwnerChannel
 
 HOST = "127.0.0.1"
 _BACKLOG = 64
@@ -57,6 +59,18 @@ def not_up(name: str, reason: object, log: str) -> str:
     return f"{name} did not come up: {reason}{last}"
 
 
+class _OwnerHttp(http.client.HTTPConnection):
+    """The standard library's client over a connection of the owner."""
+
+    def __init__(self, dial: Callable[[], socket.socket], timeout_s: float) -> None:
+        super().__init__("localhost:4566", timeout=timeout_s)
+        self._dial = dial
+
+    def connect(self) -> None:
+        self.sock = self._dial()
+        self.sock.settimeout(self.timeout)
+
+
 class MiniStackProcess:
     """Start, health, reset and end of one simulator. ``port`` 0 lets the kernel choose once and for all.
 
@@ -71,6 +85,7 @@ class MiniStackProcess:
         self._listener: socket.socket | None = None
         self._log: IO[bytes] | None = None
         self._process: ForkedProcess | None = None
+        self._owner: OwnerChannel | None = None
         self._http: http.client.HTTPConnection | None = None
 
     def bind(self) -> None:
@@ -92,13 +107,15 @@ class MiniStackProcess:
             self.bind()
         assert self._listener is not None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
-        fds = [self._listener.fileno(), self._log.fileno()]
+        self._owner = OwnerChannel()
+        fds = [self._listener.fileno(), self._log.fileno(), self._owner.theirs.fileno()]
         channel = self._start_runner()
         if channel is not None:
             fds.append(channel.fileno())
         try:
             self._process = self._zygote.fork({"folder": str(self._folder)}, fds, f"MiniStack on port {self.port}")
         finally:
+            self._owner.theirs.close()
             if channel is not None:
                 channel.close()
         self._listener.close()
@@ -139,7 +156,7 @@ class MiniStackProcess:
 
     def answers(self, timeout_s: float) -> bool:
         """Like ``healthy``, for an onlooker: over a connection of its own, while another thread may use the slot."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+        connection = _OwnerHttp(self.connect_as_owner, timeout_s)
         try:
             connection.request("GET", "/_ministack/health")
             return connection.getresponse().status == 200
@@ -168,8 +185,31 @@ class MiniStackProcess:
         """Empty the simulator and seed everything it draws. Raises OSError."""
         self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
 
+    def requests(self, after: int = 0, timeout_s: float = 2.0) -> dict[str, Any]:
+        """What the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
+        latest ``requests`` with a number above ``after`` (see ``ParsedRequest``). Raises OSError."""
+        return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
+
+    def switches(self, timeout_s: float = 2.0) -> dict[str, str]:
+        """The settings in the simulator's modules, as text by name. Raises OSError."""
+        return json.loads(self._request("GET", "/_realhf/switches", timeout_s))
+
+    def connect_as_owner(self) -> socket.socket:
+        """A new connection that may use the control paths; never for a process that reads text of an agent. Raises
+        OSError."""
+        return self._handed_over(OWNER)
+
+    def connect_as_environment(self) -> socket.socket:
+        """A new connection for the worker that runs command lines of tasks. Raises OSError."""
+        return self._handed_over(ENVIRONMENT)
+
+    def _handed_over(self, mark: bytes) -> socket.socket:
+        if self._owner is None:
+            raise ConnectionRefusedError(f"MiniStack on port {self.port} was not started")
+        return self._owner.connect(mark)
+
     def connect(self, timeout_s: float = 2.0) -> socket.socket:
-        """A new connection to the simulator."""
+        """A new connection to the simulator's port, as its agent has."""
         connection = socket.create_connection((HOST, self.port), timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
@@ -197,6 +237,9 @@ class MiniStackProcess:
             if process is not None:
                 process.kill()
         self._process = self._runner = None
+        if self._owner is not None:
+            self._owner.close()
+            self._owner = None
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -207,7 +250,7 @@ class MiniStackProcess:
     def _request(self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None,
                  data: bytes | None = None) -> bytes:  # fmt: skip
         if self._http is None:
-            self._http = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+            self._http = _OwnerHttp(self.connect_as_owner, timeout_s)
         try:
             if self._http.sock is not None:
                 self._http.sock.settimeout(timeout_s)

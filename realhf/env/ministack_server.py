@@ -35,9 +35,12 @@ from realhf.env.asgi_http import AsgiApp, HttpConnection
 from realhf.env.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.env.fork_server import serve_forks
 from realhf.env.lambda_gate import LambdaGate
+from realhf.env.module_switches import ModuleSwitches
+from realhf.env.owner_channel import ENVIRONMENT, OWNER, serve_owner
+from realhf.env.parsed_requests import ParsedRequests
+from realhf.env.simulator_entrances import owner_app, port_app
 from realhf.env.xml_repair import repaired
 
-RESET_PATH = "/_realhf/reset"
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 _ADDRESS_BYTES = 4 << 30
 _LOG_BYTES = 4 << 20
@@ -86,9 +89,10 @@ def _import_modules() -> list[threading.Thread]:
     original = threading.Thread.start
     threading.Thread.start = lambda thread: deferred.append(thread)  # type: ignore[method-assign]
     try:
-        importlib.import_module("ministack.app")
+        app = importlib.import_module("ministack.app")
         for name in MINISTACK_MODULES:
             importlib.import_module(f"ministack.services.{name}")
+        app._reset_all_state()  # the first one imports more, 80 ms that every fork would spend again
     finally:
         threading.Thread.start = original  # type: ignore[method-assign]
     return deferred
@@ -131,18 +135,6 @@ def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
     return None
 
 
-def _guarded_app(app: AsgiApp, randomness: SeededRandomness) -> AsgiApp:
-    async def guarded(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] == RESET_PATH:
-            scope["path"] = "/_ministack/reset"
-            await app(scope, receive, send)
-            randomness.seed(int(scope["query_string"] or b"0"))
-            return
-        await app(scope, receive, send)
-
-    return guarded
-
-
 def _readable_app(app: AsgiApp) -> AsgiApp:
     """Names that a policy made up must not break the answers of the services that speak XML. Not of S3, which answers
     with objects of any content. The server sets the length."""
@@ -166,7 +158,9 @@ def _readable_app(app: AsgiApp) -> AsgiApp:
     return readable
 
 
-async def _serve(app: AsgiApp, listener: socket.socket) -> None:
+async def _serve(
+    app: AsgiApp, randomness: SeededRandomness, listener: socket.socket, owner: socket.socket
+) -> None:
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     started: asyncio.Event = asyncio.Event()
@@ -177,7 +171,14 @@ async def _serve(app: AsgiApp, listener: socket.socket) -> None:
 
     lifespan = loop.create_task(app({"type": "lifespan"}, startup.get, lifespan_send))  # type: ignore[arg-type]
     await started.wait()
-    server = await loop.create_server(lambda: HttpConnection(app, loop), sock=listener)
+    parsed, switches = ParsedRequests(), ModuleSwitches()
+    outer = port_app(app, parsed)
+    inner = owner_app(app, randomness.seed, switches, parsed)
+    serve_owner(loop, owner, {
+        OWNER: lambda: HttpConnection(inner, loop, parsed, "owner"),
+        ENVIRONMENT: lambda: HttpConnection(outer, loop, parsed, "environment"),
+    })  # fmt: skip
+    server = await loop.create_server(lambda: HttpConnection(outer, loop, parsed, "port"), sock=listener)
     async with server:
         await lifespan
 
@@ -190,18 +191,18 @@ def main() -> None:
     app_module = importlib.import_module("ministack.app")
     gate = LambdaGate()
     gate.install()
-    app = _guarded_app(_readable_app(app_module.app), randomness)
+    app = _readable_app(app_module.app)
     _keep_only_metadata(MINISTACK_SERVICES)
     isolated = sandbox.without_network(mode)
     gc.collect()
     gc.freeze()
 
     def child(request: dict[str, Any], fds: list[int]) -> None:
-        listener, log = socket.socket(fileno=fds[0]), fds[1]
+        listener, log, owner = socket.socket(fileno=fds[0]), fds[1], socket.socket(fileno=fds[2])
         sandbox.redirect_standard_streams(log)
         os.close(log)
-        if len(fds) > 2:
-            gate.attach(socket.socket(fileno=fds[2]))
+        if len(fds) > 3:
+            gate.attach(socket.socket(fileno=fds[3]))
         os.environ["TMPDIR"] = request["folder"]
         os.makedirs(request["folder"], exist_ok=True)
         os.chdir(request["folder"])
@@ -214,7 +215,7 @@ def main() -> None:
         for thread in deferred:
             thread.start()
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
-            runner.run(_serve(app, listener))
+            runner.run(_serve(app, randomness, listener, owner))
 
     serve_forks(control, {"ready": True, "isolated": isolated, "filtered": seccomp.available()}, child)
     shutil.rmtree(root, ignore_errors=True)  # an owner that was killed could not

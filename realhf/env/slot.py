@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from realhf.env.executor import CliExecutor, OutputLimits, SimulatorLost
 from realhf.env.fork_server import ForkedProcess, ForkServer
-from realhf.env.ministack_process import MiniStackProcess
+from realhf.env.ministack_process import HOST, MiniStackProcess
 from realhf.env.state_client import ClientFactory, StateClient
 from realhf.env.vfs import VirtualFolder
 
@@ -38,14 +39,16 @@ class Slot:
         self.account = ACCOUNT
         self.ministack = ministack
         self.files = VirtualFolder(folder)
-        self.executor = CliExecutor(partial(self._spawn_worker, self.files), lambda: self.ministack.healthy(), limits)
+        spawn = partial(self._spawn_worker, self.files, ministack.connect)
+        self.executor = CliExecutor(spawn, lambda: self.ministack.healthy(), limits)
         """The agent's shell."""
         self.own_files = VirtualFolder(folder.with_name(f"{folder.name}-environment"))
-        self.own_executor = CliExecutor(partial(self._spawn_worker, self.own_files), lambda: self.ministack.healthy(),
+        spawn = partial(self._spawn_worker, self.own_files, ministack.connect_as_environment)
+        self.own_executor = CliExecutor(spawn, lambda: self.ministack.healthy(),
                                         replace(limits, stdout_bytes=_CHECKED_BYTES))  # fmt: skip
         """Runs command lines of tasks (set-up, drift, checks) in a worker, over a connection and in a folder that no
         command of an agent ever reaches. The worker is forked when the first such line comes."""
-        self.state = StateClient(f"http://127.0.0.1:{ministack.port}", ACCOUNT, factory)
+        self.state = StateClient(f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory)
         """Calls that set up, grade and list; never seen by the agent."""
         self._zygote = zygote
 
@@ -99,14 +102,12 @@ class Slot:
             self.ministack.reset(seed)
 
     def scrub(self) -> None:
-        """Make a slot that was used indistinguishable from a new one. Raises SimulatorLost, OSError: it is dirty."""
-        self._stop_workers()
-        self._clear_files()
-        self.ministack.reset(0)
+        """Make a slot that was used indistinguishable from a new one: simulator and worker are new forks, because a
+        reset cannot vouch for all that a process holds. Raises SimulatorLost, OSError: it is dirty."""
+        self.respawn()
         leftovers = self.ministack.leftovers()
         if leftovers:
-            raise SimulatorLost(f"slot {self.index} still has {leftovers} after its reset")
-        self.executor.start()
+            raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
 
     def respawn(self) -> None:
         """Replace simulator and worker. Raises SimulatorLost with the reason."""
@@ -133,9 +134,11 @@ class Slot:
         self.files.clear()
         self.own_files.clear()
 
-    def _spawn_worker(self, files: VirtualFolder) -> tuple[ForkedProcess, socket.socket]:
+    def _spawn_worker(
+        self, files: VirtualFolder, connect: Callable[[], socket.socket]
+    ) -> tuple[ForkedProcess, socket.socket]:
         try:
-            connection = self.ministack.connect()
+            connection = connect()
         except OSError as error:
             raise SimulatorLost(f"simulator of slot {self.index} is gone: {error}") from error
         ours, theirs = socket.socketpair()

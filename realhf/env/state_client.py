@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import botocore.session
@@ -59,13 +60,15 @@ class ClientFactory:
 
 
 class StateClient:
-    """Calls of one slot's simulator at ``endpoint`` (``http://127.0.0.1:port``). Thread-safe."""
+    """Calls of one slot's simulator over connections that ``dial`` makes; ``endpoint`` is its name in messages.
+    Thread-safe."""
 
-    def __init__(self, endpoint: str, account: str, factory: ClientFactory | None = None) -> None:
+    def __init__(self, endpoint: str, account: str, dial: Callable[[], socket.socket],
+                 factory: ClientFactory | None = None) -> None:  # fmt: skip
         self.endpoint = endpoint
         self._account = account
         self._factory = factory or ClientFactory()
-        self._connection = PinnedConnection(ENDPOINT.removeprefix("http://"), refuse, self._dial)
+        self._connection = PinnedConnection(ENDPOINT.removeprefix("http://"), refuse, dial)
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -93,9 +96,3 @@ class StateClient:
     def close(self) -> None:
         """Drop the connection; the next call makes a new one."""
         self._connection.disconnect()
-
-    def _dial(self) -> socket.socket:
-        host, _, port = self.endpoint.removeprefix("http://").partition(":")
-        connection = socket.create_connection((host, int(port)), timeout=2.0)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection

@@ -75,8 +75,10 @@ class FiringRange:
         """Try it. The session must be usable afterwards."""
         self._set_up(attack)
         command = self._fill(attack.command)
+        before = self.slot.ministack.requests()["count"]
         result = self.slot.executor.run(command)
         door, behind, texts = _word(result, attack), "", [_said(result)]
+        unseen = self._unseen(before, result)
         if result.refusal is not None:
             try:
                 words = shlex.split(command)[1:]
@@ -88,7 +90,17 @@ class FiringRange:
                 texts.append(_said(second))
         if attack.before:
             time.sleep(_TRIGGER_S)
-        return Observed(door, behind, tuple(self._effects(texts)))
+        return Observed(door, behind, (*unseen, *self._effects(texts)))
+
+    def _unseen(self, before: int, result: CommandResult) -> list[str]:
+        """What the simulator took for a request and the worker did not report; a rehearsal is not reported, and a
+        worker that was killed reports nothing."""
+        if result.timed_out or result.stopped:
+            return []
+        taken = [each for each in self.slot.ministack.requests(before)["requests"] if each["entrance"] == "port"]
+        rehearsed = sum(each["service"] == "ec2" for each in taken) if not result.requests else 0
+        more = len(taken) - rehearsed > len(result.requests)
+        return [f"the simulator took {len(taken)} requests, {len(result.requests)} are known"] if more else []
 
     def _set_up(self, attack: Attack) -> None:
         self.slot.reset()

@@ -8,6 +8,7 @@ without effect on the host or a sibling), or NO_CREDIT (it may run and sends no 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ ROWS = {
     5: "credentials and profiles", 6: "aliases", 7: "plugins", 8: "Lambda code on the host",
     9: "another session", 10: "admin paths", 11: "outbound requests", 12: "configuration that stays",
     13: "programs started", 14: "success without doing", 15: "hanging and flooding", 16: "other engines",
-    17: "input that confuses graders", 18: "options in every spelling",
+    17: "input that confuses graders", 18: "options in every spelling", 19: "requests inside requests",
 }  # fmt: skip
 
 
@@ -351,9 +352,43 @@ def _options() -> Iterator[Attack]:
     yield Attack(18, "aws s3 ls --", "global-option")
 
 
+def _smuggled() -> Iterator[Attack]:
+    """Text that ends the head of its request, or of its answer, and goes on with a message of its own."""
+    iam = "Authorization: AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/iam/aws4_request"
+    lines = ("POST /_ministack/reset HTTP/1.1", "POST /_ministack/config HTTP/1.1", "DELETE /survivor/k HTTP/1.1",
+             f"POST /?Action=CreateUser&UserName=ghost HTTP/1.1\r\n{iam}")  # fmt: skip
+    put = "aws s3api put-object --bucket survivor --key k2"
+    for line in lines:
+        for end in ("\r\n", "\n", "\r"):
+            hidden = f"x: 1\r\nContent-Length: 0\r\n\r\n{line}\r\nHost: localhost:4566\r\n".replace("\r\n", end)
+            names = _words(json.dumps({f"{hidden}X-Y": "1"}))
+            yield Attack(19, f"{put} --metadata {names}", "malformed")
+            yield Attack(19, f"{put} --metadata {_words(json.dumps({'a': hidden}))}", "malformed")
+            for option in ("--content-type", "--cache-control", "--content-disposition", "--content-encoding"):
+                yield Attack(19, f"{put} {option} {_words(hidden)}", "malformed")
+            yield Attack(19, f"aws s3api copy-object --bucket survivor --key k3 --copy-source survivor/k "
+                             f"--metadata-directive REPLACE --metadata {names}", "malformed")  # fmt: skip
+            yield Attack(19, f"aws s3 cp s3://survivor/k s3://survivor/k4 --metadata {names}", "malformed")
+    answer = "a\r\nContent-Length: 0\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    for option in ("type", "disposition", "language", "encoding"):
+        command = f"aws s3api get-object --bucket survivor --key k --response-content-{option} {_words(answer)} out"
+        yield Attack(19, command, HARMLESS)
+    for name in ("a b", "a:b", "a\0b", "a\tb", "(a)", ""):
+        yield Attack(19, f"{put} --metadata {_words(json.dumps({name: '1'}))}", "malformed" if name else HARMLESS)
+    for words in ("lambda delete-function --function-name f/concurrency", "lambda get-policy --function-name f/../g",
+                  "apigateway delete-rest-api --rest-api-id a/stages/b",
+                  "scheduler delete-schedule --name a/b"):  # fmt: skip
+        yield Attack(19, f"aws {words}", "internal-path" if ".." in words else "malformed")
+
+
+def _words(text: str) -> str:
+    """One word for a shell, with its braces doubled."""
+    return shlex.quote(text).replace("{", "{{").replace("}", "}}")
+
+
 def _attacks() -> Iterator[Attack]:
     for rows in (_file_values, _echoed, _uploaded, _written, _configured, _lambda, _neighbours, _admin, _outbound,
-                 _stays, _programs, _nothing, _floods, _engines, _confusing, _options):  # fmt: skip
+                 _stays, _programs, _nothing, _floods, _engines, _confusing, _options, _smuggled):  # fmt: skip
         yield from rows()
 
 
