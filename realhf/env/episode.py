@@ -130,6 +130,8 @@ class Episode:
         try:
             grade = self._grader.evaluate(added)
             self._achieved = grade.achieved
+            if grade.progress > before:
+                self._tracker.progressed()
             reward = self._reward(grade.progress)
             if self._chaos is not None and self._meter.progress > before and not self.done:
                 disturbed = self._chaos.after_progress(self._tracker)

@@ -20,8 +20,10 @@ from typing import Any
 
 from realhf.env.check_parser import parse_check, parse_unchanged
 from realhf.env.cli_criteria import from_cli_words, names_drawn_id
+from realhf.env.equivalents import asks, has_effect
+from realhf.env.resource_identity import identity
 from realhf.env.task import Task, TaskError
-from realhf.env.tracker import Evidence, is_read, mentions, plain_name, same_resource
+from realhf.env.tracker import Evidence, is_read, mentions, same_resource
 from realhf.env.unchanged_check import UnchangedCheck
 from realhf.env.verifier import (
     AllOf,
@@ -30,7 +32,6 @@ from realhf.env.verifier import (
     ResourceCheck,
     Snapshot,
     StateReader,
-    equal,
     of_one_object,
     verified,
 )
@@ -60,9 +61,9 @@ class Step:
 
     def asks_for(self, deed: Evidence) -> bool:
         """Whether the request is of this step's operation and resource."""
-        if deed.operation != self.operation and deed.operation not in self.also:
+        if not has_effect(deed.operation, self.operation) and deed.operation not in self.also:
             return False
-        if self.resource is None or same_resource(deed.resource, plain_name(self.resource)):
+        if self.resource is None or same_resource(deed.resource, identity(deed.service, self.resource)):
             return True
         return self.anywhere and mentions(deed.params, self.resource)
 
@@ -304,19 +305,17 @@ def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[in
 
 def earns_credit(deed: Evidence, criteria: Criteria) -> bool:
     """Layer 5, no verification reward: an accepted request counts if it can have changed something, or if the
-    task asks for exactly this operation."""
-    if criteria.strategy == "command_match" and not criteria.operation:
+    task asks for a request and not for a state."""
+    if criteria.strategy == "command_match":
         return deed.ok
     return deed.ok and (not is_read(deed.operation) or deed.operation in criteria.operations)
 
 
 def matches_command(deed: Evidence, criteria: Criteria) -> bool:
-    """Layer 7, exact names, for a single request: each demanded parameter was sent with the demanded value. A text
-    that the command has to contain is asked of the line that sent the request."""
-    return (
-        criteria.operation in ("", deed.operation)
-        and criteria.command_contains in deed.command
-        and all(equal(deed.params.get(key), value) for key, value in criteria.params.items())
+    """Layer 7, exact names, for a single request: it asks the demanded question of the demanded resource, by its name,
+    ARN or URL. A text that the command has to contain is asked of the line that sent the request."""
+    return criteria.command_contains in deed.command and asks(
+        deed.operation, deed.params, criteria.operation, criteria.params
     )
 
 

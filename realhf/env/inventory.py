@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import jmespath
 
+from realhf.env.resource_identity import plain_name
 from realhf.env.state_client import StateCallError
-from realhf.env.tracker import plain_name
 
 MAX_NAMES = 100
 """Of one type; more are not shown."""

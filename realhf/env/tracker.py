@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from realhf.env.resource_identity import identity
+
 if TYPE_CHECKING:
     from realhf.env.executor import CommandResult
 
@@ -78,7 +80,6 @@ _POLICY_PAIR = "iam:DetachRolePolicy"
 """Here the policy belongs to the identity of what is undone, beside the role."""
 _GENERATED_IDS: Mapping[str, str] = MappingProxyType({"apigateway:CreateRestApi": "id"})
 """Creates whose deletes name the resource by an id of the answer."""
-_SECRET_SUFFIX = re.compile(r"-[A-Za-z0-9]{6}$")
 
 MAX_IDEMPOTENT_RETRIES = 3
 
@@ -117,6 +118,7 @@ class Tracker:
         self._disturbed: set[tuple[str, str]] = set()
         self._ids: dict[str, str] = {}
         self._collision: tuple[str, str] | None = None
+        self._retry: tuple[str, str] | None = None
 
     def record(self, command: str, result: CommandResult) -> list[Evidence]:
         """Take in one command and what came of it; returns the evidence it added."""
@@ -131,8 +133,18 @@ class Tracker:
             self.evidence.append(added[-1])
         self._learn_ids(added, result.stdout)
         self._count_rollbacks(added)
-        self._count_retry(added, result.success)
+        self._retry = self._collision if result.success else None
+        self._collision = next(
+            ((deed.service, deed.resource) for deed in added if _met_existing(deed, self._present)), None
+        )
         return added
+
+    def progressed(self) -> None:
+        """The last command brought progress. If the one before it had met something that the set-up had made, the
+        agent went on as it should, which counts; a harmless command after a collision brings nothing."""
+        if self._retry and self._retry not in self._retried and len(self._retried) < MAX_IDEMPOTENT_RETRIES:
+            self._retried.add(self._retry)
+            self.idempotent_retries += 1
 
     def disturbed(self, service: str, name: str) -> None:
         """Chaos touched this resource: to delete it is no rollback any more."""
@@ -169,16 +181,6 @@ class Tracker:
                 self._undone.add(pair)
                 self.rollbacks += 1
 
-    def _count_retry(self, added: Sequence[Evidence], success: bool) -> None:
-        """A create that met something the setup had made, and the command after it that succeeded."""
-        met = self._collision
-        if met and success and met not in self._retried and len(self._retried) < MAX_IDEMPOTENT_RETRIES:
-            self._retried.add(met)
-            self.idempotent_retries += 1
-        self._collision = next(
-            ((deed.service, deed.resource) for deed in added if _met_existing(deed, self._present)), None
-        )
-
 
 def resource_name(service: str, params: Mapping[str, Any]) -> str:
     """The name a request is about, "" where its service identifies nothing by a parameter."""
@@ -187,20 +189,8 @@ def resource_name(service: str, params: Mapping[str, Any]) -> str:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, str):
-            return plain_name(value)
+            return identity(service, value)
     return ""
-
-
-def plain_name(text: str) -> str:
-    """The name in an ARN or URL: its last part. Any other text is a name itself."""
-    if text.startswith("arn:"):
-        text = text.split(":", 5)[-1]
-        if text.startswith("secret:"):
-            text = _SECRET_SUFFIX.sub("", text)
-        return text.rpartition(":")[2].rpartition("/")[2]
-    if text.startswith(("http://", "https://")):
-        return text.rpartition("/")[2]
-    return text
 
 
 def same_resource(one: str, other: str) -> bool:

@@ -7,9 +7,10 @@ import pytest
 from realhf.env.check_parser import parse_check
 from realhf.env.executor import CommandResult, SentRequest
 from realhf.env.grader import Grader, Step, parse_criteria, unspent_request
+from realhf.env.resource_identity import plain_name, same_meaning
 from realhf.env.state_client import StateCallError
 from realhf.env.task import TaskError
-from realhf.env.tracker import Tracker, is_read, plain_name, resource_name, same_resource
+from realhf.env.tracker import Tracker, is_read, resource_name, same_resource
 from realhf.env.verifier import equal
 
 
@@ -177,10 +178,32 @@ def test_lists_are_searched_for_the_exact_name() -> None:
         ("glue", {"DatabaseName": "d", "TableInput": {"Name": "t"}}, "d"),
         ("events", {"Rule": "r", "Targets": []}, "r"),
         ("sts", {}, ""),
+        ("secretsmanager", {"SecretId": "arn:aws:secretsmanager:us-east-1:000000000000:secret:a/db-a1B2c3"}, "a/db"),
+        ("lambda", {"FunctionName": "arn:aws:lambda:us-east-1:000000000000:function:f:live"}, "f"),
+        ("lambda", {"FunctionName": "000000000000:function:f"}, "f"),
+        ("logs", {"logGroupName": "arn:aws:logs:us-east-1:000000000000:log-group:/x/api:*"}, "/x/api"),
+        ("ssm", {"Name": "arn:aws:ssm:us-east-1:000000000000:parameter/x/y"}, "/x/y"),
+        ("ssm", {"Name": "arn:aws:ssm:us-east-1:000000000000:parameter/x"}, "x"),
+        ("dynamodb", {"TableName": "arn:aws:dynamodb:us-east-1:000000000000:table/t/index/i"}, "t"),
+        ("kinesis", {"StreamARN": "arn:aws:kinesis:us-east-1:000000000000:stream/s"}, "s"),
+        ("ecr", {"repositoryName": "team/app"}, "team/app"),
+        ("kms", {"KeyId": "arn:aws:kms:us-east-1:000000000000:alias/k"}, "alias/k"),
+        ("route53", {"Name": "X.example.com."}, "x.example.com"),
+        ("route53", {"HostedZoneId": "/hostedzone/Z1"}, "Z1"),
+        ("lambda", {"FunctionName": "arn:aws:lambda:eu-west-1:000000000000:function:f"},
+         "arn:aws:lambda:eu-west-1:000000000000:function:f"),
+        ("sqs", {"QueueUrl": "arn:aws:sqs:us-east-1:111122223333:q"}, "arn:aws:sqs:us-east-1:111122223333:q"),
     ],
 )
 def test_resource_of_a_request(service: str, params: dict, name: str) -> None:
     assert resource_name(service, params) == name
+
+
+def test_lists_have_no_order_and_one_thing_is_a_list_of_one() -> None:
+    assert same_meaning("ecs", ["b", "arn:aws:ecs:us-east-1:000000000000:cluster/a"], ["a", "b"])
+    assert same_meaning("ssm", ["a"], "a") and not same_meaning("ssm", ["a", "b"], "a")
+    assert same_meaning("kms", "k-1", {"one_of": ["alias/k", "k-1"]}) and not same_meaning("kms", "k", {"one_of": []})
+    assert not same_meaning("s3", None, "a") and not same_meaning("s3", 1, "1") and not same_meaning("s3", [], "a")
 
 
 def test_names_are_taken_out_of_arns_and_urls_only() -> None:
@@ -214,11 +237,25 @@ def test_retries_count_for_what_the_setup_made_and_at_most_three() -> None:
     for name in "aabcdefz":
         play.send("s3:CreateBucket", {"Bucket": name}, 409, "BucketAlreadyOwnedByYou")
         play.send("s3:ListBuckets", {})
+        play.tracker.progressed()
     assert play.tracker.idempotent_retries == 3
     other = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState())
     other.send("s3:CreateBucket", {"Bucket": "a"}, 409, "BucketAlreadyOwnedByYou")
     other.send("s3:ListBuckets", {})
+    other.tracker.progressed()
     assert other.tracker.idempotent_retries == 0
+
+
+def test_a_harmless_command_after_a_collision_is_no_retry() -> None:
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(), frozenset({("s3", "b")}))
+    play.send("s3:CreateBucket", {"Bucket": "b"}, 409, "BucketAlreadyOwnedByYou")
+    play.send("s3:ListBuckets", {})
+    assert play.tracker.idempotent_retries == 0
+    play.tracker.progressed()
+    assert play.tracker.idempotent_retries == 1, "but one that brings the task on is"
+    play.send("s3:PutObject", {"Bucket": "b"})
+    play.tracker.progressed()
+    assert play.tracker.idempotent_retries == 1
 
 
 def test_equality_minds_types() -> None:
@@ -330,7 +367,7 @@ def test_a_generated_id_or_a_secret_arn_names_what_was_made() -> None:
     send("apigateway:DeleteRestApi", {"restApiId": "abc"})
     assert tracker.rollbacks == 1
     send("secretsmanager:CreateSecret", {"Name": "db"})
-    send("secretsmanager:DeleteSecret", {"SecretId": "arn:aws:secretsmanager:us-east-1:0:secret:db-a1B2c3"})
+    send("secretsmanager:DeleteSecret", {"SecretId": "arn:aws:secretsmanager:us-east-1:000000000000:secret:db-a1B2c3"})
     assert tracker.rollbacks == 2
     send("iam:AttachRolePolicy", {"RoleName": "r", "PolicyArn": "p1"})
     send("iam:DetachRolePolicy", {"RoleName": "r", "PolicyArn": "p2"})
