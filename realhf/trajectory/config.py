@@ -54,7 +54,9 @@ class TrajectoryConfig:
     strict: bool = _setting(False, "the original's behaviour, where the specification lists it; rows below may differ",
                             bool)  # fmt: skip
 
-    reregister_resets: bool | None = _row("a second registration starts a new epoch (else the first one wins)")
+    reregister: str | None = _row("a second registration of the same group, project and batch size: continue (the run "
+                                  "and its queue go on), reset (a new epoch) or ignore (the first one wins, as for any "
+                                  "other registration)", str)  # fmt: skip
     divisor_packing: bool | None = _row("sizes that divide the batch never jam (else the original's packing rule)")
     weighted_fill: bool | None = _row("batches are filled by the environments' weights (else in order of arrival)")
     recheck_minimums: bool | None = _row("no batch below a minimum allocation")

@@ -52,7 +52,7 @@ class TrajectoryDataset:
         self._register(run, step, join=known)
         if known:
             logger.info("the server knows this run; it goes on")
-            self._settle(consumed)
+        self._settle(consumed)
 
     @property
     def held(self) -> list[str]:
@@ -106,7 +106,8 @@ class TrajectoryDataset:
     def _register(self, run: StreamRun, step: int, *, join: bool) -> None:
         self._client.register(
             batch_size=run.batch_size, max_token_len=run.max_tokens, num_steps=run.num_steps, starting_step=step,
-            wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness, join=join)  # fmt: skip
+            wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness, join=join,
+            reset=run.fresh)  # fmt: skip
         if not self._is_ours(run):
             raise NotRegistered(self._client.url, f"it keeps the run {self._client.run_names()} and batches of "
                                 f"{self._client.info()['batch_size']} sequences; is it strict?")  # fmt: skip

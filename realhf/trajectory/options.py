@@ -14,8 +14,8 @@ DEFAULT_QUARANTINE_BYTES = 256 << 20
 
 
 _CHOICES = {
-    "delivery": ("at_least_once", "at_most_once"), "stale_policy": ("quarantine", "last"),
-    "min_rounding": ("floor", "ceil"),
+    "reregister": ("continue", "reset", "ignore"), "delivery": ("at_least_once", "at_most_once"),
+    "stale_policy": ("quarantine", "last"), "min_rounding": ("floor", "ceil"),
 }  # fmt: skip
 
 
@@ -24,7 +24,7 @@ class StateOptions:
     """Rules of one state. Sizes in bytes (0: no limit), times in seconds. The first twelve are the rows of the strict
     switch, each with the default of this server."""
 
-    reregister_resets: bool = True
+    reregister: str = "continue"
     divisor_packing: bool = True
     weighted_fill: bool = True
     recheck_minimums: bool = True
@@ -62,7 +62,7 @@ class StateOptions:
 def strict(options: StateOptions, **chosen: Any) -> StateOptions:
     """The original's behaviour in every row of the strict switch, but for the rows named in ``chosen``."""
     rows: dict[str, Any] = {
-        "reregister_resets": False, "divisor_packing": False, "weighted_fill": False, "recheck_minimums": False,
+        "reregister": "ignore", "divisor_packing": False, "weighted_fill": False, "recheck_minimums": False,
         "heartbeat_timeout_s": math.inf, "lease_anonymous": False, "count_others_of_size_one": False,
         "status_before_registration": False, "fence_epochs": False, "bound_staleness": False, "bound_integers": False,
         "forget_on_reset": False,

@@ -5,6 +5,7 @@ Source: trajectory specification 2.3 to 2.5, 3.2, 3.7, 3.9.
 
 from __future__ import annotations
 
+import logging
 import math
 import uuid
 from collections.abc import Mapping
@@ -21,33 +22,57 @@ MIN_WEIGHT = 0.01
 """Least share of an environment, so that none starves."""
 _LARGE = 1e12
 """Weights and allocations count up to here; products of larger ones would overflow."""
+_OF_THE_TRAINER = ("max_token_len", "checkpoint_dir", "save_checkpoint_interval", "num_steps")
+"""What a trainer that is started again may ask otherwise."""
+logger = logging.getLogger(__name__)
 Answer = tuple[dict[str, Any], dict[str, str]]
 """Body and headers of a response."""
 
 
 def register(
-    state: TrajectoryState, now: float, request: Mapping[str, Any], join: bool, may_reset: bool = True
+    state: TrajectoryState, now: float, request: Mapping[str, Any], join: bool, may_reset: bool = True,
+    anew: bool = False,
 ) -> Answer:
-    """A trainer. A second registration begins a new epoch, unless it joins (and at most prolongs the run) or the first
-    one wins (strict). Raises Refusal 403 when it would and must not."""
+    """A trainer. One that names the run that is going on, which is a trainer that was started again or another rank
+    of it, continues that run; any other one begins a new epoch. ``join`` continues whatever run there is; ``anew``
+    begins a new one even so. Raises Refusal 403 when a run would end that must not."""
     number = uuid.uuid4().int
-    answer: Answer = {"uuid": number}, {"X-Trainer-Id": str(number)}
+    headers = {"X-Trainer-Id": str(number)}
     if state.run.registered:
         if join and request["num_steps"] > state.run.num_steps:
             state.put_run(msgspec.structs.replace(state.run, num_steps=request["num_steps"]))
-        if join or not state.options.reregister_resets:
-            return answer
+        if join or (state.options.reregister == "ignore" and not anew):
+            return {"uuid": number}, headers
+        if state.options.reregister == "continue" and not anew and _is_same_run(state.run, request):
+            _continue(state, request)
+            return {"uuid": number}, headers | {"X-Run-Continued": "1"}
         if not may_reset:
-            raise Refusal(403, "a trainer is registered; to replace it, send the admin token (or X-Join: 1 to join)")
+            raise Refusal(403, "another run is registered; to replace it, send the admin token (or X-Join: 1 to join)")
         reset(state, now)
-    names = ("wandb_group", "wandb_project", "batch_size", "max_token_len", "checkpoint_dir",
-             "save_checkpoint_interval", "starting_step", "num_steps")  # fmt: skip
+    names = ("wandb_group", "wandb_project", "batch_size", "starting_step", *_OF_THE_TRAINER)
     state.put_run(msgspec.structs.replace(
         state.run, registered=True, started=False, step=request["starting_step"],
         max_staleness=request.get("max_staleness"), **{name: request[name] for name in names},
     ))  # fmt: skip
     quarantine.reconsider_queue(state)
-    return answer
+    return {"uuid": number}, headers
+
+
+def _is_same_run(run: RunRecord, request: Mapping[str, Any]) -> bool:
+    return (run.wandb_group, run.wandb_project, run.batch_size) == (
+        request["wandb_group"], request["wandb_project"], request["batch_size"])  # fmt: skip
+
+
+def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
+    """The run goes on with its queue, its environments, its leases and its steps, which count on from here even where
+    the trainer begins at an earlier one. What the trainer wants of it may have changed."""
+    run = state.run
+    changed = {name: request[name] for name in _OF_THE_TRAINER}
+    step, staleness = max(run.step, request["starting_step"]), request.get("max_staleness")
+    state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
+    state.counters["continued"] += 1
+    logger.info("the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register with X-Reset: 1",
+                run.wandb_group, run.wandb_project, step, state.queue.groups + len(state.stale))  # fmt: skip
 
 
 def reset(state: TrajectoryState, now: float) -> None:
@@ -60,6 +85,13 @@ def reset(state: TrajectoryState, now: float) -> None:
                                       save_checkpoint_interval=old.save_checkpoint_interval)  # fmt: skip
     state.clear(run)
     state.counters["resets"] += 1
+
+
+def outlive_epoch(state: TrajectoryState, now: float, ended: int) -> None:
+    """Begin an epoch after ``ended``, which the medium forgot wholly or in part, unless one has begun already. What
+    is still there stays."""
+    if state.run.epoch <= ended:
+        state.put_run(msgspec.structs.replace(state.run, epoch=ended + 1))
 
 
 def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any]) -> Answer:

@@ -12,6 +12,7 @@ from realhf.trajectory.auth import Role
 from realhf.trajectory.batch_response import BatchResponse
 from realhf.trajectory.delivery import Batch, NoBatch, PullRequest
 from realhf.trajectory.models import Lease, PolicyVersion, Registration
+from realhf.trajectory.refusal import invalid
 from realhf.trajectory.service import Service, answer, idempotency
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.wire.encode import encode_batch
@@ -26,13 +27,17 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/register")
     async def register(registration: Registration, request: Request) -> Response:
-        """Begin a run. A second registration begins a new epoch; ``X-Join: 1`` joins the present one."""
+        """Begin a run, or go on with the one of the same group, project and batch size. Any other one is replaced.
+        ``X-Join: 1`` joins whatever run there is, ``X-Reset: 1`` begins anew in any case."""
         key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
-        join = request.headers.get("x-join") == "1"
+        join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
+        if join and anew:
+            raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
         may_reset = service.config.resets == "open" or (
             service.config.resets == "token" and Role.ADMIN in request.scope["traj.roles"])  # fmt: skip
         (body, headers), _ = await engine.write(
-            replays.once, key, fingerprint, registry.register, registration.model_dump(), join, may_reset)  # fmt: skip
+            replays.once, key, fingerprint, registry.register, registration.model_dump(), join, may_reset,
+            anew)  # fmt: skip
         return answer(body, headers)
 
     @routes.get("/batch")

@@ -305,7 +305,8 @@ def test_an_ended_run_fences_its_producers(clients: tuple[TrajectoryClient, Traj
     started(trainer)
     producer.register_env("aws", group_size=2, max_token_length=64)
     assert trainer.register(**TRAINER, join=True).epoch == producer.env.epoch  # type: ignore[union-attr]
-    started(trainer)
+    assert trainer.register(**TRAINER).epoch == producer.env.epoch, "the same run goes on"  # type: ignore[union-attr]
+    started(trainer, reset=True)
     with pytest.raises(StaleEpoch, match="has ended"):
         producer.push(group(2))
     producer.register_env("aws", group_size=2, max_token_length=64)

@@ -44,8 +44,11 @@ def test_one_token_for_both_and_guarded_resets():
         assert api.post("/register", json=REGISTRATION, headers=bearer("s")).status_code == 200
         assert api.post("/scored_data", json=group(), headers=bearer("s")).status_code == 200
         assert api.get("/reset_data", headers=bearer("s")).status_code == 403
-        again = api.post("/register", json=REGISTRATION, headers=bearer("s"))
+        again = api.post("/register", json=REGISTRATION, headers=bearer("s") | {"X-Reset": "1"})
         assert again.status_code == 403, "it would reset"
+        other = api.post("/register", json=REGISTRATION | {"wandb_group": "other"}, headers=bearer("s"))
+        assert other.status_code == 403, "another run"
+        assert api.post("/register", json=REGISTRATION, headers=bearer("s")).status_code == 200, "the same run"
         assert api.post("/register", json=REGISTRATION, headers=bearer("s") | {"X-Join": "1"}).status_code == 200
         assert api.get("/status", headers=bearer("s")).json()["queue_size"] == 1
         assert api.get("/reset_data", headers=bearer("a")).status_code == 200

@@ -138,7 +138,7 @@ def test_a_client_of_an_older_run_is_fenced(api: httpx.Client):
     env = register_env(api)
     old = {"X-Epoch": api.get("/status").headers["x-epoch"]}
     assert api.post("/scored_data", json=group(4, env_id=env), headers=old).status_code == 200
-    start(api)
+    start(api, wandb_group="another")
     for method, path, body in (("POST", "/scored_data", group(4)), ("POST", "/scored_data_list", [group(4)]),
                                ("POST", "/status-env", {"env_id": 0}), ("GET", "/batch", None)):  # fmt: skip
         assert api.request(method, path, json=body, headers=old).status_code == 409

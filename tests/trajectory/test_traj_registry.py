@@ -140,7 +140,7 @@ def test_a_second_registration_begins_a_new_epoch():
     driver = started(batch_size=4)
     driver.env()
     driver.push(4)
-    driver.register(starting_step=7)
+    driver.register(starting_step=7, wandb_group="another")
     assert driver.state.run.epoch == 1
     assert views.status(driver.state, driver.now) == {"current_step": 7, "queue_size": 0}
     assert not driver.state.envs
@@ -148,7 +148,7 @@ def test_a_second_registration_begins_a_new_epoch():
 
 
 def test_joining_and_strict_registrations_change_nothing():
-    for driver, join in ((started(), True), (started(reregister_resets=False), False)):
+    for driver, join in ((started(), True), (started(reregister="ignore"), False)):
         env = driver.env()
         driver.push(4, env=env)
         uuid = driver.register(join=join, batch_size=999)["uuid"]

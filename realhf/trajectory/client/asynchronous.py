@@ -91,7 +91,8 @@ class AsyncTrajectoryClient:
     async def register(
         self, *, batch_size: int, max_token_len: int, num_steps: int, starting_step: int = 0, wandb_group: str = "",
         wandb_project: str = "", checkpoint_dir: str = "", save_checkpoint_interval: int = 0,
-        max_staleness: int | None = None, join: bool = False, idempotency_key: str | None = None,
+        max_staleness: int | None = None, join: bool = False, reset: bool = False,
+        idempotency_key: str | None = None,
     ) -> TrainerRegistration:
         registration = {
             "wandb_group": wandb_group, "wandb_project": wandb_project, "batch_size": batch_size,
@@ -99,7 +100,7 @@ class AsyncTrajectoryClient:
             "save_checkpoint_interval": save_checkpoint_interval, "starting_step": starting_step,
             "max_staleness": max_staleness, "trainer_id": self.trainer_id,
         }  # fmt: skip
-        return await self._run(self._calls.register(registration, join=join, key=idempotency_key))
+        return await self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
 
     async def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
         return await self._run(self._calls.pull(timeout_s, acknowledges.lease_id if acknowledges else None))

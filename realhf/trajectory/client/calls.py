@@ -175,8 +175,11 @@ class Calls:
 
     # ---- trainer
 
-    def register(self, registration: Mapping[str, Any], *, join: bool, key: str | None) -> Steps[TrainerRegistration]:
-        headers = {"Idempotency-Key": key or uuid.uuid4().hex} | ({"X-Join": "1"} if join else {})
+    def register(
+        self, registration: Mapping[str, Any], *, join: bool, reset: bool, key: str | None
+    ) -> Steps[TrainerRegistration]:
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        headers |= {name: "1" for name, wanted in (("X-Join", join), ("X-Reset", reset)) if wanted}
         response = yield from self._post("/register", registration, **headers)
         number = field_of(json_object(response, self._options.url), "uuid", self._options.url)
         self._epoch = epoch_of(response)

@@ -119,17 +119,19 @@ class TrajectoryClient:
     def register(
         self, *, batch_size: int, max_token_len: int, num_steps: int, starting_step: int = 0, wandb_group: str = "",
         wandb_project: str = "", checkpoint_dir: str = "", save_checkpoint_interval: int = 0,
-        max_staleness: int | None = None, join: bool = False, idempotency_key: str | None = None,
+        max_staleness: int | None = None, join: bool = False, reset: bool = False,
+        idempotency_key: str | None = None,
     ) -> TrainerRegistration:
-        """Begin a run (whatever an earlier one left is gone), or with ``join`` take part in the present one if there
-        is one. ``batch_size`` in sequences; ``max_staleness`` in policy versions."""
+        """Begin a run, or go on with the one of the same group, project and batch size; any other one is replaced.
+        ``join``: take part in whatever run there is; ``reset``: begin anew in any case. ``batch_size`` in sequences;
+        ``max_staleness`` in policy versions."""
         registration = {
             "wandb_group": wandb_group, "wandb_project": wandb_project, "batch_size": batch_size,
             "max_token_len": max_token_len, "checkpoint_dir": checkpoint_dir, "num_steps": num_steps,
             "save_checkpoint_interval": save_checkpoint_interval, "starting_step": starting_step,
             "max_staleness": max_staleness, "trainer_id": self.trainer_id,
         }  # fmt: skip
-        return self._run(self._calls.register(registration, join=join, key=idempotency_key))
+        return self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
 
     def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
         """The next batch; waits for it up to ``timeout_s`` (NoBatchYet). ``acknowledges``: end this lease on the way.
