@@ -22,8 +22,10 @@ from realhf.trajectory.cli import uvicorn_config
 from realhf.trajectory.config import ConfigError, TrajectoryConfig, add_arguments, resolve
 from realhf.transport.rpc_worker import RpcWorker
 
+logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 40.0
+"""The server itself gives up a store that hangs before that."""
 BACKLOG = 2048
 REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Where processes of this machine find a server that listens everywhere."""
@@ -57,7 +59,7 @@ def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None
 
     listener = listen(config.host, config.port)
     server = uvicorn.Server(uvicorn_config(config, create_app(config)))
-    thread = threading.Thread(target=server.run, args=([listener],), name="trajectory-server")
+    thread = threading.Thread(target=server.run, args=([listener],), name="trajectory-server", daemon=True)
     thread.start()
     try:
         _wait_until_started(server, thread)
@@ -73,6 +75,8 @@ def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None
     finally:
         server.should_exit = True
         thread.join(STOP_TIMEOUT_S)
+        if thread.is_alive():
+            logger.error("the trajectory server did not stop in %.0f s; the process ends without it", STOP_TIMEOUT_S)
         listener.close()
 
 

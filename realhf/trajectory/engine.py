@@ -10,21 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from realhf.trajectory import maintenance
+from realhf.trajectory import maintenance, registry
 from realhf.trajectory.options import StateOptions
+from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.state import TrajectoryState
-from realhf.trajectory.store.base import StateLost, Store, StoreFailure
+from realhf.trajectory.store.base import OutcomeUnknown, StateLost, Store, StoreFailure
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSE_AFTER_FAILURE_S = 0.5
 ATTEMPTS = 5
 """How often a round is begun anew when another instance took the write lock away."""
+CLOSE_DEADLINE_S = 15.0
+"""A store that does not answer is not waited for any longer when the server stops."""
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Engine:
         self._closing = False
         self._failure: tuple[float, StoreFailure] | None = None
         self._must_reload = False
+        self._outlived: int | None = None
+        """Epoch that the medium forgot; the next round begins a later one."""
 
     async def open(self) -> None:
         """Restore what the store holds. Raises StoreFailure."""
@@ -60,19 +65,30 @@ class Engine:
         self._tasks.append(asyncio.create_task(self._tidy(), name="trajectory-tidy"))
 
     async def close(self) -> None:
-        """Finish the commands that wait, then close the store."""
+        """Finish the commands that wait, then close the store. A store that hangs is given up after a while."""
         self._closing = True
         self._wake.set()
-        for task in reversed(self._tasks):
+        for task in self._tasks:
             if task.get_name() == "trajectory-tidy":
                 task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        await self.store.close()
+        if self._tasks:
+            _, hanging = await asyncio.wait(self._tasks, timeout=CLOSE_DEADLINE_S)
+            for task in hanging:
+                logger.error("%s did not finish a round in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        for waiting in self._waiting:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(StoreFailure("the server is stopping"))
+        try:
+            await asyncio.wait_for(self.store.close(), CLOSE_DEADLINE_S)
+        except TimeoutError:
+            logger.error("%s did not close in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
 
     async def write(self, command: Callable[..., T], *args: Any) -> T:
         """Result of ``command(state, now, *args)``, once its changes are durable. Raises what the command raises,
-        and StoreFailure when nothing could be kept."""
+        and StoreFailure when nothing could be kept, or OutcomeUnknown when that cannot be told."""
         return await self._submit(command, args, True)
 
     async def read(self, command: Callable[..., T], *args: Any) -> T:
@@ -92,14 +108,13 @@ class Engine:
         return await waiting.answer
 
     async def _run_rounds(self) -> None:
-        while True:
-            await self._wake.wait()
+        while self._waiting or not self._closing:
+            if not self._waiting:
+                await self._wake.wait()
             self._wake.clear()
             batch, self._waiting = self._waiting, []
             if batch:
                 await self._round(batch)
-            elif self._closing:
-                return
 
     async def _round(self, batch: Sequence[_Waiting]) -> None:
         try:
@@ -115,12 +130,19 @@ class Engine:
         except StoreFailure as error:
             self._failure = (self._clock() + PAUSE_AFTER_FAILURE_S, error)
             self._must_reload = True
-            logger.error("nothing of %d requests was kept: %s", len(batch), error)
+            kept = "it is not known what" if isinstance(error, OutcomeUnknown) else "nothing"
+            logger.error("%s of %d requests was kept: %s", kept, len(batch), error)
             results = [error] * len(batch)
         except Exception as error:
             logger.exception("a round of %d requests failed", len(batch))
             self._must_reload = True
             results = [error] * len(batch)
+        except asyncio.CancelledError:
+            self._answer(batch, [StoreFailure("the server is stopping")] * len(batch))
+            raise
+        self._answer(batch, results)
+
+    def _answer(self, batch: Sequence[_Waiting], results: Sequence[Any]) -> None:
         for waiting, result in zip(batch, results, strict=True):
             if waiting.answer.done():
                 continue
@@ -132,26 +154,53 @@ class Engine:
     async def _commit_round(self, batch: Sequence[_Waiting]) -> list[Any]:
         """Results (or the exceptions that commands raised) of one round, durable."""
         if self._must_reload:
-            self.state.load(await self.store.reload())
-            self._must_reload = False
-        changing = any(waiting.changes_state for waiting in batch)
+            await self._reload()
+        changing = self._outlived is not None or any(waiting.changes_state for waiting in batch)
         if self.store.shared:
             others = await (self.store.begin() if changing else self.store.follow())
             for changes in others:
                 self.state.follow(changes)
-        results = self._execute(batch)
+        results = await self._execute_whole(batch)
         changes = self.state.take_changes()
         if changes:
             await self.store.commit(changes)
         elif self.store.shared and changing:
             await self.store.abandon()
+        self._outlived = None
         return results
 
-    def _execute(self, batch: Sequence[_Waiting]) -> list[Any]:
+    async def _reload(self) -> None:
+        """Become what the medium holds; if it forgot something, see to it that clients can notice."""
+        known = max(self.state.run.epoch, self._outlived or 0)
+        self.state.load(await self.store.reload())
+        self._must_reload = False
+        if loss := self.store.take_loss():
+            logger.critical("%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients have to "
+                            "register again", self.store.name, loss, known)  # fmt: skip
+            self.state.counters["store_losses"] += 1
+            self._outlived = known
+
+    async def _execute_whole(self, batch: Sequence[_Waiting]) -> list[Any]:
+        """Results of the commands. One that fails in the middle by a fault of its own leaves no half-made changes
+        behind: the state is loaded anew, and the others are run without it."""
+        failed: dict[int, Exception] = {}
+        while True:
+            results = self._execute(batch, failed)
+            unexpected = {index: result for index, result in enumerate(results)
+                          if isinstance(result, Exception) and not isinstance(result, Refusal)}  # fmt: skip
+            new = {index: error for index, error in unexpected.items() if index not in failed}
+            if not new or not self.store.reloads:
+                return results
+            failed |= new
+            await self._reload()
+
+    def _execute(self, batch: Sequence[_Waiting], failed: Mapping[int, Exception]) -> list[Any]:
         now, results = self._clock(), []
-        for waiting in batch:
+        if self._outlived is not None:
+            registry.outlive_epoch(self.state, now, self._outlived)
+        for index, waiting in enumerate(batch):
             try:
-                results.append(waiting.command(self.state, now, *waiting.args))
+                results.append(failed.get(index) or waiting.command(self.state, now, *waiting.args))
             except Exception as error:
                 results.append(error)
         return results

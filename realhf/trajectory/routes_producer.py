@@ -13,7 +13,6 @@ from realhf.trajectory import push, registry, replays
 from realhf.trajectory.models import EnvIdentifier, RegisterEnv
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.service import Service, answer, idempotency, integer_header
-from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.incoming import Incoming
 from realhf.trajectory.wire.intake import parse_groups
 from realhf.trajectory.wire.lax_groups import ScoredData, problems
@@ -94,7 +93,9 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
         try:
             answered, headers = await service.engine.write(
                 push.push, groups, refs, listed, key, fingerprint, request.headers.get("x-epoch"))  # fmt: skip
-        except StoreFailure:
+        except Refusal:
+            raise
+        except Exception:
             await service.engine.store.unstage(refs)
             raise
         return answer(answered, headers)

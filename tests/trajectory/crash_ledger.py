@@ -307,7 +307,7 @@ def start_servers(store: str, folder: Path, stack: ExitStack) -> list[ServerProc
     """One server over SQLite, two over a Redis of their own, or the original; stopped with the stack."""
     address, number = "original" if store == "original" else f"sqlite:{folder / 'data'}", 1
     if store == "redis":
-        from tests.trajectory.test_traj_store_redis import RedisServer
+        from tests.trajectory.redis_server import RedisServer
 
         assert shutil.which("redis-server"), "redis-server is not installed"
         redis = RedisServer(folder)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-import socket
-import subprocess
-import time
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -24,40 +20,9 @@ from realhf.trajectory.store.base import Changes, StateLost, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
 from realhf.trajectory.wire.incoming import Incoming
 from tests.trajectory.driver import TRAINER
+from tests.trajectory.redis_server import RedisServer
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
-
-
-class RedisServer:
-    """A redis-server of its own, with an append-only file so that it can be killed and come back."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self._command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
-                         "--save", "", "--appendonly", "yes", "--appendfsync", "everysec"]  # fmt: skip
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                with redis.Redis(port=self.port) as client:
-                    client.ping()
-                return
-            except redis.ConnectionError:
-                assert time.monotonic() < deadline, "redis-server does not come up"
-                time.sleep(0.02)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(10)
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
 
 
 @pytest.fixture(scope="module")

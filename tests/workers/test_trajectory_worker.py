@@ -32,6 +32,36 @@ async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path: Pat
     assert await asyncio.to_thread(process.wait, 15) == 0
 
 
+SERVER_THAT_NEVER_STOPS = """
+import asyncio, sys
+from realhf.trajectory.engine import Engine
+from workers import trajectory_worker
+
+async def never(self):
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+Engine.close, trajectory_worker.STOP_TIMEOUT_S = never, 0.3
+sys.exit(trajectory_worker.main(sys.argv[1:]))
+"""
+
+
+async def test_a_server_that_never_stops_does_not_keep_the_process() -> None:
+    master = RpcMaster("run-1")
+    await master.start()
+    process = subprocess.Popen([sys.executable, "-c", SERVER_THAT_NEVER_STOPS, "--port", "0", "--store", "memory",
+                                "--master", master.endpoint, "--run-id", "run-1", "--name", "trajectory/0"])
+    try:
+        await master.wait_for(["trajectory/0"], 60)
+        await master.close()
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+
+
 def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

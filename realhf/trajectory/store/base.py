@@ -14,7 +14,12 @@ from realhf.trajectory.records import TABLES, Payload, PayloadRef, Record
 
 
 class StoreFailure(RuntimeError):
-    """The medium refused (disk full, server away): nothing of the commit was kept. The text names the cause."""
+    """The medium refused (disk full, server away), so nothing of the request may be called kept. The text names the
+    cause. What really was kept is what the next ``reload`` says."""
+
+
+class OutcomeUnknown(StoreFailure):
+    """A commit was sent and its outcome cannot be asked for at present: it may have been kept, or not."""
 
 
 class PayloadLost(StoreFailure):
@@ -55,9 +60,11 @@ def empty_snapshot() -> Snapshot:
 
 class Store(Protocol):
     """One medium. Every method is called from the event loop and does its slow work elsewhere. ``shared``: other
-    processes may write too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``."""
+    processes may write too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``. ``reloads``: the
+    state can be read again, so what was not committed can be undone."""
 
     shared: bool
+    reloads: bool
     name: str
 
     async def open(self) -> Snapshot:
@@ -69,12 +76,13 @@ class Store(Protocol):
         ...
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Staged payloads of a command that was certainly not kept; what a command gave up itself is in
-        ``Changes.freed``."""
+        """Staged payloads of a command whose commit failed. Those that a commit kept after all stay; what a command
+        gave up itself is in ``Changes.freed``."""
         ...
 
     async def commit(self, changes: Changes) -> None:
-        """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept) or StateLost."""
+        """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept), OutcomeUnknown or
+        StateLost; after each of them comes ``reload``. Once the changes are durable it raises nothing."""
         ...
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
@@ -96,6 +104,11 @@ class Store(Protocol):
 
     async def reload(self) -> Snapshot:
         """Everything that was committed, of a store that is open. Raises StoreFailure."""
+        ...
+
+    def take_loss(self) -> str:
+        """What the medium was found to have forgotten of what this server knew to be committed, in words; told once.
+        Empty: nothing, as far as can be known."""
         ...
 
     async def close(self) -> None: ...

@@ -12,6 +12,7 @@ class MemoryStore:
     """Loses everything with the process."""
 
     shared = False
+    reloads = False
     name = "memory"
 
     async def open(self) -> Snapshot:
@@ -40,5 +41,8 @@ class MemoryStore:
 
     async def reload(self) -> Snapshot:
         raise StoreFailure("memory cannot be read again")
+
+    def take_loss(self) -> str:
+        return ""
 
     async def close(self) -> None: ...

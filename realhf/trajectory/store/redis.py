@@ -2,16 +2,20 @@
 
 A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits rows and its own
 log entry in one script that checks the token. Whoever lost the lock writes nothing. How much survives the loss of
-Redis itself is its own configuration (append-only file). Source: trajectory specification 3.11.
+Redis itself is its own configuration (append-only file); a server that was there before notices what is missing.
+Nothing that must be unique is counted in Redis, which may have forgotten the count. Source: trajectory specification
+3.11.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
@@ -25,23 +29,36 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef, Place, RunRecord
-from realhf.trajectory.store.base import Changes, Key, PayloadLost, Snapshot, StateLost, StoreFailure
+from realhf.trajectory.store.base import (
+    Changes,
+    Key,
+    OutcomeUnknown,
+    PayloadLost,
+    Snapshot,
+    StateLost,
+    StoreFailure,
+)
 
 LOCK_MS = 3000
 LOCK_DEADLINE_S = 10.0
 LOG_LENGTH = 10_000
 STAGED_EXPIRE_S = 600
 """A payload whose commit never came goes by itself."""
-_REF_RANGE = 1000
+_REF_BITS = 24
+"""Payload numbers of one server: a random number of 38 bits, then a count of so many."""
+_STAGE_ATTEMPTS = 3
 
-# Take the lock, and read what was logged since.
-_BEGIN = """
-if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
-  local log = redis.call('XRANGE', KEYS[3], ARGV[3], '+')
-  return {redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', log}
-end
-return false
+# What was logged after the commit of number ARGV[1], and by whom that one was made.
+_FOLLOW = """
+local known = redis.call('XRANGE', KEYS[3], ARGV[1] .. '-0', ARGV[1] .. '-0')
+local by = known[1] and known[1][2][2] or ''
+local log = redis.call('XRANGE', KEYS[3], string.format('%d-0', ARGV[1] + 1), '+')
+return {redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', by, log}
 """
+# The same under the lock, which is taken: ARGV[2] is the token, ARGV[3] the milliseconds.
+_BEGIN = f"""
+if not redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return false end
+{_FOLLOW}"""
 # Under the lock: payloads that stay, rows, payloads that go, the log entry; then let the lock go. ARGV: token, log
 # entry, prefix, log length, cleared, then counted lists of kept refs, (table, key, row), (table, key), freed refs.
 # 0: the lock was lost. -1: a payload is not there any more. Nothing is written then.
@@ -91,6 +108,7 @@ class RedisStore:
     """One of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
 
     shared = True
+    reloads = True
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -104,11 +122,13 @@ class RedisStore:
         self._redis: Redis = Redis.from_url(self._url, socket_timeout=5, socket_connect_timeout=2,
                                             retry=Retry(NoBackoff(), 0))  # fmt: skip
         self._keys = [f"{self._prefix}:{name}" for name in ("lock", "version", "log", "last")]
-        self._scripts = {script: self._redis.register_script(script) for script in (_BEGIN, _COMMIT, _SETTLE)}
+        self._scripts = {script: self._redis.register_script(script) for script in (_FOLLOW, _BEGIN, _COMMIT, _SETTLE)}
         self._version = 0
         self._token = b""
         self._last = b""
-        self._refs = range(0)
+        self._refs = _new_refs()
+        self._born = b""
+        self._loss = ""
         self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
 
     async def open(self) -> Snapshot:
@@ -117,26 +137,55 @@ class RedisStore:
     async def reload(self) -> Snapshot:
         try:
             async with self._redis.pipeline(transaction=True) as together:
+                together.set(f"{self._prefix}:born", uuid.uuid4().hex, nx=True)
+                together.get(f"{self._prefix}:born")
                 together.mget(self._keys[1], self._keys[3])
+                together.execute_command("XRANGE", self._keys[2], f"{self._version}-0", "+", "COUNT", 1)
                 for table in TABLES:
                     together.hvals(self._table(table))
-                (version, last), *tables = await together.execute()
+                _, born, (version, last), known, *tables = await together.execute()
         except (RedisError, OSError) as error:
             raise self._failure(error) from error
-        self._version, self._last = int(version or 0), last or b""
+        version, last = int(version or 0), last or b""
+        self._loss = self._loss or self._missing(born, version, last, known)
+        self._born, self._version, self._last = born, version, last
         return {table: [self._decoders[table].decode(row) for row in rows]
                 for table, rows in zip(TABLES, tables, strict=True)}  # fmt: skip
 
+    def take_loss(self) -> str:
+        loss, self._loss = self._loss, ""
+        return loss
+
+    def _missing(self, born: bytes, version: int, last: bytes, known: Sequence[Any]) -> str:
+        """What Redis has forgotten of the commits that this server knows of; ``known``: the log from the last of them
+        on, if it is still there."""
+        if not self._born:
+            return ""
+        if born != self._born:
+            return "Redis came back without its data"
+        if version < self._version:
+            return f"Redis went back from commit {self._version} to {version}"
+        if version == self._version:
+            same = last == self._last
+        else:
+            name, fields = known[0] if known else (b"", [])
+            same = _number(name) != self._version or _fields(fields)[b"t"] == self._last
+        return "" if same else f"Redis went back behind commit {self._version}, and others took its number"
+
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        try:
-            refs = await self._take_refs(len(payloads))
-            async with self._redis.pipeline(transaction=False) as together:
-                for ref, payload in zip(refs, payloads, strict=True):
-                    together.set(self._payload(ref), payload, ex=STAGED_EXPIRE_S)
-                await together.execute()
-        except (RedisError, OSError) as error:
-            raise self._failure(error) from error
-        return [*refs]
+        """A number that is taken, by whomever, is never written over."""
+        for _ in range(_STAGE_ATTEMPTS):
+            refs = [next(self._refs) for _ in payloads]
+            try:
+                async with self._redis.pipeline(transaction=False) as together:
+                    for ref, payload in zip(refs, payloads, strict=True):
+                        together.set(self._payload(ref), payload, ex=STAGED_EXPIRE_S, nx=True)
+                    if all(await together.execute()):
+                        return [*refs]
+            except (RedisError, OSError) as error:
+                raise self._failure(error) from error
+            self._refs = _new_refs()
+        raise StoreFailure(f"{self.name}: no free payload numbers in {_STAGE_ATTEMPTS} attempts")
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
         """Staged payloads expire by themselves."""
@@ -157,10 +206,10 @@ class RedisStore:
         deadline = time.monotonic() + LOCK_DEADLINE_S
         self._token = uuid.uuid4().hex.encode()
         while True:
-            answer = await self._run(_BEGIN, self._token, LOCK_MS, f"{self._version + 1}-0")
+            answer = await self._run(_BEGIN, self._version, self._token, LOCK_MS)
             if answer:
                 try:
-                    return self._seen(int(answer[0]), answer[1], answer[2])
+                    return self._seen(*answer)
                 except StateLost:
                     await self.abandon()
                     raise
@@ -169,14 +218,7 @@ class RedisStore:
             await asyncio.sleep(random.uniform(0.0005, 0.003))
 
     async def follow(self) -> list[Changes]:
-        try:
-            async with self._redis.pipeline(transaction=True) as together:
-                together.mget(self._keys[1], self._keys[3])
-                together.execute_command("XRANGE", self._keys[2], f"{self._version + 1}-0", "+")
-                (version, last), entries = await together.execute()
-        except (RedisError, OSError) as error:
-            raise self._failure(error) from error
-        return self._seen(int(version or 0), last or b"", entries)
+        return self._seen(*await self._run(_FOLLOW, self._version))
 
     async def abandon(self) -> None:
         await self._run(_SETTLE, self._token, "+")
@@ -206,8 +248,11 @@ class RedisStore:
 
     async def _settle(self) -> int:
         """The connection broke while committing: whether the commit was made. Afterwards it cannot be made any
-        more, because the lock is gone. Raises StoreFailure while Redis is away."""
-        entries = await self._run(_SETTLE, self._token, f"{self._version + 1}-0", repeat=True)
+        more, because the lock is gone. Raises OutcomeUnknown while Redis is away."""
+        try:
+            entries = await self._run(_SETTLE, self._token, f"{self._version + 1}-0", repeat=True)
+        except StoreFailure as error:
+            raise OutcomeUnknown(f"{error}; whether the commit was made is not known") from error
         for name, fields in entries:
             if _fields(fields)[b"t"] == self._token:
                 return int(name.partition(b"-")[0])
@@ -230,12 +275,14 @@ class RedisStore:
                 raise self._failure(error) from error
         raise AssertionError("unreachable")
 
-    def _seen(self, version: int, last: bytes, entries: Sequence[Any]) -> list[Changes]:
+    def _seen(self, version: bytes, last: bytes, by: bytes, entries: Sequence[Any]) -> list[Changes]:
         """Changes of log entries that follow what is known. Raises StateLost where some are missing, or where Redis
-        lost commits and others took their numbers."""
+        lost commits and others took their numbers; ``by``: the token of the last commit that is known."""
+        if self._version and by != self._last:
+            raise StateLost(f"{self.name}: commit {self._version} is no longer in the log, or is another one")
         found = []
         for name, fields in entries:
-            number = int(bytes(name).partition(b"-")[0])
+            number = _number(name)
             if number != self._version + 1:
                 raise StateLost(f"{self.name}: commits after {self._version} are no longer in the log")
             read = _fields(fields)
@@ -244,18 +291,10 @@ class RedisStore:
                     for table, key, row in entry.rows}  # fmt: skip
             found.append(Changes(rows=rows, cleared=entry.cleared))
             self._version, self._last = number, read[b"t"]
-        if (self._version, self._last) != (version, last):
-            raise StateLost(f"{self.name} is at version {version}, this server at {self._version} or at another one of "
-                            "that number")  # fmt: skip
+        if (self._version, self._last) != (int(version), last):
+            raise StateLost(f"{self.name} is at version {int(version)}, this server at {self._version} or at another "
+                            "one of that number")  # fmt: skip
         return found
-
-    async def _take_refs(self, count: int) -> range:
-        if len(self._refs) < count:
-            size = max(count, _REF_RANGE)
-            end = await self._redis.incrby(f"{self._prefix}:refs", size)
-            self._refs = range(end - size, end)
-        taken, self._refs = self._refs[:count], self._refs[count:]
-        return taken
 
     def _table(self, table: str) -> str:
         return f"{self._prefix}:t:{table}"
@@ -276,6 +315,16 @@ def _referred(changes: Changes) -> set[PayloadRef]:
         elif isinstance(record, RunRecord) and record.latest is not None:
             found.add(record.latest.payload.ref)
     return found
+
+
+def _new_refs() -> Iterator[int]:
+    """Payload numbers that no other server, and no earlier life of this one, hands out."""
+    return itertools.count(secrets.randbits(62 - _REF_BITS) << _REF_BITS)
+
+
+def _number(name: bytes) -> int:
+    """Commit of a log entry; -1 for none."""
+    return int(bytes(name).partition(b"-")[0] or -1)
 
 
 class _ReplyLost(Exception):

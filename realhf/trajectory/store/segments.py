@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from realhf.trajectory.records import Payload
@@ -16,18 +17,26 @@ from realhf.trajectory.records import Payload
 logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 _OFFSET_BITS = 40
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _MAX_BUFFERS = 512
 _SPARE_FILES = 4
 """Emptied files that are written again instead of new ones: their pages are there already."""
 
 
 class Segments:
-    """Appends on one thread, reads on any. ``stage`` gives offsets at once; bytes wait in memory until ``write``."""
+    """Appends on one thread, reads on any. ``stage`` gives offsets at once; bytes wait in memory until ``write``.
+
+    A reference is *staged* until a commit keeps it, frees it, or its owner gives it up (``unstage``); *live* as long
+    as a committed record holds it. A file goes when it has neither. Live references are counted from the records
+    themselves after every failure (``recount``), so that no false report of one can delete a file in use."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
         self._limit = segment_bytes
-        self._live: dict[int, int] = {}
+        self._live: Counter[int] = Counter()
+        self._staged: set[int] = set()
+        self._n_staged: Counter[int] = Counter()
+        self._known: set[int] = set()
         self._handles: dict[int, int] = {}
         self._waiting: dict[int, bytes] = {}
         self._files = threading.Lock()
@@ -38,14 +47,21 @@ class Segments:
 
     def restore(self, payloads: Iterable[Payload]) -> None:
         """Count what is referred to, and delete files nobody refers to; writing goes on in a new segment."""
-        for payload in payloads:
-            segment = self._locate(payload)[0]
-            self._live[segment] = self._live.get(segment, 0) + 1
+        self.recount(payloads)
         found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
-        unused = [path for segment, path in found.items() if segment not in self._live]
+        unused = [path for segment, path in found.items() if not self._live[segment]]
         for path in (*unused, *self._folder.glob("*.spare")):
             path.unlink(missing_ok=True)
+        self._known = {segment for segment in found if self._live[segment]}
         self._active, self._end = max([self._active, *found], default=0) + 1, 0
+        self._known.add(self._active)
+
+    def recount(self, payloads: Iterable[Payload]) -> None:
+        """Take the live references from what was committed. Whatever of it was staged was kept after all."""
+        self._live = Counter()
+        for payload in payloads:
+            self._live[self._locate(payload)[0]] += 1
+            self._settle(self._ref(payload))
 
     def holds(self, payload: Payload) -> bool:
         """Whether the payload lies within its file; a torn tail does not."""
@@ -61,10 +77,12 @@ class Segments:
         for payload in payloads:
             if self._end and self._end + len(payload) > self._limit:
                 self._active, self._end = self._active + 1, 0
+                self._known.add(self._active)
             ref = self._active << _OFFSET_BITS | self._end
             self._waiting[ref] = payload
             self._end += len(payload)
-            self._live[self._active] = self._live.get(self._active, 0) + 1
+            self._staged.add(ref)
+            self._n_staged[self._active] += 1
             refs.append(ref)
         return refs
 
@@ -73,16 +91,15 @@ class Segments:
         return dict(self._waiting)
 
     def write(self, staged: dict[int, bytes], durable: bool) -> None:
-        """Append staged payloads. Raises OSError; the next try writes to the same places."""
-        by_segment: dict[int, list[tuple[int, bytes]]] = {}
-        for ref, payload in staged.items():
-            by_segment.setdefault(ref >> _OFFSET_BITS, []).append((ref & ((1 << _OFFSET_BITS) - 1), payload))
-        for segment, items in by_segment.items():
+        """Write staged payloads, each to its own place. Raises OSError; the next try writes to the same places."""
+        written = set()
+        for ref, payloads in _runs(staged):
+            segment, offset = ref >> _OFFSET_BITS, ref & _OFFSET_MASK
             handle = self._handle(segment)
-            for start in range(0, len(items), _MAX_BUFFERS):
-                part = items[start : start + _MAX_BUFFERS]
-                _write_all(handle, part[0][0], [payload for _, payload in part])
-            if durable:
+            _write_all(handle, offset, payloads)
+            written.add(handle)
+        if durable:
+            for handle in written:
                 os.fdatasync(handle)
         if durable and self._new_names:
             self._new_names = False
@@ -100,11 +117,25 @@ class Segments:
     def waiting_bytes(self, ref: int) -> bytes | None:
         return self._waiting.get(ref)
 
+    def kept(self, payloads: Iterable[Payload]) -> None:
+        """A commit holds these; those of them that were staged are live from now on."""
+        for payload in payloads:
+            if self._settle(self._ref(payload)):
+                self._live[self._locate(payload)[0]] += 1
+
     def unstage(self, refs: Iterable[int]) -> None:
-        """Staged payloads that nobody will refer to."""
+        """Staged payloads that nobody will refer to. Those that are not staged any more are somebody's: they stay."""
         for ref in refs:
-            self._waiting.pop(ref, None)
-            self._live[ref >> _OFFSET_BITS] -= 1
+            if self._settle(ref):
+                self._waiting.pop(ref, None)
+
+    def _settle(self, ref: int) -> bool:
+        """Whether this was staged; it is no longer."""
+        if ref not in self._staged:
+            return False
+        self._staged.remove(ref)
+        self._n_staged[ref >> _OFFSET_BITS] -= 1
+        return True
 
     def read(self, payload: Payload) -> bytes:
         """Bytes of one payload from its file. Raises OSError."""
@@ -115,11 +146,15 @@ class Segments:
     def free(self, refs: Iterable[int]) -> list[int]:
         """Nobody refers to these any more. Returns the files that nobody refers to at all, for ``remove``."""
         for ref in refs:
-            segment = ref >> _OFFSET_BITS
-            self._live[segment] = self._live.get(segment, 0) - 1
-        empty = [segment for segment, live in self._live.items() if live <= 0 and segment != self._active]
+            if self._settle(ref):
+                self._waiting.pop(ref, None)
+            else:
+                self._live[ref >> _OFFSET_BITS] -= 1
+        empty = [segment for segment in self._known
+                 if segment != self._active and self._live[segment] <= 0 and self._n_staged[segment] <= 0]  # fmt: skip
         for segment in empty:
-            del self._live[segment]
+            self._known.remove(segment)
+            del self._live[segment], self._n_staged[segment]
         return empty
 
     def remove(self, segments: Sequence[int]) -> None:
@@ -162,8 +197,28 @@ class Segments:
         return handle
 
     def _locate(self, payload: Payload) -> tuple[int, int]:
+        ref = self._ref(payload)
+        return ref >> _OFFSET_BITS, ref & _OFFSET_MASK
+
+    @staticmethod
+    def _ref(payload: Payload) -> int:
         assert isinstance(payload.ref, int)
-        return payload.ref >> _OFFSET_BITS, payload.ref & ((1 << _OFFSET_BITS) - 1)
+        return payload.ref
+
+
+def _runs(staged: Mapping[int, bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """Payloads that lie side by side in one file, with the reference of the first: a payload that was given up leaves
+    a gap, over which nothing may be written in one go."""
+    first, after, run = 0, -1, []
+    for ref, payload in staged.items():
+        if ref != after or len(run) >= _MAX_BUFFERS:
+            if run:
+                yield first, run
+            first, run = ref, []
+        run.append(payload)
+        after = ref + len(payload)
+    if run:
+        yield first, run
 
 
 def _write_all(handle: int, offset: int, buffers: list[bytes]) -> None:

@@ -42,6 +42,7 @@ class SqliteStore:
     """One folder, locked to one process. ``durable``: every commit reaches the disk before it returns."""
 
     shared = False
+    reloads = True
 
     def __init__(self, folder: Path, *, durable: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.name = f"sqlite:{folder}"
@@ -65,9 +66,11 @@ class SqliteStore:
 
     async def reload(self) -> Snapshot:
         try:
-            return await self._on_writer(self._load)
+            snapshot = await self._on_writer(self._load)
         except (OSError, sqlite3.Error) as error:
             raise StoreFailure(f"{self.name}: {error}") from error
+        self._segments.recount(_payloads(snapshot))
+        return snapshot
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
         return list(self._segments.stage(payloads))
@@ -76,7 +79,8 @@ class SqliteStore:
         self._segments.unstage(ref for ref in refs if isinstance(ref, int))
 
     async def commit(self, changes: Changes) -> None:
-        """Payloads first, then the rows. Raises StoreFailure; nothing of the commit is kept then."""
+        """Payloads first, then the rows. Raises StoreFailure; nothing of the commit is kept then. What follows the
+        rows is housekeeping, whose failure is no failure of the commit."""
         staged = self._segments.waiting()
         small = not self._durable and len(changes.rows) <= _INLINE_ROWS and not changes.cleared
         try:
@@ -88,17 +92,25 @@ class SqliteStore:
                 self._write(changes)
             else:
                 await self._on_writer(self._write, changes)
-            await self._merge_log()
         except (OSError, sqlite3.Error) as error:
             raise StoreFailure(f"{self.name}: {error}") from error
         self._segments.written(staged)
+        self._segments.kept(_new_payloads(changes))
         empty = self._segments.free(ref for ref in changes.freed if isinstance(ref, int))
         if empty:
-            self._writer.submit(self._segments.remove, empty)
+            self._writer.submit(self._remove, empty)
+        try:
+            await self._merge_log()
+        except (OSError, sqlite3.Error) as error:
+            logger.error("%s: the log of changes could not be merged, and grows until it can: %s", self.name, error)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         """Bytes of payloads, checked. Raises PayloadLost."""
         return await asyncio.to_thread(self._read, payloads)
+
+    def take_loss(self) -> str:
+        """The folder is locked to this process, so nobody can take anything away from it."""
+        return ""
 
     async def begin(self) -> list[Changes]:
         raise AssertionError("one server has this store for itself")
@@ -200,6 +212,17 @@ class SqliteStore:
             await self._on_writer(self._run_checkpoint, "TRUNCATE")
         else:
             self._checkpoint = asyncio.ensure_future(self._on_writer(self._run_checkpoint, "PASSIVE"))
+            self._checkpoint.add_done_callback(self._checkpoint_ended)
+
+    def _checkpoint_ended(self, done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()):
+            logger.error("%s: the log of changes could not be merged, and grows until it can: %s", self.name, error)
+
+    def _remove(self, segments: Sequence[int]) -> None:
+        try:
+            self._segments.remove(segments)
+        except OSError as error:
+            logger.error("%s: files of acknowledged groups could not be deleted: %s", self.name, error)
 
     def _run_checkpoint(self, mode: str) -> None:
         with closing(sqlite3.connect(self._folder / "state.sqlite", isolation_level=None)) as database:
@@ -263,6 +286,15 @@ def _payloads(snapshot: Snapshot) -> Iterable[Payload]:
     for run in snapshot["run"]:
         if isinstance(run, RunRecord) and run.latest is not None and run.latest.id not in ids:
             yield run.latest.payload
+
+
+def _new_payloads(changes: Changes) -> Iterable[Payload]:
+    """Payloads that the written rows refer to."""
+    for record in changes.rows.values():
+        if isinstance(record, GroupRecord):
+            yield record.payload
+        elif isinstance(record, RunRecord) and record.latest is not None:
+            yield record.latest.payload
 
 
 def _position(payload: Payload) -> int:

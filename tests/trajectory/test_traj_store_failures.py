@@ -1,0 +1,212 @@
+"""A store that fails loses nothing it acknowledged, and the server still stops: specification 3.8, 3.11."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isal import isal_zlib
+
+from realhf.trajectory import engine as engine_module
+from realhf.trajectory import push, registry
+from realhf.trajectory.engine import Engine
+from realhf.trajectory.options import StateOptions
+from realhf.trajectory.records import Encoding, GroupRecord, Payload, PayloadRef, Place
+from realhf.trajectory.state import TrajectoryState
+from realhf.trajectory.store.base import Changes, StoreFailure
+from realhf.trajectory.store.memory import MemoryStore
+from realhf.trajectory.store.sqlite import SqliteStore
+from realhf.trajectory.wire.incoming import Incoming
+from tests.trajectory.driver import TRAINER
+
+
+def record(number: int, ref: PayloadRef, data: bytes) -> GroupRecord:
+    payload = Payload(ref, len(data), Encoding.JSON, 7, isal_zlib.crc32(data))
+    return GroupRecord(number, number, Place.QUEUE, None, 4, payload, 0, 1.5)
+
+
+def data_of(number: int) -> bytes:
+    return bytes([number % 251]) * (50 + number % 97)
+
+
+class FailingStore(SqliteStore):
+    """A SQLite store in which the test sets off failures. ``before``: of the payloads' write; ``after``: of the rows'
+    transaction, which was made; ``housekeeping``: of what follows a commit."""
+
+    before = after = housekeeping = False
+
+    async def commit(self, changes: Changes) -> None:
+        if self.before and self._segments.waiting():
+            raise StoreFailure("no space left on device (set off by a test)")
+        await super().commit(changes)
+
+    def _write(self, changes: Changes) -> None:
+        super()._write(changes)
+        if self.after:
+            raise sqlite3.OperationalError("disk I/O error (set off by a test)")
+
+    async def _merge_log(self) -> None:
+        if self.housekeeping:
+            raise OSError("no space left on device (set off by a test)")
+        await super()._merge_log()
+
+
+async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(tmp_path: Path):
+    store = SqliteStore(tmp_path)
+    await store.open()
+    first, rejected, *later = [await store.stage([data_of(number)]) for number in range(4)]
+    await store.unstage(rejected)
+    kept = {0: first[0], 2: later[0][0], 3: later[1][0]}
+    groups = [record(number, ref, data_of(number)) for number, ref in kept.items()]
+    await store.commit(Changes(rows={("groups", group.id): group for group in groups}))
+    assert await store.read([group.payload for group in groups]) == [data_of(number) for number in kept]
+    await store.close()
+    again = SqliteStore(tmp_path)
+    assert sorted(group.id for group in (await again.open())["groups"]) == [0, 2, 3]  # type: ignore[union-attr]
+    await again.close()
+
+
+async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_path: Path):
+    """Pushes, some of them in lists, through an engine whose store fails at every third commit or so."""
+    store, rng = FailingStore(tmp_path, segment_bytes=4000), random.Random(7)
+    engine = Engine(store, StateOptions())
+    await engine.open()
+    acknowledged: dict[int, bytes] = {}
+
+    async def produce(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            data = data_of(number)
+            group = Incoming(data, Encoding.JSON, 7, isal_zlib.crc32(data), number + 1, None, None)
+            while number not in acknowledged:
+                refs = await store.stage([data])
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+                try:
+                    await engine.write(push.push, [group], refs, False, f"key {number}", "f")
+                    acknowledged[number] = data
+                except StoreFailure:
+                    await store.unstage(refs)
+                    engine._failure = None
+                await asyncio.sleep(0)
+
+    async def fail() -> None:
+        while len(acknowledged) < 240:
+            store.before, store.after = rng.random() < 0.3, rng.random() < 0.2
+            await asyncio.sleep(0)
+        store.before = store.after = False
+
+    await asyncio.gather(fail(), *(produce(range(start, 240, 6)) for start in range(6)))
+    groups = [*engine.state.groups.values()]
+    assert sorted(group.size - 1 for group in groups) == list(range(240)), "each of them once"
+    found = await store.read([group.payload for group in groups])
+    assert found == [acknowledged[group.size - 1] for group in groups]
+    await engine.close()
+
+
+async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_path: Path):
+    store = FailingStore(tmp_path, segment_bytes=300)
+    await store.open()
+    refs = await store.stage([data_of(1)])
+    store.after = True
+    with pytest.raises(StoreFailure):
+        await store.commit(Changes(rows={("groups", 1): record(1, refs[0], data_of(1))}))
+    store.after = False
+    await store.unstage(refs)
+    [kept] = (await store.reload())["groups"]
+    assert isinstance(kept, GroupRecord)
+    for number in range(2, 40):
+        [ref] = await store.stage([data_of(number)])
+        group = record(number, ref, data_of(number))
+        await store.commit(Changes(rows={("groups", number): group}))
+        await store.commit(Changes(rows={("groups", number): None}, freed=[ref]))
+    await asyncio.get_running_loop().run_in_executor(store._writer, lambda: None)
+    assert await store.read([kept.payload]) == [data_of(1)]
+    assert len(list(tmp_path.glob("*.seg"))) <= 3, "the files of the others went"
+    await store.close()
+
+
+async def test_housekeeping_that_fails_is_no_failure_of_the_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):  # fmt: skip
+    store = FailingStore(tmp_path)
+    await store.open()
+    store.housekeeping = True
+    [ref] = await store.stage([data_of(1)])
+    await store.commit(Changes(rows={("groups", 1): record(1, ref, data_of(1))}))
+    assert "could not be merged" in caplog.text
+    store.housekeeping = False
+    assert len((await store.reload())["groups"]) == 1
+    await store.close()
+
+
+async def test_a_command_that_fails_in_the_middle_leaves_nothing_behind(tmp_path: Path):
+    """The other commands of its round count; what it did before its fault does not."""
+    engine = Engine(SqliteStore(tmp_path), StateOptions())
+    await engine.open()
+
+    def broken(state: TrajectoryState, now: float) -> None:
+        registry.set_policy_version(state, now, 99)
+        raise ZeroDivisionError
+
+    results = await asyncio.gather(engine.write(registry.register, TRAINER, False), engine.write(broken),
+                                   engine.write(registry.disconnect_env, 5), return_exceptions=True)  # fmt: skip
+    assert isinstance(results[1], ZeroDivisionError)
+    assert (engine.state.run.registered, engine.state.run.policy_version) == (True, None)
+    await engine.close()
+    again = Engine(SqliteStore(tmp_path), StateOptions())
+    await again.open()
+    assert (again.state.run.registered, again.state.run.policy_version) == (True, None)
+    await again.close()
+
+
+class SlowStore(MemoryStore):
+    """Memory whose commits wait until the test lets them go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+
+    async def commit(self, changes: Changes) -> None:
+        self.begun.set()
+        await self.go.wait()
+
+
+async def slow_engine() -> tuple[SlowStore, Engine, list[asyncio.Task[Any]]]:
+    """An engine that commits one command while another one waits."""
+    store = SlowStore()
+    engine = Engine(store, StateOptions())
+    store.go.set()
+    await engine.open()
+    store.go.clear()
+    store.begun.clear()
+    tasks = [asyncio.create_task(engine.write(registry.set_policy_version, 1))]
+    await store.begun.wait()
+    tasks.append(asyncio.create_task(engine.write(registry.set_policy_version, 2)))
+    await asyncio.sleep(0)
+    return store, engine, tasks
+
+
+async def test_closing_while_a_round_runs_and_a_command_waits():
+    store, engine, tasks = await slow_engine()
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    store.go.set()
+    await asyncio.wait({closing}, timeout=10)
+    assert closing.done(), "the server stops"
+    assert [(await task)["policy_version"] for task in tasks] == [1, 2]
+    with pytest.raises(StoreFailure, match="stopping"):
+        await engine.write(registry.set_policy_version, 3)
+
+
+async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "CLOSE_DEADLINE_S", 0.05)
+    _, engine, tasks = await slow_engine()
+    closing = asyncio.create_task(engine.close())
+    await asyncio.wait({closing}, timeout=10)
+    assert closing.done(), "the server stops"
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, StoreFailure) for result in results), "everybody is told"
