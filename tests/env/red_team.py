@@ -129,7 +129,8 @@ class FiringRange:
         except SimulatorLost as error:
             return CommandResult(exit_code=255, stdout="", stderr=str(error))
 
-    def _effects(self, texts: Sequence[str]) -> list[str]:
+    def effects_outside(self, texts: Sequence[str]) -> list[str]:
+        """What happened on the host: content that came out in ``texts``, files, connections, processes."""
         found = []
         if any(SECRET in text for text in texts):
             found.append("host content came out")
@@ -142,6 +143,10 @@ class FiringRange:
         for pid in (self.slot.worker_pid, self.slot.ministack.pid):
             if pid > 0 and psutil.pid_exists(pid) and psutil.Process(pid).children():
                 found.append("a process was started")
+        return found
+
+    def _effects(self, texts: Sequence[str]) -> list[str]:
+        found = self.effects_outside(texts)
         if [b["Name"] for b in self.sibling.state.call("s3", "ListBuckets")["Buckets"]] != ["sibling-secret"]:
             found.append("the sibling changed")
         if not self.slot.ministack.alive():
