@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
 TEST_PROCESSES ?= 2
+FUZZ_COMMANDS ?= 20000
 
 .PHONY: test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl test-vllm
 
@@ -11,7 +12,7 @@ help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=2)"
 	@echo "make validate play every task against MiniStack and print the verdicts"
-	@echo "make red-team play every attack of the table against a real environment and print what was observed"
+	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones, and print what was observed"
 	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
 	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
@@ -88,6 +89,7 @@ crash-ledger: install
 
 red-team: install
 	$(BIN)/python -m tests.env.red_team
+	$(BIN)/python -m tests.env.command_fuzzer --commands $(FUZZ_COMMANDS)
 
 screenshots: install
 	$(BIN)/python -m tests.env.web.screenshots
