@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from realhf.env.episode import Episode
 from realhf.env.task import Task
 from realhf.env.tasks.loader import Template, instantiate
 from realhf.env.tasks.plays.collection import plays_of, reason_without
 from realhf.env.tasks.plays.play import ASKED, KINDS, Kind, Outcome, Play, perform
 from realhf.env.tasks.static_checks import kind_of
-from realhf.env.tasks.validation import played
+from realhf.env.tasks.validation import Failure, played
 
 MAX_STEPS = 64
 """Of an episode with a play: to build a second set-up takes more commands than an agent has."""
@@ -53,21 +52,13 @@ def play_against(templates: Sequence[Template], seeds: int, pool_size: int, cons
             turns += [(task, play) for play in plays]
             missing: list[Kind] = [kind for kind in KINDS if not any(play.kind == kind for play in plays)]
             reports[template.task_id].without |= {kind: reason_without(task, kind) for kind in missing}
-    results = played(turns, _turn, pool_size, console, MAX_STEPS)
+    results = played(turns, lambda episode, turn: perform(episode, *turn), pool_size, console, MAX_STEPS)
     for (task, play), result in zip(turns, results, strict=True):
-        if isinstance(result, Outcome):
-            reports[task.task_id].outcomes.append(result)
+        if isinstance(result, Failure):
+            reports[task.task_id].broken.append((play, result.text))
         else:
-            reports[task.task_id].broken.append((play, result))
+            reports[task.task_id].outcomes.append(result)
     return list(reports.values())
-
-
-def _turn(episode: Episode, turn: tuple[Task, Play]) -> Outcome | str:
-    """The outcome of a play; in words why there is none."""
-    try:
-        return perform(episode, *turn)
-    except Exception as error:
-        return f"{type(error).__name__}: {error} {error.__cause__ or ''}".strip()
 
 
 def play_table(reports: Sequence[Report]) -> Table:

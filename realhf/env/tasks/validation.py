@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -45,25 +46,42 @@ def _episodes(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
         pool.stop()
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no result, in words."""
+
+    text: str
+
+
 def played(
     items: Sequence[Item],
     work: Callable[[Episode, Item], Result],
     pool_size: int,
     console: Console,
     max_steps: int = DEFAULT_MAX_STEPS,
-) -> Iterator[Result]:
-    """The result of ``work`` for each item, in their order, ``pool_size`` at a time, with a bar of progress. An
-    interrupt ends it after the items that are being played."""
+) -> Iterator[Result | Failure]:
+    """The result of ``work`` for each item, in their order, ``pool_size`` at a time, with a bar of progress. What a
+    busy machine did not answer in time is asked again. An interrupt ends it after the items that are being played."""
 
-    def turn(item: Item) -> Result:
+    def turn(item: Item) -> Result | Failure:
         episode = episodes.get()
         try:
-            return work(episode, item)
+            return _attempted(lambda: work(episode, item))
         finally:
             episodes.put(episode)
 
     with _episodes(pool_size, max_steps) as episodes, ThreadPoolExecutor(pool_size) as threads:
         yield from track(threads.map(turn, items), "playing", total=len(items), console=console)
+
+
+def _attempted(work: Callable[[], Result], attempts: int = 3) -> Result | Failure:
+    for left in reversed(range(attempts)):
+        try:
+            return work()
+        except Exception as error:
+            if not isinstance(error, OSError) or not left:
+                return Failure(f"{type(error).__name__}: {error} {error.__cause__ or ''}".strip())
+    raise AssertionError("no attempt was made")
 
 
 def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
@@ -72,12 +90,10 @@ def validate(templates: Sequence[Template], seeds: int, pool_size: int, console:
     found: dict[int, list[str]] = {template.task_id: [] for template in templates}
     results = played(instances, _check, pool_size, console)
     for (task_id, seed, split), wrong in zip(instances, results, strict=True):
-        found[task_id] += [f"{split} {seed}: {text}" for text in wrong]
+        texts = [wrong.text] if isinstance(wrong, Failure) else wrong
+        found[task_id] += [f"{split} {seed}: {text}" for text in texts]
     return found
 
 
 def _check(episode: Episode, instance: Instance) -> list[str]:
-    try:
-        return problems(episode, instantiate(*instance), thorough=instance[1:] == (0, "train"))
-    except Exception as error:
-        return [f"{type(error).__name__}: {error} {error.__cause__ or ''}"]
+    return problems(episode, instantiate(*instance), thorough=instance[1:] == (0, "train"))
