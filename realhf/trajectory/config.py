@@ -77,6 +77,7 @@ class TrajectoryConfig:
     buffer_expiry_s: float | None = _row("seconds that a group of an odd size waits for others", float)
     max_buffered_groups: int | None = _row("groups of odd sizes held for one environment", int)
     replay_ttl_s: float | None = _row("seconds that idempotency keys and ended leases are remembered", float)
+    max_replays: int | None = _row("idempotency keys remembered; beyond that the oldest are forgotten early", int)
     max_staleness: int | None = _row("policy versions that a group may lie behind (default: no bound)", int)
     stale_policy: str | None = _row("too stale groups: quarantine, or last (only when nothing fresher fills)", str)
     min_rounding: str | None = _row("minimum allocations in sequences: floor or ceil", str)

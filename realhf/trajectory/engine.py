@@ -209,7 +209,7 @@ class Engine:
         while True:
             await asyncio.sleep(self._tidy_every_s)
             try:
-                if await self.read(maintenance.due):
+                while await self.read(maintenance.due):
                     await self.write(maintenance.tidy)
             except StoreFailure as error:
                 logger.warning("housekeeping waits: %s", error)

@@ -42,14 +42,15 @@ def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
 
 
 def _set_stale_aside(state: TrajectoryState) -> bool:
-    """Take groups beyond the bound out of the queue; True while there are more of them."""
+    """Take groups beyond the bound out of the queue, or put them at its end; True while there are more of them."""
     stale, more = state.take_stale(STALE_PER_BATCH)
     for group in stale:
         _release(state, state.queue.companions(group))
         if state.options.stale_policy == "quarantine":
             isolate(state, group, "too_stale")
         else:
-            state.put("groups", group.id, msgspec.structs.replace(group, bundle=None, reason="too_stale"))
+            state.put("groups", group.id, msgspec.structs.replace(
+                group, bundle=None, reason="too_stale", order=state.next_order()))  # fmt: skip
     return more
 
 

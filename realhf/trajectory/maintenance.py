@@ -41,6 +41,8 @@ def tidy(state: TrajectoryState, now: float) -> None:
     for group in list(_expired_buffers(state, now)):
         quarantine.isolate(state, group, "buffer_leftover_expired")
     for key in list(_old_replays(state, now)):
+        if now - state.replays[key].stored_at <= state.options.replay_ttl_s:
+            state.counters["replays_forgotten_early"] += 1
         state.delete("replays", key)
     for key in list(_old_leases(state, now)):
         state.delete("closed", key)
@@ -55,9 +57,12 @@ def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord
 
 
 def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
-    limit = now - state.options.replay_ttl_s
-    old = takewhile(lambda replay: replay.stored_at < limit, state.replays.values())
-    return (replay.key for replay in islice(old, PER_ROUND))
+    """Too old, or too many: the oldest are the first."""
+    limit, surplus = now - state.options.replay_ttl_s, len(state.replays) - state.options.max_replays
+    for index, replay in enumerate(islice(state.replays.values(), PER_ROUND)):
+        if replay.stored_at >= limit and index >= surplus:
+            return
+        yield replay.key
 
 
 def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:

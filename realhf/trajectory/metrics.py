@@ -105,7 +105,8 @@ class StateCollector(Collector):
             yield GaugeMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=value)
         counters = state.counters
         for name in ("pushed_groups", "pushed_sequences", "formed", "redelivered", "acked", "nacked", "responses_lost",
-                     "refused_full", "replayed", "resets", "continued", "store_losses"):  # fmt: skip
+                     "refused_full", "replayed", "resets", "continued", "store_losses",
+                     "replays_forgotten_early"):  # fmt: skip
             yield CounterMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=counters[name])
         nulls = CounterMetricFamily("trajectory_null_batches", "pulls without a batch", labels=["reason"])
         for name, value in counters.items():

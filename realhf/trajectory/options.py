@@ -46,6 +46,7 @@ class StateOptions:
     buffer_expiry_s: float = 3600.0
     max_buffered_groups: int = 4096
     replay_ttl_s: float = 3600.0
+    max_replays: int = 1_000_000
     max_staleness: int | None = None
     stale_policy: str = "quarantine"
     min_rounding: str = "floor"

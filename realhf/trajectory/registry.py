@@ -16,6 +16,7 @@ import msgspec
 from realhf.trajectory import quarantine
 from realhf.trajectory.records import EnvRecord, RunRecord
 from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.replays import NotYet
 from realhf.trajectory.state import TrajectoryState
 
 MIN_WEIGHT = 0.01
@@ -98,7 +99,7 @@ def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any])
     """A rollout handler; it has to wait until the trainer asked for a batch."""
     run = state.run
     if not run.started:
-        return {"status": "wait for trainer to start"}, {}
+        return NotYet({"status": "wait for trainer to start"}, {})
     env_id, wanted = len(state.envs), request["desired_name"]
     name = f"{wanted}_{sum(env.desired_name == wanted for env in state.envs.values())}"
     env = EnvRecord(

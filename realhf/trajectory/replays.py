@@ -7,7 +7,7 @@ of the body, which find a client's bug and are not meant to resist an attack.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,11 +19,18 @@ MAX_KEY_LENGTH = 128
 Answer = tuple[dict[str, Any], dict[str, str]]
 
 
+class NotYet(NamedTuple):
+    """An ``Answer`` that tells the client to ask again: a repeat must not get it from the store."""
+
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
 def once(
     state: TrajectoryState, now: float, key: str | None, fingerprint: str, command: Callable[..., Answer], *args: Any
 ) -> tuple[Answer, bool]:
     """Answer of ``command(state, now, *args)`` and whether it is a repeated one. Raises Refusal 422 when the key came
-    with another request, and what the command raises (which is not stored)."""
+    with another request, and what the command raises; only a final answer is stored."""
     if key is None:
         return command(state, now, *args), False
     replay = state.replays.get(key)
@@ -34,7 +41,10 @@ def once(
         return (msgspec.json.decode(replay.body), replay.headers | {"Idempotency-Replayed": "true"}), True
     if replay is not None:
         state.delete("replays", key)
-    body, headers = command(state, now, *args)
+    answer = command(state, now, *args)
+    if isinstance(answer, NotYet):
+        return answer, False
+    body, headers = answer
     state.put("replays", key, Replay(key, fingerprint, encode_body(body), headers, now))
     return (body, headers), False
 

@@ -161,7 +161,8 @@ class TrajectoryState:
         groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
         records: Iterable[Record] = (
             *snapshot["run"], *snapshot["envs"], *sorted(groups, key=attrgetter("order")),
-            *snapshot["leases"], *snapshot["closed"], *snapshot["replays"],
+            *snapshot["leases"], *sorted(snapshot["closed"], key=attrgetter("closed_at")),
+            *sorted(snapshot["replays"], key=attrgetter("stored_at")),
         )  # fmt: skip
         self._recording = False
         try:

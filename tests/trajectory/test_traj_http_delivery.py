@@ -133,6 +133,20 @@ def test_keys_make_pushes_and_registrations_safe_to_repeat(url: str, api: httpx.
     assert api.post("/scored_data", json=group(4), headers={"Idempotency-Key": "x" * 129}).status_code == 422
 
 
+def test_the_answer_to_wait_is_not_repeated_for_a_key(api: httpx.Client):
+    """An environment that asks again under one key takes part as soon as the trainer has asked, and then once."""
+    env = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": 4}
+    key = {"Idempotency-Key": "this environment"}
+    for _ in range(2):
+        waits = api.post("/register-env", json=env, headers=key)
+        assert waits.json() == {"status": "wait for trainer to start"}
+        assert "idempotency-replayed" not in waits.headers
+    start(api)
+    answers = [api.post("/register-env", json=env, headers=key) for _ in range(2)]
+    assert [answer.json()["env_id"] for answer in answers] == [0, 0]
+    assert answers[1].headers["idempotency-replayed"] == "true"
+
+
 def test_a_client_of_an_older_run_is_fenced(api: httpx.Client):
     start(api)
     env = register_env(api)

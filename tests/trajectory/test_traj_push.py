@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from realhf.trajectory import delivery, maintenance, quarantine, views
 from realhf.trajectory.delivery import NoBatch
+from realhf.trajectory.engine import Engine
+from realhf.trajectory.options import StateOptions
+from realhf.trajectory.records import Replay
 from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.state import TrajectoryState
+from realhf.trajectory.store.memory import MemoryStore
 from tests.trajectory.driver import Driver, ids, sizes
 
 
@@ -309,3 +316,60 @@ def test_a_group_without_a_version_gets_the_current_one():
     driver.batch()
     driver.push(8)
     assert driver.batch().versions == (1, 1)
+
+
+def test_a_stale_group_behind_a_fresh_one_fills_what_nothing_fresher_does():
+    """Whatever the order of the policy versions."""
+    for per_batch, versions in ((3, [5, 0, 5]), (4, [5, 0, 5, 0]), (2, [5, 0]), (2, [0, 5, 1, 5]), (2, [5, 5, 0, 5])):
+        driver = started(max_staleness=1, stale_policy="last", batch_size=4 * per_batch)
+        for version in versions:
+            driver.push(4, version=version)
+        driver.at_version(5)
+        batches = [driver.batch() for _ in range(len(versions) // per_batch)]
+        found = [group.policy_version for batch in batches for group in batch.groups]
+        assert found == sorted(versions, key=lambda version: version < 5), "fresh ones first, then the oldest policy"
+        assert isinstance(driver.pull(), NoBatch)
+
+
+def test_more_keys_than_are_remembered_forgets_the_oldest():
+    driver = started(max_replays=5)
+    for number in range(9):
+        driver.push(4, key=f"k{number}")
+    maintenance.tidy(driver.state, driver.now)
+    assert list(driver.state.replays) == [f"k{number}" for number in range(4, 9)]
+    assert driver.state.counters["replays_forgotten_early"] == 4
+    assert not maintenance.due(driver.state, driver.now)
+
+
+def test_keys_expire_in_the_order_of_their_age_after_a_restart_too():
+    """A store may give rows back in any order."""
+    driver = started(replay_ttl_s=100.0)
+    for key in ("z", "m", "a"):
+        driver.push(4, key=key)
+        driver.now += 30
+    snapshot = {table: list(rows.values()) for table, rows in driver.state.tables.items()}
+    snapshot["replays"].reverse()
+    driver.state.load(snapshot)
+    driver.now += 30
+    maintenance.tidy(driver.state, driver.now)
+    assert list(driver.state.replays) == ["m", "a"]
+
+
+async def test_housekeeping_goes_on_until_nothing_is_left_to_do():
+    """However many keys expire at once, they are gone before the next pause."""
+    now = 1000.0
+    engine = Engine(MemoryStore(), StateOptions(replay_ttl_s=60.0), tidy_every_s=0.3, clock=lambda: now)
+    await engine.open()
+
+    def remember(state: TrajectoryState, at: float) -> None:
+        for number in range(5000):
+            state.put("replays", f"k{number}", Replay(f"k{number}", "f", b"{}", {}, at))
+
+    await engine.write(remember)
+    now += 61.0
+    while len(engine.state.replays) == 5000:
+        await asyncio.sleep(0.01)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not engine.state.replays
+    await engine.close()
