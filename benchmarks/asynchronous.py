@@ -9,8 +9,8 @@ take turns, a ratio is that of one round, and only whole steps between the first
 interrupted before it admits its last samples. The latency is simulated by the environment server; 0 is the true one.
 
 Other programs on the machine take cores from both sides, so the cores' use by them is printed as well, and the CPU time
-of a sample, by process. On a busy machine give both sides ``torch_threads=1``: threads that wait for one another at
-every product stand still when one of them has no core, which slows the synchronous side down tenfold.
+of a sample, by process. On a busy machine give both sides ``torch_threads=1``: else each takes as many threads as
+others leave it cores, and the two sides are not compared on the same number.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class Engine(Protocol):
     """The weights of one model role on one worker. Raises on a wrong batch, never trains silently less.
 
     ``version`` counts committed train steps; the train interface advances it once per step, and the
-    learning rate follows it. Setting it frees all rows of the generation engine."""
+    learning rate follows it. Setting it frees all rows of the generation engine. An engine may also have
+    ``share_cores(cores: CoreShare)``: then it lets that decide how many threads compute (``realhf.backends``)."""
 
     version: int
 

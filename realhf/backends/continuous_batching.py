@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
 from realhf.api.generation import Done
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
+from realhf.backends.core_share import up_to
 from realhf.backends.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.sampling import check_gen_config, stream_of
 from realhf.backends.weight_copy import copy_weights
@@ -80,7 +80,7 @@ class ContinuousGenerator:
             raise ValueError(f"max_rows and threads must be at least 1, got {max_rows} and {threads}")
         self._model = model.eval()
         self._kv_policy = kv_policy
-        self._threads = threads
+        self._cores = up_to(threads)
         self._tracer = tracer or NoTrace()
         self._core = DecodeCore(model, max_rows=max_rows)
         self._max_rows = max_rows
@@ -194,7 +194,6 @@ class ContinuousGenerator:
             raise TimeoutError(f"the generation engine's thread did not end within {_CLOSE_TIMEOUT_S:g} s")
 
     def _serve(self) -> None:
-        torch.set_num_threads(self._threads)
         error: BaseException = RuntimeError("the generation engine was closed")
         try:
             while self._round():
@@ -320,7 +319,8 @@ class ContinuousGenerator:
 
     def _step(self) -> None:
         began, before = time.time_ns(), self._core.generated_tokens
-        ended = self._core.step(self._version)
+        with self._cores.computing():
+            ended = self._core.step(self._version)
         now = time.time_ns()
         self._busy_s += (now - began) * 1e-9
         if self._stopped and self._core.generated_tokens > before:

@@ -15,6 +15,7 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.core_share import CoreShare, unmanaged
 from realhf.backends.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.sampling import check_gen_config, stream_of
 
@@ -27,6 +28,7 @@ class EmbeddedGenerator:
         self.model = model
         self._version = version
         self._core = DecodeCore(model)
+        self.cores: CoreShare = unmanaged()
 
     @property
     def kv_bytes(self) -> int:
@@ -64,9 +66,11 @@ class EmbeddedGenerator:
         self.model.eval()
         try:
             version = self._version()
-            self._core.join(turns)
-            while self._core.live:
-                self._core.step(version)
+            with self.cores.computing():
+                self._core.join(turns)
+                while self._core.live:
+                    self._core.step(version)
+                    self.cores.pace()
         except BaseException:
             self._core.reset()
             raise

@@ -7,6 +7,7 @@ projection runs only at positions whose prediction is asked for, in chunks of ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,12 @@ class _Bucket:
 
 
 class PackedForward:
-    """Scores packed sequences with ``model``; keeps no state between calls."""
+    """Scores packed sequences with ``model``; keeps no state between calls. ``pace`` is called between two padded
+    batches."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, pace: Callable[[], None] = lambda: None) -> None:
         self.model = model
+        self.pace = pace
         self._plain_head = _has_plain_head(model)
 
     def __call__(
@@ -58,6 +61,7 @@ class PackedForward:
         entropies: list[Tensor] = []
         places: list[Tensor] = []
         for bucket in buckets:
+            self.pace()
             for rows, targets, places_of_rows in self._projected(bucket, device):
                 scored = self._score(rows, targets.to(device), temperature, with_entropy)
                 logprobs.append(scored[0])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import LossFn, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.core_share import CoreShare, unmanaged
 from realhf.backends.embedded_generation import EmbeddedGenerator
 from realhf.backends.optimizer import PolicyOptimizer
 from realhf.backends.packed_forward import PackedForward
@@ -54,6 +55,12 @@ class TorchEngine:
             model.requires_grad_(False)
         self._version = 0
         self._generator = EmbeddedGenerator(model, version=lambda: self._version)
+        self._cores = unmanaged()
+
+    def share_cores(self, cores: CoreShare) -> None:
+        """From now on ``cores`` decides how many threads compute here. The engines of one thread have one in common."""
+        self._cores = self._generator.cores = cores
+        self._forward.pace = cores.pace
 
     @property
     def version(self) -> int:
@@ -85,9 +92,10 @@ class TorchEngine:
         stats: dict[str, float] = {}
         total, has_gradient = 0.0, False
         optimizer.zero_grad()
-        with self._training():
+        with self._training(), self._cores.computing():
             for part in sample.split_microbatches(mb_spec):
                 logprobs, entropy = self._forward(part, temperature=temperature, with_entropy=with_entropy)
+                self._cores.pace()
                 loss, part_stats = loss_fn(logprobs, part, entropy)
                 _accumulate(stats, part_stats)
                 total += float(loss.detach())
@@ -120,7 +128,7 @@ class TorchEngine:
         """See ``Engine.logprobs``. The result is on the CPU. Padded batches bound the memory already, so
         ``mb_spec`` has no effect on values or memory here."""
         del mb_spec
-        with torch.inference_mode():
+        with torch.inference_mode(), self._cores.computing():
             logprobs, _ = self._forward(sample, temperature=temperature)
         # A copy made outside inference mode is an ordinary tensor, which a loss may use later.
         return logprobs.cpu().clone()

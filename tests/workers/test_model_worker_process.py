@@ -2,34 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-import torch
-
-from workers.model_worker import set_torch_threads
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards():
-    yield
-    torch.set_num_threads(1)
-
-
-def test_model_workers_share_the_cores():
-    cores = len(os.sched_getaffinity(0))
-    set_torch_threads(0, 1)
-    assert torch.get_num_threads() == cores
-    set_torch_threads(0, 1, taken=cores)
-    assert torch.get_num_threads() == 1
-    set_torch_threads(0, 1)
-    set_torch_threads(0, cores + 1)
-    assert torch.get_num_threads() == 1
-    set_torch_threads(3, 2)
-    assert torch.get_num_threads() == 3
 
 
 def test_without_a_plan_it_ends_with_one_line_about_the_cause(tmp_path: Path):

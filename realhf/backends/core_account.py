@@ -1,0 +1,82 @@
+"""What the kernel tells about cores: how long this process's threads queued for one, and how long cores idled.
+
+Linux only. ``time waiting`` is the second number of ``/proc/<pid>/task/<tid>/schedstat``; idle time is that of the
+cores which the process may use, in ``/proc/stat``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+_TASKS = "/proc/self/task"
+
+
+class CoreAccount(Protocol):
+    """Two running totals, in seconds times cores."""
+
+    def waited_s(self) -> float:
+        """How long threads of this process were ready to run and had no core."""
+        ...
+
+    def idle_s(self) -> float:
+        """How long cores that this process may use had nothing to do."""
+        ...
+
+
+class LinuxCoreAccount:
+    """Keeps one descriptor per thread open, so that asking costs a few microseconds a thread. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+        self._waited_ns = 0
+        self._cores = {f"cpu{number}".encode() for number in os.sched_getaffinity(0)}
+        self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+
+    @staticmethod
+    def open() -> LinuxCoreAccount | None:
+        """None where the kernel does not keep this account."""
+        try:
+            account = LinuxCoreAccount()
+            account.idle_s()
+            with open(f"{_TASKS}/{os.getpid()}/schedstat", "rb") as file:
+                return account if len(file.read().split()) == 3 else None
+        except (OSError, AttributeError, ValueError, IndexError):
+            return None
+
+    def waited_s(self) -> float:
+        threads = set(os.listdir(_TASKS))
+        for gone in self._files.keys() - threads:
+            self._forget(gone)
+        for thread in threads:
+            waited = self._waited_of(thread)
+            if waited is not None:
+                # What a thread waited before it was first seen belongs to no window.
+                self._waited_ns += waited - self._seen.get(thread, waited)
+                self._seen[thread] = waited
+        return self._waited_ns * 1e-9
+
+    def idle_s(self) -> float:
+        with open("/proc/stat", "rb") as file:
+            rows = [line.split() for line in file if line.startswith(b"cpu")]
+        return self._tick_s * sum(int(row[4]) + int(row[5]) for row in rows if row[0] in self._cores)
+
+    def close(self) -> None:
+        for thread in list(self._files):
+            self._forget(thread)
+
+    def _waited_of(self, thread: str) -> int | None:
+        try:
+            if thread not in self._files:
+                self._files[thread] = os.open(f"{_TASKS}/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            return int(os.pread(self._files[thread], 128, 0).split()[1])
+        except (OSError, IndexError):
+            self._forget(thread)  # it ended meanwhile
+            return None
+
+    def _forget(self, thread: str) -> None:
+        self._seen.pop(thread, None)
+        descriptor = self._files.pop(thread, None)
+        if descriptor is not None:
+            os.close(descriptor)
