@@ -41,10 +41,12 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIG_DIR) -> C
     if user_file is not None:
         given.setdefault("experiment", user_file.stem)
     _check_experiment(given.get("experiment"), config_dir, user_file)
-    overrides = [f"{key}={value}" for key, value in given.items() if key != "experiment_path"]
+    # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
+    overrides = [f"{'++' if _mapping_of(key) else ''}{key}={value}" for key, value in given.items()
+                 if key != "experiment_path"]
     config = _compose(overrides, config_dir, user_file)
     config.experiment_path = str(user_file) if user_file else None
-    return Composed(config, tuple(pair.key for pair in pairs if pair.key not in GROUPS))
+    return Composed(config, tuple(_mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS))
 
 
 def option_names(kind: type = ExperimentConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -96,8 +98,14 @@ def _check_names(pairs: Sequence[Argument], config_dir: Path) -> None:
         elif key in sections or any(section.startswith(f"{key}.") for section in sections):
             raise ConfigError(f"{key}={value}: {key} is a section; set one of its options, e.g. "
                               f"{next(name for name in known if name.startswith(key + '.'))}=...")
-        elif key not in known:
+        elif key not in known and not _mapping_of(key):
             raise ConfigError(_unknown("option", key, known))
+
+
+def _mapping_of(key: str) -> str:
+    """The option that holds a mapping and that ``key`` is, or is a name in; empty if there is none."""
+    mappings = (name for name, default in option_names() if isinstance(default, dict))
+    return next((name for name in mappings if key == name or key.startswith(f"{name}.")), "")
 
 
 def _check_experiment(name: str | None, config_dir: Path, user_file: Path | None) -> None:

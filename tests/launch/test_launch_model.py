@@ -43,6 +43,13 @@ def test_episodes_longer_than_the_context_are_refused(tmp_path: Path):
     assert problems(folder_of(tmp_path, **windowed), total=4096) == [], "a window is no bound"
 
 
+@pytest.mark.parametrize("option", ["={enable_thinking:false}", ".enable_thinking=false"])
+def test_variables_can_be_set_on_the_command_line(option: str):
+    given = ["experiment=grpo_aws", "actor.path=owner/name", f"actor.chat_template_kwargs{option}"]
+    spec = build_experiment(compose_config(given)).spec
+    assert spec.models["actor"].chat_template_kwargs == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "sft_aws"])
 def test_the_qwen3_configuration_does_not_think_anywhere(experiment: str):
     spec = build_experiment(compose_config([f"experiment={experiment}", "model=qwen3_0_6b"])).spec
