@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.sample import SequenceSample
+from realhf.api.sequence_choice import choose_sequences
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -58,17 +59,5 @@ def replace_keys(
 
 def select_sequences(sample: SequenceSample, keep: Tensor) -> SequenceSample | None:
     """Only the sequences where ``keep`` (bool, (n sequences,)) is True; None if there are none. A sample
-    without any is left out. Every key must have one inner length per sequence."""
-    if not bool(keep.any()):
-        return None
-    chosen = keep.cpu().numpy().astype(bool)
-    group = np.asarray(sample.group_index("packed_input_ids"))
-    members = sorted(set(group[chosen].tolist()))
-    tensors, seqlens = {}, {}
-    for key in sorted(sample.keys):
-        values = np.asarray(sample.lengths(key).values)
-        if len(values) != len(chosen):
-            raise ValueError(f"key {key!r} does not have one length per sequence")
-        tensors[key] = sample[key][torch.from_numpy(np.repeat(chosen, values))]
-        seqlens[key] = [values[chosen & (group == g)].tolist() for g in members]
-    return SequenceSample.from_tensors([sample.ids[g] for g in members], tensors, seqlens)
+    without any is left out. See ``choose_sequences``."""
+    return choose_sequences(sample, keep.cpu().numpy().astype(bool))

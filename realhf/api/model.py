@@ -70,8 +70,10 @@ class GenerationEngine(Protocol):
 LossFn = Callable[["Tensor", SequenceSample, "Tensor | None"], "tuple[Tensor, dict[str, float]]"]
 """(log-probabilities of one microbatch, the microbatch, entropies or None) -> (loss, statistics).
 
-Both tensors are fp32, packed L-1 per sequence, 0 where ``loss_mask`` excludes the predicted token. Losses
-and statistics are summed over microbatches; a statistic whose name ends in ``_max`` takes the maximum."""
+Both tensors are fp32, packed L-1 per sequence, 0 where ``loss_mask`` excludes the predicted token. A microbatch
+holds some of the batch's sequences, whatever groups they are in, so what concerns a group or the whole batch is to be
+computed before, into keys. Losses and statistics are summed over microbatches; a statistic whose name ends in ``_max``
+takes the maximum."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,12 @@ class Engine(Protocol):
         mb_spec: MicroBatchSpec,
         with_entropy: bool = False,
     ) -> TrainResult:
-        """One optimizer step. Per microbatch the engine computes the shifted log-probabilities of
-        ``packed_input_ids`` (fp32, packed L-1 per sequence, logits divided by ``temperature``; only where
-        ``loss_mask`` asks for them, if the sample has one) and calls ``loss_fn``, with their entropies if
-        ``with_entropy``; returned losses are summed over microbatches (the loss_fn normalises by totals of
-        the whole batch). A non-finite loss or gradient norm leaves weights and optimizer untouched.
-        Frees all rows of the generation engine when weights change."""
+        """One optimizer step. Microbatches are cut by sequence; the backward pass of each follows at once. Per
+        microbatch the engine computes the shifted log-probabilities of ``packed_input_ids`` (fp32, packed L-1 per
+        sequence, logits divided by ``temperature``; only where ``loss_mask`` asks for them, if the sample has one) and
+        calls ``loss_fn``, with their entropies if ``with_entropy``; returned losses are summed over microbatches (the
+        loss_fn normalises by totals of the whole batch). A non-finite loss or gradient norm leaves weights and
+        optimizer untouched. Frees all rows of the generation engine when weights change."""
         ...
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:

@@ -10,7 +10,6 @@ touch tensors.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,12 @@ import numpy as np
 from realhf.api.keys import ITEMSIZE, dtype_tag
 from realhf.api.lengths import IntArray, Lengths, joined_lengths
 from realhf.api.packed_rows import join_rows, same_bits, take_rows
-from realhf.api.partition import balanced_parts, capped_bins
+from realhf.api.partition import balanced_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_ID_BYTES = 256
-
-_log = logging.getLogger(__name__)
 
 
 class DuplicateKeyError(ValueError):
@@ -36,8 +33,8 @@ class DuplicateKeyError(ValueError):
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """How a batch is cut: at least ``n_mbs`` parts, each of at most ``max_tokens_per_mb`` tokens of the
-    longest key (a single sample above the cap is a part of its own)."""
+    """How a batch is cut by sequence: at least ``n_mbs`` parts, each of at most ``max_tokens_per_mb`` positions,
+    padding included (a single sequence above the cap is a part of its own)."""
 
     n_mbs: int = 1
     max_tokens_per_mb: int | None = None
@@ -408,16 +405,6 @@ class SequenceSample:
         parts = balanced_parts(self.costs() if costs is None else costs, n)
         forward = [i for part in parts for i in part]
         return self.split(parts), forward, inverse_perm(forward)
-
-    def split_microbatches(self, spec: MicroBatchSpec) -> list[SequenceSample]:
-        """Cut by first fit decreasing (see MicroBatchSpec). Never drops or truncates; a sample above the cap
-        is logged. With fewer samples than ``n_mbs`` every sample is a microbatch."""
-        costs = self.costs()
-        cap = spec.max_tokens_per_mb
-        above = sum(cost > cap for cost in costs) if cap is not None else 0
-        if above:
-            _log.warning("%d samples are longer than max_tokens_per_mb=%s: one microbatch each", above, cap)
-        return self.split(capped_bins(costs, cap, spec.n_mbs))
 
 
 def _checked_ids(ids: Sequence[Any]) -> tuple[str, ...]:

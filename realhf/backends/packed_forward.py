@@ -18,9 +18,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from realhf.api.sample import SequenceSample
+from realhf.backends.padded_batches import BATCH_TOKENS, padded_batches
 
-_BATCH_TOKENS = 4096
-_MAX_PADDING = 0.1
 _CHUNK_ELEMENTS = 1 << 24
 """Logits held at once, in elements: larger vocabularies are projected in chunks, recomputed backward."""
 
@@ -48,15 +47,17 @@ class PackedForward:
         self._plain_head = _has_plain_head(model)
 
     def __call__(
-        self, sample: SequenceSample, *, temperature: float, with_entropy: bool = False
+        self, sample: SequenceSample, *, temperature: float, with_entropy: bool = False,
+        max_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities (and entropies) of ``packed_input_ids``: fp32 (sum of L-1,), 0 where
-        ``loss_mask`` (if present) is False at the predicted token. Logits are divided by ``temperature``.
-        Raises ValueError on an empty sequence or a temperature that is not positive."""
+        ``loss_mask`` (if present) is False at the predicted token. Logits are divided by ``temperature``;
+        a padded batch has at most ``max_tokens`` positions, unless one sequence is longer. Raises ValueError on an
+        empty sequence or a temperature that is not positive."""
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         device = self.model.device
-        buckets, size = _buckets(sample)
+        buckets, size = _buckets(sample, BATCH_TOKENS if max_tokens is None else min(max_tokens, BATCH_TOKENS))
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
         places: list[Tensor] = []
@@ -124,7 +125,7 @@ def _has_plain_head(model: Any) -> bool:
         return False
 
 
-def _buckets(sample: SequenceSample) -> tuple[list[_Bucket], int]:
+def _buckets(sample: SequenceSample, most: int) -> tuple[list[_Bucket], int]:
     """Padded batches of the sequences that have a position to score, and the packed output size."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     if (lengths < 1).any():
@@ -139,7 +140,7 @@ def _buckets(sample: SequenceSample) -> tuple[list[_Bucket], int]:
         positions.append(np.arange(length - 1) if wanted is None else np.flatnonzero(wanted[ends]))
     scored = [i for i in range(len(lengths)) if len(positions[i])]
     out: list[_Bucket] = []
-    for members in _cut(scored, lengths):
+    for members in padded_batches(scored, lengths, most):
         width = int(lengths[members].max()) - 1
         padded = np.zeros((len(members), width), dtype=np.int64)
         for n, i in enumerate(members):
@@ -150,19 +151,3 @@ def _buckets(sample: SequenceSample) -> tuple[list[_Bucket], int]:
         place = np.concatenate([output_starts[i] + positions[i] for i in members])
         out.append(_Bucket(*(torch.from_numpy(a) for a in (padded, row, column, target, place))))
     return out, int((lengths - 1).sum())
-
-
-def _cut(scored: list[int], lengths: np.ndarray) -> list[list[int]]:
-    """Sequences from longest to shortest, cut where a batch grows too large or too much of it is padding."""
-    groups: list[list[int]] = []
-    for i in sorted(scored, key=lambda i: (-lengths[i], i)):
-        current = groups[-1] if groups else []
-        if current:
-            longest = int(lengths[current[0]])
-            padded = longest * (len(current) + 1)
-            padding = padded - int(lengths[current].sum()) - int(lengths[i])
-            if padded <= _BATCH_TOKENS and (padding <= _MAX_PADDING * padded or padded <= _BATCH_TOKENS // 4):
-                current.append(i)
-                continue
-        groups.append([i])
-    return groups

@@ -19,6 +19,7 @@ from realhf.api.model import LossFn, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.core_share import CoreShare, unmanaged
 from realhf.backends.embedded_generation import EmbeddedGenerator
+from realhf.backends.micro_batches import micro_batches
 from realhf.backends.optimizer import PolicyOptimizer
 from realhf.backends.packed_forward import PackedForward
 from realhf.backends.wide_linear import widen
@@ -93,8 +94,9 @@ class TorchEngine:
         total, has_gradient = 0.0, False
         optimizer.zero_grad()
         with self._training(), self._cores.computing():
-            for part in sample.split_microbatches(mb_spec):
-                logprobs, entropy = self._forward(part, temperature=temperature, with_entropy=with_entropy)
+            for part in micro_batches(sample, mb_spec):
+                logprobs, entropy = self._forward(part, temperature=temperature, with_entropy=with_entropy,
+                                                  max_tokens=mb_spec.max_tokens_per_mb)
                 self._cores.pace()
                 loss, part_stats = loss_fn(logprobs, part, entropy)
                 _accumulate(stats, part_stats)
@@ -125,11 +127,10 @@ class TorchEngine:
             self.model.eval()
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
-        """See ``Engine.logprobs``. The result is on the CPU. Padded batches bound the memory already, so
-        ``mb_spec`` has no effect on values or memory here."""
-        del mb_spec
+        """See ``Engine.logprobs``. The result is on the CPU. ``mb_spec`` bounds a padded batch, one of which exists at
+        once; values do not depend on it."""
         with torch.inference_mode(), self._cores.computing():
-            logprobs, _ = self._forward(sample, temperature=temperature)
+            logprobs, _ = self._forward(sample, temperature=temperature, max_tokens=mb_spec.max_tokens_per_mb)
         # A copy made outside inference mode is an ordinary tensor, which a loss may use later.
         return logprobs.cpu().clone()
 

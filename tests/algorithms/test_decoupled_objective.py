@@ -14,6 +14,7 @@ from realhf.algorithms.policy_objective import PolicyObjective
 from realhf.algorithms.presets import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.micro_batches import micro_batches
 
 GROUPS = [[9, 4], [1, 12, 6]]
 STEP = 5
@@ -168,7 +169,7 @@ def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
     current, part = minibatch(rollout_batch, options, 4)
     whole, stats = PolicyObjective(options, STEP)(current, part, None)
     part = replace_keys(part, shifted={"advantages": part["advantages"], "current": current.detach()})
-    loss, sums, pieces = 0.0, dict.fromkeys(stats, 0.0), part.split_microbatches(MicroBatchSpec(n_mbs=2))
+    loss, sums, pieces = 0.0, dict.fromkeys(stats, 0.0), micro_batches(part, MicroBatchSpec(n_mbs=2))
     assert len(pieces) == 2
     for piece in pieces:
         value, own = PolicyObjective(options, STEP)(piece["current"].requires_grad_(), piece, None)

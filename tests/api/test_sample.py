@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
-from realhf.api.sample import DuplicateKeyError, MicroBatchSpec, SequenceSample, inverse_perm
+from realhf.api.sample import DuplicateKeyError, SequenceSample, inverse_perm
 
 torch.set_num_threads(1)
 
@@ -79,21 +79,6 @@ def test_split_balanced_covers_exactly_and_bounds_the_imbalance(n_parts, group_s
     # Longest-first assignment: parts differ by at most the largest single item.
     loads = [sum(map(sum, part.seqlens["x"])) for part in parts]
     assert max(loads) - min(loads) <= max(map(sum, lengths))
-
-
-@given(groups, st.integers(1, 4), st.one_of(st.none(), st.integers(1, 12)))
-@settings(max_examples=100, deadline=None)
-def test_microbatches_respect_cap_and_minimum(lengths, n_mbs, cap):
-    sample = build(lengths)
-    parts = sample.split_microbatches(MicroBatchSpec(n_mbs, cap))
-    assert sorted(i for part in parts for i in part.ids) == sorted(sample.ids)
-    assert len(parts) >= min(n_mbs, len(sample))
-    if cap is not None:
-        key = max(("score", "x"), key=lambda k: sum(map(sum, sample.seqlens[k])))
-        for part in parts:
-            assert len(part) == 1 or sum(map(sum, part.seqlens[key])) <= cap
-    again = sample.split_microbatches(MicroBatchSpec(n_mbs, cap))
-    assert [part.ids for part in again] == [part.ids for part in parts]
 
 
 def test_index_arrays():

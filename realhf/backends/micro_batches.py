@@ -1,0 +1,79 @@
+"""Micro-batches of sequences whose activations exist at once: the memory of a train step."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.sequence_choice import choose_sequences
+from realhf.backends.padded_batches import BATCH_TOKENS, padded_batches, padded_size
+
+_log = logging.getLogger(__name__)
+
+
+def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[SequenceSample]:
+    """Cut by sequence, wherever a group is cut: what concerns groups or the whole batch is in its keys already.
+
+    No part computes more than ``spec.max_tokens_per_mb`` positions, padding included (a single longer sequence is a
+    part of its own, and logged), and there are at least ``spec.n_mbs`` parts as far as there are sequences. A sequence
+    without a trainable token computes nothing; it goes with the first part. Deterministic; the largest part comes
+    first."""
+    lengths, trained = _trained(sample)
+    parts = _parts(trained, lengths, spec)
+    if len(parts) < 2:
+        return [sample]
+    idle = np.setdiff1d(np.arange(len(lengths)), trained)
+    cut = []
+    for number, members in enumerate(parts):
+        keep = np.zeros(len(lengths), dtype=bool)
+        keep[members] = True
+        keep[idle if number == 0 else []] = True
+        part = choose_sequences(sample, keep)
+        assert part is not None
+        cut.append(part)
+    return cut
+
+
+def _trained(sample: SequenceSample) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths int64 (n sequences,), and which of them have a trainable token after the first."""
+    lengths = np.asarray(sample.lengths("packed_input_ids").values)
+    if "loss_mask" not in sample.keys:
+        return lengths, np.flatnonzero(lengths > 1)
+    mask = sample["loss_mask"].cpu().numpy().astype(bool)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    counted = np.concatenate(([0], np.cumsum(mask)))
+    after_first = np.minimum(starts + 1, ends)
+    return lengths, np.flatnonzero(counted[ends] - counted[after_first] > 0)
+
+
+def _parts(trained: np.ndarray, lengths: np.ndarray, spec: MicroBatchSpec) -> list[list[int]]:
+    """Padded batches in their order, as many in a part as its budget holds."""
+    cap = spec.max_tokens_per_mb
+    batches = padded_batches(trained.tolist(), lengths, BATCH_TOKENS if cap is None else min(cap, BATCH_TOKENS))
+    parts: list[list[int]] = []
+    spent = 0
+    for batch in batches:
+        size = padded_size(batch, lengths)
+        if parts and (cap is None or spent + size <= cap):
+            parts[-1] += batch
+            spent += size
+        else:
+            parts.append(list(batch))
+            spent = size
+    above = int((lengths[trained] > cap).sum()) if cap is not None else 0
+    if above:
+        _log.warning("%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap)
+    while len(parts) < min(spec.n_mbs, len(trained)):
+        _halve_largest(parts, lengths)
+    return parts
+
+
+def _halve_largest(parts: list[list[int]], lengths: np.ndarray) -> None:
+    """Cut the part with the most tokens that has two sequences."""
+    divisible = [i for i, part in enumerate(parts) if len(part) > 1]
+    largest = max(divisible, key=lambda i: (int(lengths[parts[i]].sum()), -i))
+    part = parts[largest]
+    parts[largest : largest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
