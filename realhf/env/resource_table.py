@@ -106,6 +106,11 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
             extras={
                 "Attached": ("ListAttachedRolePolicies", {"RoleName": "%s"}, "AttachedPolicies[].PolicyArn"),
                 "Inline": ("ListRolePolicies", {"RoleName": "%s"}, "PolicyNames"),
+                "FirstInline": (
+                    "GetRolePolicy",
+                    {"RoleName": "%s", "PolicyName": "%(Inline[0])s"},
+                    "PolicyDocument",
+                ),
             },
         ),
         ("logs", "log-group"): Lookup(

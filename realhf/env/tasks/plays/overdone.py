@@ -11,7 +11,7 @@ from realhf.env.task import Task
 from realhf.env.tasks.loader import get_template
 from realhf.env.tasks.plays.command_line import CommandLine, renumbered
 from realhf.env.tasks.plays.documents import each_document, rewritten
-from realhf.env.tasks.plays.play import Play
+from realhf.env.tasks.plays.play import Needs, Play
 
 _EVERYWHERE = "0.0.0.0/0"
 _ADMINISTRATOR = "arn:aws:iam::aws:policy/AdministratorAccess"
@@ -32,15 +32,15 @@ def overdone_plays(task: Task) -> Iterator[Play]:
     yield from _other_values(task)
 
 
-def _play(name: str, lines: list[str]) -> Play:
-    return Play("overdone", name, tuple(lines))
+def _play(name: str, lines: list[str], needs: Needs = "all") -> Play:
+    return Play("overdone", name, tuple(lines), needs)
 
 
 def _wider_policies(task: Task) -> Iterator[Play]:
     for name, change in _WIDENINGS.items():
         changed = [_with_policies(line, change) for line in task.solution]
         if changed != [_with_policies(line, lambda statements: statements) for line in task.solution]:
-            yield _play(f"policy: {name}", changed)
+            yield _play(f"policy: {name}", changed, "all or skip" if name in _PUBLIC else "all")
 
 
 def _with_policies(line: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> str:
@@ -85,12 +85,13 @@ def _any_resource(statement: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anybody(statement: dict[str, Any]) -> dict[str, Any]:
-    return statement | ({"Principal": "*"} if "Principal" in statement else {})
+    """Where a condition names the source, whoever it is, no more is allowed; the condition goes in another play."""
+    return statement | ({"Principal": "*"} if "Principal" in statement and "Condition" not in statement else {})
 
 
 def _other_account(statement: dict[str, Any]) -> dict[str, Any]:
     principal = statement.get("Principal")
-    if not isinstance(principal, Mapping):
+    if not isinstance(principal, Mapping) or "Condition" in statement:
         return statement
     return statement | {"Principal": {**principal, "AWS": _and_more(principal.get("AWS", []), _STRANGER)}}
 
@@ -124,6 +125,10 @@ _WIDENINGS: Mapping[str, Callable[[Statements], Statements]] = {
     "deny for allow": _denied,
     "denied as well": _denied_as_well,
 }
+
+
+_PUBLIC = frozenset({"anybody", "a statement that allows everything"})
+"""What a bucket that blocks public policies refuses."""
 
 
 def _wider_ranges(task: Task) -> Iterator[Play]:
