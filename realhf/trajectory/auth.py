@@ -22,7 +22,8 @@ class Role(Flag):
     ANY = PRODUCER | TRAINER | ADMIN
 
 
-OPEN_PATHS = frozenset({"/", "/healthz"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/ui", "/docs", "/openapi.json"})
+"""What needs no token: who is there, and pages, which show nothing before they were told one."""
 _BY_PATH = {
     "/register": Role.TRAINER, "/batch": Role.TRAINER, "/batch/ack": Role.TRAINER, "/batch/nack": Role.TRAINER,
     "/batch/renew": Role.TRAINER, "/policy_version": Role.TRAINER, "/register-env": Role.PRODUCER,

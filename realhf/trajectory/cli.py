@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import uvicorn
 
 from realhf.trajectory.config import ConfigError, TrajectoryConfig, add_arguments, resolve
-from realhf.trajectory.http_protocol import DrainingProtocol
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.reload:
             os.environ.update(config.to_environment())
             uvicorn.run("realhf.trajectory.server:app", host=config.host, port=config.port, reload=True,
-                        http=DrainingProtocol, access_log=False)  # fmt: skip
+                        access_log=False)  # fmt: skip
             return 0
         return serve(config)
     except (ConfigError, OSError, RuntimeError) as error:
@@ -47,7 +46,7 @@ def serve(config: TrajectoryConfig) -> int:
 
 def uvicorn_config(config: TrajectoryConfig, app: object) -> uvicorn.Config:
     """How every program of the house runs the app."""
-    return uvicorn.Config(app, host=config.host, port=config.port, http=DrainingProtocol, access_log=False,  # type: ignore[arg-type]
+    return uvicorn.Config(app, host=config.host, port=config.port, access_log=False,  # type: ignore[arg-type]
                           lifespan="on", timeout_graceful_shutdown=5, log_level="info")  # fmt: skip
 
 

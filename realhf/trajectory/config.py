@@ -42,6 +42,8 @@ class TrajectoryConfig:
     store: str = _setting("sqlite:trajectory_data", "sqlite:DIR, memory, or redis://host:port for several instances")
     durable: bool = _setting(False, "sqlite: survive the loss of power too, for a disk flush a commit", bool)
     insecure: bool = _setting(False, "listen on other than loopback without a token", bool)
+    allowed_hosts: str = _setting("", "names (with a dot) by which this server may be addressed without a token, with "
+                                      "commas between them, or *; addresses and local names always may")  # fmt: skip
     token: str = _setting("", "bearer token of producers and trainers")
     producer_token: str = _setting("", "bearer token that may only push and poll")
     trainer_token: str = _setting("", "bearer token that may only register and pull")
@@ -127,9 +129,10 @@ def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def add_arguments(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from realhf.trajectory.auth import Role
 from realhf.trajectory.batch_response import BatchResponse
 from realhf.trajectory.delivery import Batch, NoBatch, PullRequest
 from realhf.trajectory.models import Lease, PolicyVersion, Registration
-from realhf.trajectory.refusal import invalid
+from realhf.trajectory.refusal import Refusal, invalid
 from realhf.trajectory.service import Service, answer, idempotency
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.wire.encode import encode_batch
@@ -44,6 +44,8 @@ def router(service: Service) -> APIRouter:
     async def batch(request: Request) -> Response:
         """The next batch, or null and the reason in ``X-Batch-Reason``."""
         with service.metrics.timed("pull"):
+            if not request.scope["traj.drained"]:
+                raise Refusal(501, "this ASGI server does not tell when a batch has left it: use run-api, or uvicorn")
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
             wanted = _pull_request(request)
             while True:

@@ -16,20 +16,40 @@ from fastapi.exceptions import RequestValidationError
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from realhf.trajectory import routes_producer, routes_trainer, routes_watch, status_page
 from realhf.trajectory.allocator import keep_buffers
 from realhf.trajectory.auth import AuthMiddleware
 from realhf.trajectory.config import TrajectoryConfig, resolve
+from realhf.trajectory.drained_send import drain_writes
 from realhf.trajectory.middleware import BodyMiddleware, CompressMiddleware, EpochMiddleware
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.service import Service
 from realhf.trajectory.store.base import StoreFailure
+from realhf.trajectory.web_guard import WebGuard
 from realhf.trajectory.wire.lax_groups import MAX_ERRORS, shown
 
 logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001
 """A thread that encodes rows gives the event loop its turn after so long."""
+
+
+class TrajectoryApp(FastAPI):
+    """The application, wherever it is run: what it needs of the connection it asks for itself."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/batch":
+            scope["traj.drained"] = drain_writes(send)
+        await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        """The description of the API; with tokens its page can be told one."""
+        if self.openapi_schema is None and self.state.tokens_required:
+            schema = super().openapi()
+            schema.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"token": []}]
+        return super().openapi()
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
@@ -50,10 +70,11 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
             await service.close()
             sys.setswitchinterval(interval)
 
-    app = FastAPI(
+    app = TrajectoryApp(
         title="realhf trajectory server", version="1.0", lifespan=lifespan, strict_content_type=False,
         middleware=_middlewares(service), description="Atropos-compatible buffer of scored trajectories.",
     )  # fmt: skip
+    app.state.tokens_required = service.tokens.required
     for module in (routes_producer, routes_trainer, routes_watch, status_page):
         app.include_router(module.router(service))
     _handle_errors(app, service)
@@ -66,6 +87,7 @@ def _middlewares(service: Service) -> list[Middleware]:
         Middleware(EpochMiddleware, epoch=lambda: service.engine.state.run.epoch),
         Middleware(CORSMiddleware, allow_origin_regex=".*", allow_credentials=True, allow_methods=["*"],
                    allow_headers=["*"], expose_headers=["*"]),
+        Middleware(WebGuard, config=config),
         Middleware(CompressMiddleware, level=config.gzip_level),
         Middleware(AuthMiddleware, tokens=service.tokens),
         Middleware(BodyMiddleware, max_bytes=config.max_body_bytes),
