@@ -56,8 +56,12 @@ class SlotLeases:
         deadline = loop.time() + _SCRUB_WAIT_S
         try:
             while True:
+                acquired = loop.run_in_executor(self._threads, self._pool.acquire)
                 try:
-                    return await loop.run_in_executor(self._threads, self._pool.acquire)
+                    return await asyncio.shield(acquired)
+                except asyncio.CancelledError:
+                    acquired.add_done_callback(self._unwanted)
+                    raise
                 except RuntimeError:
                     if loop.time() > deadline:
                         self._count(-1)
@@ -70,6 +74,14 @@ class SlotLeases:
     def give_back(self, slot: Any) -> None:
         """Nothing uses the slot any more; it is scrubbed on a thread."""
         self._count(-1)
+        self._release(slot)
+
+    def _unwanted(self, acquired: asyncio.Future[Any]) -> None:
+        """Who asked for the slot is gone; the thread that fetches it is not."""
+        if not acquired.cancelled() and acquired.exception() is None:
+            self._release(acquired.result())
+
+    def _release(self, slot: Any) -> None:
         released = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.release, slot)
         self._releases.add(released)
         released.add_done_callback(self._released)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import WebSocketRoute
@@ -22,12 +24,16 @@ from realhf.env import mcp, wire
 from realhf.env.access import authorized
 from realhf.env.capacity import RETRY_AFTER_S, SlotLeases, SlotPool
 from realhf.env.metrics import ServerMetrics
+from realhf.env.origin_guard import OriginGuard
 from realhf.env.server_config import ServerConfig
 from realhf.env.session import Player
 from realhf.env.session_endpoint import SessionEndpoint
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAX_BODY_BYTES = wire.MAX_FRAME_BYTES
+_MAX_TIMEOUT_S = 3600.0
+_JSON = "application/json"
 
 
 class ResetRequest(BaseModel):
@@ -35,7 +41,7 @@ class ResetRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     seed: int | None = None
-    episode_id: str | None = Field(default=None, max_length=255)
+    episode_id: str | None = None
     task: dict[str, Any] | None = None
     task_id: int | str | None = None
 
@@ -45,8 +51,8 @@ class StepRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     action: AwsAction
-    timeout_s: float | None = Field(default=None, gt=0)
-    request_id: str | None = None
+    timeout_s: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
+    request_id: str | None = Field(default=None, max_length=wire.MAX_NAME_CHARS)
 
 
 class StatelessPlayer:
@@ -62,10 +68,15 @@ class StatelessPlayer:
         slot = await self._leases.take()
         if slot is None:
             raise CapacityReached(self._leases.refusal())
-        player = self._make_player(slot)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, action, player)
         try:
-            done, _ = await asyncio.wait((work,), timeout=timeout_s)
+            player = self._player(slot)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, action, player)
+            try:
+                done, _ = await asyncio.wait((work,), timeout=timeout_s)
+            except asyncio.CancelledError:
+                player.kill()
+                await asyncio.wait((work,))  # until then a thread is in the slot
+                raise
             if not done:
                 player.kill()
                 await asyncio.wait((work,))
@@ -73,6 +84,15 @@ class StatelessPlayer:
             return work.result()
         finally:
             self._leases.give_back(slot)
+
+
+    def _player(self, slot: Any) -> Player:
+        try:
+            return self._make_player(slot)
+        except Exception as error:
+            _LOG.exception("no environment for a request")
+            message = f"the environment could not be made ({type(error).__name__})"
+            raise wire.WireError(wire.FACTORY_ERROR, message) from error
 
 
 class CapacityReached(Exception):
@@ -95,6 +115,7 @@ def build_app(
     app = FastAPI(title="realhf AWS environment", description="AWS tasks on MiniStack over the OpenEnv wire")
     app.router.routes.append(WebSocketRoute("/ws", endpoint))
     _add_guard(app, config)
+    app.add_middleware(OriginGuard, config=config)
     _add_description(app, pool, leases, config, metrics)
     _add_stateless(app, stateless, config)
     return app
@@ -103,13 +124,17 @@ def build_app(
 def _add_guard(app: FastAPI, config: ServerConfig) -> None:
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Token and size of what changes or plays something. The playground has its own door."""
-        if request.method == "POST" and not request.url.path.startswith("/web"):
-            if not authorized(request.headers.raw, config.token):
+        """Token, size and kind of what changes or plays something. The playground has its own door."""
+        if request.method == "POST":
+            is_game = request.url.path.startswith("/web")
+            if not is_game and not authorized(request.headers.raw, config.token):
                 return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
             length = request.headers.get("content-length", "")
             if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
                 return JSONResponse({"detail": f"a body has a Content-Length of at most {_MAX_BODY_BYTES}"}, 413)
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if int(length) and kind != _JSON:  # what a page may send without being asked for leave is another kind
+                return JSONResponse({"detail": f"a body is {_JSON}"}, 415)
         return await call_next(request)
 
 
@@ -163,6 +188,13 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, config: ServerConfi
     async def failed(request: Request, error: wire.WireError) -> Response:
         status = 422 if error.code == wire.VALIDATION_ERROR else 500
         return JSONResponse({"detail": error.message, "code": error.code}, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def mistaken(request: Request, error: RequestValidationError) -> Response:
+        """Which fields are wrong, without what was sent: it may be long, and may be no text."""
+        problems = [{"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]}
+                    for one in error.errors()[:20]]  # fmt: skip
+        return Response(json.dumps({"detail": problems, "code": wire.VALIDATION_ERROR}), 422, media_type=_JSON)
 
     @app.exception_handler(TimeoutError)
     async def late(request: Request, error: TimeoutError) -> Response:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from realhf.env.wire import size_problem
+
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
 UNKNOWN_METHOD = -32601
@@ -40,6 +42,8 @@ def checked(request: Any, max_command_bytes: int) -> dict[str, Any] | None:
     request_id = request.get("id")
     if isinstance(request_id, bool) or not isinstance(request_id, str | int | None):
         return rpc_error(None, INVALID_REQUEST, "id is a string or an integer")
+    if problem := size_problem(request_id):
+        return rpc_error(None, INVALID_REQUEST, f"id {problem}")
     if request.get("jsonrpc") != "2.0":
         return rpc_error(request_id, INVALID_REQUEST, "jsonrpc is '2.0'")
     if request.get("method") == "tools/list":

@@ -41,6 +41,9 @@ class ServerMetrics:
             "realhf_env_sessions_rejected", "sessions refused for capacity", registry=self._registry
         )
         self.sessions_reaped = Counter("realhf_env_sessions_reaped", "idle sessions closed", registry=self._registry)
+        self.sessions_unused = Counter(
+            "realhf_env_sessions_unused", "sessions closed because no first message came", registry=self._registry
+        )
         self.workers_killed = Counter(
             "realhf_env_workers_killed", "commands killed because their client vanished", registry=self._registry
         )

@@ -6,13 +6,13 @@ The only module of the environment that reads the process environment. Source: e
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from realhf.env.injected_faults import DEFAULT_KINDS, InjectedFaults
+from realhf.env.loopback import is_loopback_host
 
 PREFIX = "AWS_RL_ENV_"
 _CLIENT_ONLY = frozenset({"URL"})
@@ -38,6 +38,7 @@ _LIMITS = {
     "max_stderr_bytes": (64, 8 << 20),
     "cmd_timeout_s": (0.1, 600),
     "idle_timeout_s": (0, 1e7),
+    "first_message_timeout_s": (0, 1e7),
     "ws_ping_interval_s": (0.1, 1e5),
     "ws_ping_timeout_s": (0.1, 1e6),
     "web_ministack_port": (0, 65535),
@@ -71,6 +72,8 @@ class ServerConfig:
     max_stderr_bytes: int = _setting(4096, "kept of a command's error text")
     cmd_timeout_s: float = _setting(10.0, "seconds a command may take")
     idle_timeout_s: float = _setting(3600.0, "seconds without a message after which a session is closed; 0: never")
+    first_message_timeout_s: float = _setting(60.0, "seconds that a new session may keep its slot without a first "
+                                                    "message; 0: as long as an idle one")  # fmt: skip
     ws_ping_interval_s: float = _setting(20.0, "seconds between pings")
     ws_ping_timeout_s: float = _setting(600.0, "seconds a busy client may leave a ping unanswered")
     reward_mode: str = _setting("potential", "potential (rewards of an episode sum to its final score) or level (each "
@@ -82,6 +85,8 @@ class ServerConfig:
     web_ministack_port: int = _setting(4565, "port of the playground's own simulator; 0: any free port")
     web_solutions: bool = _setting(False, "the playground shows canonical solutions")
     token: str = _setting("", "bearer token that clients must send")
+    allowed_hosts: str = _setting("", "names (with commas) that clients may call the server by, beside its host, the "
+                                      "loopback's and, beyond the loopback, its addresses")  # fmt: skip
     allow_real_aws: str = _setting("", "backend_type aws: the account id, as confirmation")
     step_latency_ms: float = _setting(0.0, "SIMULATED: milliseconds added to every step of a session")
     fault_rate: float = _setting(0.0, "SIMULATED: fraction of the steps of a session that fail")
@@ -107,7 +112,7 @@ class ServerConfig:
         if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
             raise ConfigError(f"{_named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
                               f"({self.ministack_base_port} to {last})")  # fmt: skip
-        if not _is_loopback(self.host):
+        if not is_loopback_host(self.host):
             self._check_open_host()
         self._check_simulated()
         if self.backend_type == "aws" and not (self.token and self.allow_real_aws and self.pool_size == 1):
@@ -144,14 +149,7 @@ class ServerConfig:
     @property
     def containment(self) -> str:
         """What the pool is asked for: an open address never goes without bubblewrap."""
-        return self.sandbox if _is_loopback(self.host) else "bwrap"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return self.sandbox if is_loopback_host(self.host) else "bwrap"
 
 
 def _flag(name: str) -> str:

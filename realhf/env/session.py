@@ -61,6 +61,7 @@ class Session:
         *,
         max_command_bytes: int,
         idle_timeout_s: float,
+        first_message_timeout_s: float = 0.0,
         trouble: SessionTrouble | None = None,
     ) -> None:
         self._trouble = trouble
@@ -69,6 +70,8 @@ class Session:
         self._metrics = metrics
         self._max_command_bytes = max_command_bytes
         self._idle_timeout = idle_timeout_s or None
+        self._first_timeout = first_message_timeout_s or self._idle_timeout
+        self._has_spoken = False
         self._task: asyncio.Task[Any] | None = None
         self._receiving: asyncio.Future[Message] | None = None
         self._idle = False
@@ -97,8 +100,7 @@ class Session:
             try:
                 message = await self._next(receive)
             except TimeoutError:
-                self._metrics.sessions_reaped.inc()
-                return 1001, "idle timeout"
+                return self._reap()
             except asyncio.CancelledError:
                 if not self._stopping or self._task is None:
                     raise
@@ -106,12 +108,15 @@ class Session:
                 return 1001, "server shutdown"
             if message["type"] == "websocket.disconnect":
                 return None
+            self._has_spoken = True
             try:
                 reply = await self._answer(message.get("text"), receive)
             except _Unanswered as fault:
                 if fault.hangs:
                     continue
                 return 1011, "simulated fault"
+            except Exception:
+                return await self._fail(send)
             if reply is None:
                 return 1000, ""
             try:
@@ -119,13 +124,36 @@ class Session:
             except OSError:
                 return None
 
+    def _reap(self) -> tuple[int, str]:
+        """The client has been silent for too long: count it, say so, and close."""
+        if self._has_spoken:
+            self._metrics.sessions_reaped.inc()
+            _LOG.warning("a session was closed: no message for %g s (AWS_RL_ENV_IDLE_TIMEOUT_S)", self._idle_timeout)
+            return 1001, "idle timeout"
+        self._metrics.sessions_unused.inc()
+        _LOG.warning("a session was closed: no first message within %g s (AWS_RL_ENV_FIRST_MESSAGE_TIMEOUT_S)",
+                     self._first_timeout)  # fmt: skip
+        return 1001, "no first message"
+
+    async def _fail(self, send: Send) -> tuple[int, str] | None:
+        """Something broke that is no answer to a request: the client is told, and the session ends."""
+        _LOG.exception("a session failed")
+        self._metrics.errors.labels(wire.SESSION_ERROR).inc()
+        error = WireError(wire.SESSION_ERROR, "the session failed and is closed; open another one")
+        try:
+            await send({"type": "websocket.send", "text": wire.encode_error(error)})
+        except OSError:
+            return None
+        return 1011, "session error"
+
     async def _next(self, receive: Receive) -> Message:
+        timeout_s = self._idle_timeout if self._has_spoken else self._first_timeout
         self._idle = True
         try:
             if self._receiving is not None:
                 pending, self._receiving = self._receiving, None
-                return await asyncio.wait_for(pending, self._idle_timeout)
-            async with asyncio.timeout(self._idle_timeout):
+                return await asyncio.wait_for(pending, timeout_s)
+            async with asyncio.timeout(timeout_s):
                 return await receive()
         finally:
             self._idle = False

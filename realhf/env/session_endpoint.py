@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
@@ -13,11 +13,13 @@ from realhf.env import wire
 from realhf.env.access import authorized
 from realhf.env.capacity import RETRY_AFTER_S, SlotLeases
 from realhf.env.metrics import ServerMetrics
+from realhf.env.origin_guard import refuse_handshake
 from realhf.env.server_config import ServerConfig
 from realhf.env.session import Player, Receive, Send, Session
 
 _STOP_SESSIONS_S = 5.0
 _STOP_RELEASES_S = 2.0
+_LOG = logging.getLogger(__name__)
 
 
 class SessionEndpoint:
@@ -42,20 +44,37 @@ class SessionEndpoint:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         await receive()
         if not authorized(scope.get("headers") or (), self._config.token):
-            await _refuse_handshake(scope, send, 401, {"code": "UNAUTHORIZED", "message": "a bearer token is needed"})
+            await refuse_handshake(scope, send, 401, {"code": "UNAUTHORIZED", "message": "a bearer token is needed"})
             return
-        slot = await self._leases.take()
+        try:
+            slot = await self._leases.take()
+        except Exception as error:
+            await self._refuse(scope, send, 500, self._no_session(error))
+            return
         if slot is None:
-            await self._refuse(scope, send)
+            retry = (b"retry-after", str(RETRY_AFTER_S).encode())
+            await self._refuse(scope, send, 503, self._leases.refusal(), retry)
             return
-        session = Session(
+        try:
+            session = self._make_session(slot)
+        except Exception as error:
+            self._leases.give_back(slot)
+            await self._refuse(scope, send, 500, self._no_session(error))
+            return
+        await self._serve(session, slot, receive, send)
+
+    def _make_session(self, slot: Any) -> Session:
+        return Session(
             self._make_player(slot),
             self._threads,
             self._metrics,
             max_command_bytes=self._config.max_command_bytes,
             idle_timeout_s=self._config.idle_timeout_s,
+            first_message_timeout_s=self._config.first_message_timeout_s,
             trouble=self._injected.session() if self._injected else None,
         )
+
+    async def _serve(self, session: Session, slot: Any, receive: Receive, send: Send) -> None:
         self._sessions.add(session)
         close = None
         try:
@@ -80,23 +99,20 @@ class SessionEndpoint:
             await asyncio.sleep(0.02)
         await self._leases.returned(_STOP_RELEASES_S)
 
-    async def _refuse(self, scope: Mapping[str, Any], send: Send) -> None:
-        body = self._leases.refusal()
+    def _no_session(self, error: Exception) -> dict[str, Any]:
+        """Count and log that an environment could not be made; what its client is told."""
+        name = getattr(self._make_player, "__name__", type(self._make_player).__name__)
+        _LOG.error("no environment for a new session (%s)", name, exc_info=error)
+        self._metrics.errors.labels(wire.FACTORY_ERROR).inc()
+        message = f"the environment could not be made ({type(error).__name__})"
+        return {"code": wire.FACTORY_ERROR, "message": message, "factory_name": name}
+
+    async def _refuse(
+        self, scope: Mapping[str, Any], send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
+    ) -> None:
         if self._config.capacity_mode == "openenv":
             await send({"type": "websocket.accept"})
             await send({"type": "websocket.send", "text": wire.encode_reply("error", body)})
             await send({"type": "websocket.close", "code": 1000, "reason": ""})
             return
-        await _refuse_handshake(scope, send, 503, body, (b"retry-after", str(RETRY_AFTER_S).encode()))
-
-
-async def _refuse_handshake(
-    scope: Mapping[str, Any], send: Send, status: int, body: Mapping[str, Any], *headers: tuple[bytes, bytes]
-) -> None:
-    """An HTTP answer instead of the handshake; a plain close where the server has no such extension."""
-    if "websocket.http.response" not in (scope.get("extensions") or {}):
-        await send({"type": "websocket.close", "code": 1013, "reason": str(body["message"])[:100]})
-        return
-    said = [(b"content-type", b"application/json"), *headers]
-    await send({"type": "websocket.http.response.start", "status": status, "headers": said})
-    await send({"type": "websocket.http.response.body", "body": json.dumps(body).encode()})
+        await refuse_handshake(scope, send, status, body, *headers)

@@ -17,10 +17,15 @@ UNKNOWN_TYPE = "UNKNOWN_TYPE"
 VALIDATION_ERROR = "VALIDATION_ERROR"
 EXECUTION_ERROR = "EXECUTION_ERROR"
 CAPACITY_REACHED = "CAPACITY_REACHED"
+FACTORY_ERROR = "FACTORY_ERROR"
 SESSION_ERROR = "SESSION_ERROR"
 UNAVAILABLE = "UNAVAILABLE"
 
 MAX_FRAME_BYTES = 1 << 20
+MAX_NAME_CHARS = 255
+"""Of an episode's id, a task's id and a request's id."""
+MAX_NUMBER = (1 << 63) - 1
+MAX_METADATA_CHARS = 16 << 10
 
 _ALLOWED_KEYS = {
     "reset": frozenset({"type", "data", "id"}),
@@ -104,7 +109,21 @@ def _request_id(message: dict[str, Any]) -> str | int | None:
     value = message["id"]
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise WireError(VALIDATION_ERROR, "id must be a string or an integer", field="id")
+    if problem := size_problem(value):
+        raise WireError(VALIDATION_ERROR, f"id {problem}", field="id")
     return value
+
+
+def size_problem(value: Any) -> str:
+    """What is wrong with the size of a text or number that names something, "" when nothing is."""
+    if isinstance(value, str):
+        if len(value) > MAX_NAME_CHARS:
+            return f"is longer than {MAX_NAME_CHARS} characters"
+        if any("\ud800" <= char <= "\udfff" for char in value):
+            return "is not valid Unicode text"
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        return f"is not from -{MAX_NUMBER} to {MAX_NUMBER}"
+    return ""
 
 
 def _checked_object(data: Any, needed: str) -> dict[str, Any]:
@@ -122,6 +141,9 @@ def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
     if len(data) > 1 and (extra := data.keys() - _ACTION_KEYS):
         name = min(extra)[:64]
         raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}")
+    if data.get("metadata") is not None and not _is_small_object(data["metadata"]):
+        text = f"metadata must be an object of at most {MAX_METADATA_CHARS} characters of JSON, or null"
+        raise WireError(VALIDATION_ERROR, text, field="data.metadata")
     try:
         size = len(command.encode())
     except UnicodeEncodeError:
@@ -133,12 +155,17 @@ def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
     return data
 
 
+def _is_small_object(value: Any) -> bool:
+    return isinstance(value, dict) and len(_ENCODE(value)) <= MAX_METADATA_CHARS
+
+
 _RESET_TYPES: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "episode_id": (str,),
     "task": (dict,),
     "task_id": (int, str),
     "chaos": (bool,),
+    "split": (str,),
 }
 
 
@@ -153,6 +180,8 @@ def checked_reset(data: Any) -> dict[str, Any]:
         if value is not None and (mistaken or not isinstance(value, types)):
             names = " or ".join(kind.__name__ for kind in types)
             raise WireError(VALIDATION_ERROR, f"{key} must be {names} or null", field=f"data.{key}")
+        if problem := size_problem(value):
+            raise WireError(VALIDATION_ERROR, f"{key} {problem}", field=f"data.{key}")
     return data
 
 

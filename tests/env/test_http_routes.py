@@ -101,7 +101,8 @@ def test_mcp_over_http(http: httpx.Client) -> None:
     assert [tool["name"] for tool in tools] == ["aws"]
     result = http.post("/mcp", json=CALL).json()["result"]
     assert result["isError"] is False and "Buckets" in result["content"][0]["text"]
-    assert http.post("/mcp", content=b"{").json()["error"]["code"] == mcp.PARSE_ERROR
+    broken = http.post("/mcp", content=b"{", headers={"Content-Type": "application/json; charset=utf-8"})
+    assert broken.json()["error"]["code"] == mcp.PARSE_ERROR
 
 
 def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> None:

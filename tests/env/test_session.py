@@ -7,91 +7,14 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
-from realhf.env.server import EnvServer, PortTaken, listen
-from realhf.env.server_config import ServerConfig
-
-
-class FakePool:
-    """Slots without simulators; a released slot is back after ``scrub_s``."""
-
-    def __init__(self, size: int, scrub_s: float = 0.0) -> None:
-        self.scrub_s = scrub_s
-        self.released: list[float] = []
-        self._free = list(range(size))
-
-    def acquire(self) -> int:
-        if not self._free:
-            raise RuntimeError("MiniStack pool exhausted")
-        return self._free.pop(0)
-
-    def release(self, slot: int) -> None:
-        time.sleep(self.scrub_s)
-        self.released.append(time.monotonic())
-        self._free.append(slot)
-
-    @property
-    def free_count(self) -> int:
-        return len(self._free)
-
-    def metrics(self) -> dict[str, Any]:
-        return {"free": len(self._free)}
-
-
-class FakeBlockingPlayer:
-    """A step blocks until it is killed or ``finish`` is set; the command "quick" does not block."""
-
-    def __init__(self) -> None:
-        self.finish = threading.Event()
-        self.started = threading.Event()
-        self.kills = 0
-
-    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
-        return {}, 0.0, False
-
-    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
-        self.started.set()
-        if command != "quick":
-            self.finish.wait(20)
-        return {"command_output": command, "task_achieved": False}, 0.0, False
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def kill(self) -> None:
-        self.kills += 1
-        if self.kills >= 2:
-            self.finish.set()
-
-
-class Stage:
-    """A served application over fakes."""
-
-    def __init__(self, size: int = 1, scrub_s: float = 0.0, **settings: Any) -> None:
-        self.pool = FakePool(size, scrub_s)
-        self.players: list[FakeBlockingPlayer] = []
-        config = ServerConfig(port=0, pool_size=size, **settings)
-        self.server = EnvServer(self.pool, self._player, config, listen("127.0.0.1", 0))
-        self.server.start()
-
-    def _player(self, slot: int) -> FakeBlockingPlayer:
-        self.players.append(FakeBlockingPlayer())
-        return self.players[-1]
-
-    def open(self) -> ClientConnection:
-        return connect(self.server.url.replace("http", "ws") + "/ws", compression=None, proxy=None)
-
-    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> None:
-        began = time.monotonic()
-        while not condition():
-            assert time.monotonic() - began < limit_s, "condition not reached"
-            time.sleep(0.01)
+from realhf.env.server import PortTaken, listen
+from tests.env.fake_stage import Stage
 
 
 @pytest.fixture

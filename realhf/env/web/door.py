@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from realhf.env.loopback import is_loopback_host
 from realhf.env.wire import VALIDATION_ERROR, WireError
 
 MAX_BODY_BYTES = 64 * 1024
@@ -85,7 +85,7 @@ class Door:
     def _check_local(request: Request) -> None:
         """The Host header too: a foreign name that resolves to loopback must not reach the playground."""
         peer = request.client.host if request.client else ""
-        if not _is_local(peer) or not _is_local(request.url.hostname or ""):
+        if not is_loopback_host(peer) or not is_loopback_host(request.url.hostname or ""):
             raise Refused(403, "NOT_LOCAL", "without a token the playground is for this machine only")
 
     @staticmethod
@@ -133,10 +133,3 @@ class Door:
 def _cookie(request: Request) -> str:
     """Browsers share cookies between the ports of a host, so the name tells servers apart."""
     return f"realhf_playground_{request.url.port or 0}"
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
