@@ -86,6 +86,11 @@ class SlotLeases:
         self._releases.add(released)
         released.add_done_callback(self._released)
 
+    @property
+    def returning(self) -> int:
+        """Slots that were given back and are being scrubbed."""
+        return len(self._releases)
+
     def close(self) -> None:
         """No further lease."""
         self._closed = True

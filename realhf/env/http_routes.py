@@ -147,7 +147,7 @@ def _add_description(
 
     @app.get("/health")
     async def health() -> Response:
-        usable = pool.free_count + leases.active
+        usable = pool.free_count + leases.active + leases.returning
         status, word = (200, "healthy") if usable > 0 else (503, "unhealthy")
         return JSONResponse({"status": word}, status)
 

@@ -90,6 +90,15 @@ async def test_our_own_roll_back_leaves_nothing(stage: Stage) -> None:
         await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 4, 5)
 
 
+@pytest.mark.parametrize("stage", [{"scrub_s": 0.5}], indirect=True)
+async def test_a_server_is_healthy_while_its_slot_is_scrubbed(stage: Stage) -> None:
+    async with connect(_address(stage), proxy=None):
+        pass
+    await asyncio.to_thread(stage.wait_for, lambda: stage.server._endpoint._leases.returning == 1, 5)
+    page = await asyncio.to_thread(urllib.request.urlopen, f"{stage.server.url}/health", None, 5)
+    assert page.status == 200 and stage.pool.free_count == 0
+
+
 class FakeBrokenPlayer(FakeBlockingPlayer):
     def state(self) -> dict[str, Any]:
         raise KeyError("/root/secret")

@@ -76,8 +76,10 @@ def test_agents_and_people_obey_the_same_policy(visit: Visit) -> None:
     assert play(client, "ls; id")["refusal"] == "not-aws"
     for body in ({"command": "aws " + "x" * 9000}, {"command": 3}, {}, []):
         assert client.post("/web/step", json=body).status_code == 422
-    assert client.post("/web/step", content=b"{").status_code == 422
-    assert client.post("/web/step", content=b" " * 70000).status_code == 413
+    said = {"Content-Type": "application/json"}
+    assert client.post("/web/step", content=b"{", headers=said).status_code == 422
+    assert client.post("/web/step", content=b" " * 70000, headers=said).status_code == 413
+    assert client.post("/web/step", content=b"{}").status_code == 415
 
 
 @pytest.mark.parametrize("order", [{"task_id": 987654}, {"tier": "master"}, {"seed": -1}, {"seed": "x"},
