@@ -251,6 +251,14 @@ def test_receivers_of_a_broadcast_share_it_and_late_ones_are_served_too() -> Non
         assert_same(receive(alone, 10.0, "generation/0"), TENSORS)
 
 
+def test_the_deadline_of_a_broadcast_grows_with_its_bytes() -> None:
+    large = {"weight": torch.zeros(5_000_000)}
+    with publishing("broadcast") as publisher:
+        # The publisher waits half a second for the second receiver, as it would send to others meanwhile.
+        manifest = publisher.publish(1, large, receivers=2)
+        assert_same(receive(manifest, 0.1), large)
+
+
 def test_a_broadcast_that_nobody_serves_ends_at_the_deadline() -> None:
     with publishing("broadcast") as publisher:
         manifest = publisher.publish(1, TENSORS)

@@ -18,8 +18,9 @@ from typing import Any
 
 from realhf.transport.errors import ProtocolError
 from realhf.transport.weights.control_link import ControlLink
+from realhf.transport.weights.deadline import transfer_s
 from realhf.transport.weights.flat_buffer import Buffer, checksum
-from realhf.transport.weights.gloo_group import JOIN_S, GlooGroup, transfer_s
+from realhf.transport.weights.gloo_group import JOIN_S, GlooGroup
 
 GATHER_S = 0.5
 SEND_S = 2.0

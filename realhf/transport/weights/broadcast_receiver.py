@@ -13,16 +13,18 @@ import numpy as np
 from realhf.api.generation import WeightsManifest
 from realhf.transport.errors import ProtocolError
 from realhf.transport.weights.control_link import ControlLink
+from realhf.transport.weights.deadline import staging_s, transfer_s
 from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
 from realhf.transport.weights.flat_buffer import Buffer
-from realhf.transport.weights.gloo_group import GlooGroup, transfer_s
+from realhf.transport.weights.gloo_group import GlooGroup
 
 ATTEMPTS = 5
 
 
 def read_broadcast(manifest: WeightsManifest, timeout_s: float, name: str) -> Buffer:
     """The buffer of a manifest from its publisher. Raises WeightsGone, WeightsTimeout, WeightsError."""
-    deadline = time.monotonic() + timeout_s
+    whole_s = timeout_s + staging_s(manifest.nbytes)
+    deadline = time.monotonic() + whole_s
     host, _, port = manifest.location.rpartition(":")
     try:
         link = ControlLink(socket.create_connection((host, int(port)), timeout=timeout_s))
@@ -36,7 +38,7 @@ def read_broadcast(manifest: WeightsManifest, timeout_s: float, name: str) -> Bu
         link.send(timeout_s, checksum=manifest.checksum, name=name or f"process {os.getpid()}")
         return _Visit(manifest, link, deadline).read()
     except TimeoutError:
-        reason = f"the publisher at {manifest.location} did not finish within {timeout_s:g} s"
+        reason = f"the publisher at {manifest.location} did not finish within {whole_s:g} s"
         raise WeightsTimeout(manifest, reason) from None
     except OSError as error:
         raise WeightsGone(manifest, f"its publisher at {manifest.location} is gone: {error}") from None

@@ -13,16 +13,9 @@ from typing import Any
 from realhf.transport.weights.flat_buffer import Buffer
 
 JOIN_S = 5.0
-BASE_S = 10.0
-SLOWEST_BYTES_PER_S = 20e6
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Own address in, the addresses of all members by rank out. Raises RuntimeError when a member was lost."""
-
-
-def transfer_s(nbytes: int) -> float:
-    """Seconds after which a broadcast of this size counts as stuck."""
-    return BASE_S + nbytes / SLOWEST_BYTES_PER_S
 
 
 class GlooGroup:

@@ -19,9 +19,9 @@ def receive(manifest: WeightsManifest, timeout_s: float, name: str = "") -> dict
     """Tensors of a manifest on the CPU, complete and verified (sizes, then the checksum) before any is handed out.
     They share memory with no other process: writing to them is safe.
 
-    ``timeout_s`` bounds waiting for a publisher (broadcast; the other media never wait), ``name`` is what the
-    publisher calls this receiver in its messages. Raises WeightsGone when the version is no more to be had,
-    WeightsTimeout, and WeightsError when it is damaged or the manifest is."""
+    ``timeout_s`` bounds waiting for a publisher (broadcast; the other media never wait) beside the time that the bytes
+    take on a slow network; ``name`` is what the publisher calls this receiver in its messages. Raises WeightsGone when
+    the version is no more to be had, WeightsTimeout, and WeightsError when it is damaged or the manifest is."""
     check_manifest(manifest)
     return unpack(manifest, _read(manifest, timeout_s, name))
 
