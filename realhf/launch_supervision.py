@@ -10,6 +10,8 @@ from realhf.scheduler.base import WorkerExit, WorkerSpec
 
 RESTARTABLE = ("rollout_worker", "generation", "env")
 """Kinds of workers that hold nothing which the run cannot do without."""
+ONE_OF_SEVERAL = ("rollout_worker", "generation")
+"""Kinds of which one can be missing while others run: they take its work."""
 MAX_ERRORS = 3
 MAX_QUICK_DEATHS = 3
 QUICK_S = 10.0
@@ -23,15 +25,18 @@ class Supervisor:
         self._specs: dict[str, tuple[WorkerSpec, float]] = {}
         self._errors: Counter[str] = Counter()
         self._quick: Counter[str] = Counter()
+        self._running: set[str] = set()
         self.restarts: Counter[str] = Counter()
 
     def started(self, spec: WorkerSpec) -> None:
         """A worker is running."""
         self._specs[spec.name] = (spec, time.monotonic())
+        self._running.add(spec.name)
 
     def successor(self, exit_: WorkerExit) -> WorkerSpec | None:
-        """The worker to start in place of one that ended; None when the run cannot go on that way."""
+        """The worker to start in place of one that ended; None when there is none, see ``dispensable``."""
         kind = exit_.name.partition("/")[0]
+        self._running.discard(exit_.name)
         if kind not in RESTARTABLE or exit_.name not in self._specs:
             return None
         spec, since = self._specs[exit_.name]
@@ -42,3 +47,8 @@ class Supervisor:
             return None
         self.restarts[kind] += 1
         return spec
+
+    def dispensable(self, name: str) -> bool:
+        """Whether the run can go on without a worker that is not started again, because others of its kind run."""
+        kind = name.partition("/")[0]
+        return kind in ONE_OF_SEVERAL and any(other.startswith(f"{kind}/") for other in self._running)

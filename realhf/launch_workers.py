@@ -134,9 +134,14 @@ def _run_once(
 def _replace(
     exits: Sequence[WorkerExit], scheduler: Scheduler, display: Display, supervisor: Supervisor | None
 ) -> None:
-    """Start successors of the workers that ended. Raises WorkerFailed for the first that cannot have one."""
+    """Start successors of the workers that ended. Raises WorkerFailed for the first that cannot have one and that the
+    run cannot do without."""
     for exit_ in exits:
         spec = supervisor.successor(exit_) if supervisor is not None else None
+        if supervisor is not None and spec is None and supervisor.dispensable(exit_.name):
+            text = f"{failure_message(exit_)}\nit failed too often; the run goes on without it"
+            display.show({"kind": "warning", "text": text})
+            continue
         if spec is None or supervisor is None:
             raise WorkerFailed(failure_message(exit_))
         display.show({"kind": "warning", "text": f"{failure_message(exit_).splitlines()[0]}; it is started again"})

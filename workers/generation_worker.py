@@ -9,7 +9,7 @@ import argparse
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +28,9 @@ from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service_server import Request, ServiceServer
 from realhf.transport.weights.receiver import receive
 from workers.planned_worker import run_planned
+
+LEAVE_WITHIN_S = 15.0
+"""One that is sent away because it hangs in new weights must make room for its successor."""
 
 
 class SlotTable:
@@ -59,6 +62,40 @@ class SlotTable:
             return [self._slots.pop(key) for key in gone]
 
 
+class VersionGate:
+    """Requests for newer weights than the engine has wait here until it has them. ``version`` is asked for what it
+    has."""
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        self._version = version
+        self._held: dict[int, tuple[int, Callable[[], None], Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, slot: int, at_least: int, go: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """``go`` is called when the engine has this version, at once perhaps, or ``give_up`` when it need not."""
+        with self._lock:
+            if self._version() < at_least:
+                self._held[slot] = at_least, go, give_up
+                return
+        go()
+
+    def open(self) -> None:
+        """The engine has other weights."""
+        with self._lock:
+            version = self._version()
+            ready = [slot for slot, (at_least, _, _) in self._held.items() if at_least <= version]
+            gone = [self._held.pop(slot)[1] for slot in ready]
+        for go in gone:
+            go()
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Nobody waits for these any more."""
+        with self._lock:
+            dropped = [self._held.pop(slot)[2] for slot in slots if slot in self._held]
+        for give_up in dropped:
+            give_up()
+
+
 class GenerationWorker:
     """Answers ``generate`` and ``free`` of rollout workers, ``update_weights`` and ``status`` of the master."""
 
@@ -76,6 +113,7 @@ class GenerationWorker:
             make_streaming_generator(model, spec.options, log=plan.spec.run_dir / "logs" / f"vllm-{index}.log",
                                      timeout_s=plan.rpc.connect_timeout_s, tracer=self._tracer,
                                      on_death=self._engine_died))  # fmt: skip
+        self._gate = VersionGate(lambda: self._engine.version)
         self._service = ServiceServer(name, run_id, self._on_request)
         self._stack.callback(self._service.close)
         self._rpc = RpcWorker(
@@ -89,6 +127,7 @@ class GenerationWorker:
             endpoints={"generation": self._service.endpoint},
             connect_timeout_s=plan.rpc.connect_timeout_s,
             on_roster=self._on_roster,
+            leave_within_s=LEAVE_WITHIN_S,
         )
 
     def run(self) -> None:
@@ -113,11 +152,12 @@ class GenerationWorker:
                 else:
                     request.reply(answer_of(output))
 
-            self._engine.submit(request_of(fields, slot), self._gen, self._stop_ids, done)
+            wanted = request_of(fields, slot)
+            self._gate.submit(slot, wanted.min_version,
+                              lambda: self._engine.submit(wanted, self._gen, self._stop_ids, done),
+                              lambda: done(GenOutput([], [], [], "aborted")))  # fmt: skip
         elif request.method == "free":
-            slots = self._slots.take(request.client, [int(slot) for slot in fields])
-            self._engine.abort(slots)  # an episode that was given up may have a request in play
-            self._engine.free(slots)
+            self._forget(self._slots.take(request.client, [int(slot) for slot in fields]))
             request.reply(None)
         else:
             raise ValueError(f"there is no request {request.method!r}")
@@ -131,6 +171,7 @@ class GenerationWorker:
         staged = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
             self._engine.load_weights(manifest.version, tensors)
+        self._gate.open()
         return {
             "version": self._engine.version,
             "weight_stage_ms": 1000 * (staged - began),
@@ -146,8 +187,12 @@ class GenerationWorker:
         clients = {f"{name}:{info.pid}" for name, info in roster.items()}
         gone = self._slots.take_all_but(clients)
         if gone:
-            self._engine.abort(gone)
-            self._engine.free(gone)
+            self._forget(gone)
+
+    def _forget(self, slots: list[int]) -> None:
+        self._gate.drop(slots)
+        self._engine.abort(slots)  # an episode that was given up may have a request in play
+        self._engine.free(slots)
 
 
 def main() -> int:

@@ -27,12 +27,14 @@ class GenRequest:
     hold the keys and values of a prefix of it (the engine reuses what matches and computes the rest).
     ``sampled``: how many tokens at the end of the prefix belong to the turn that goes on, after an
     interruption; they count towards its minimum and maximum. ``seed``: the sequence's own stream of random numbers:
-    its tokens then depend on this number and their positions, and not on the company it is sampled in."""
+    its tokens then depend on this number and their positions, and not on the company it is sampled in.
+    ``min_version``: a generation worker samples its tokens with weights of this policy version or a later one."""
 
     slot: int
     token_ids: Sequence[int]
     sampled: int = 0
     seed: int | None = None
+    min_version: int = -1
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from realhf.api.source import DataSource
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.journal_records import Admit, Draw, Drop
 from realhf.dataflow.journal_state import Recovery
-from realhf.dataflow.model_function_call import Caller
 from realhf.dataflow.rollout_control import RolloutControl, RolloutRules, RolloutsFailed
 from realhf.dataflow.rollout_ledger import RolloutLedger
 from realhf.dataflow.rollout_service import RolloutService
@@ -28,7 +27,7 @@ from realhf.dataflow.storage_map import StorageMap
 from realhf.dataflow.straggler_gate import StragglerGate
 from realhf.dataflow.stream_loader import StreamLoader
 from realhf.dataflow.task_supply import Task, TaskSupply, item_of
-from realhf.dataflow.weight_updates import WeightUpdates
+from realhf.dataflow.weight_updates import GenerationCaller, WeightUpdates
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import WorkerDied
 from realhf.transport.roster import WorkerInfo
@@ -76,7 +75,7 @@ class AsyncRollouts:
     """Make it with ``open``, before the executor; ``start`` the rollouts, ``after_step`` every step, ``hold`` them for
     an evaluation, ``close`` at the end."""
 
-    def __init__(self, plan: RolloutPlan, caller: Caller, source: DataSource, ledger: RolloutLedger) -> None:
+    def __init__(self, plan: RolloutPlan, caller: GenerationCaller, source: DataSource, ledger: RolloutLedger) -> None:
         options = plan.spec.options
         self._plan, self._caller, self._ledger = plan, caller, ledger
         eta = options.max_head_offpolicyness
@@ -104,7 +103,7 @@ class AsyncRollouts:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     @classmethod
-    async def open(cls, plan: RolloutPlan, caller: Caller, source: DataSource) -> AsyncRollouts:
+    async def open(cls, plan: RolloutPlan, caller: GenerationCaller, source: DataSource) -> AsyncRollouts:
         """Go on from the journal in ``plan.folder``, if there is one. Raises JournalError, RpcError, or ValueError
         where the journal and the checkpoint are of different histories."""
         ledger, recovery = RolloutLedger.open(plan.folder, completed_steps=plan.completed_steps, archive=plan.archive)
@@ -216,7 +215,12 @@ class AsyncRollouts:
         await self._play_all()
 
     def _not_loaded(self, worker: str, error: Exception) -> None:
-        self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))
+        """Others go on without it until its successor has joined; without any other the run cannot."""
+        if self._weights.versions.keys() == {worker}:
+            self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))
+        else:
+            _log.error("%s did not load the weights and is sent away: %s", worker, error)
+            self._caller.dismiss(worker, f"it did not load the weights: {error}")
 
     async def _watch(self) -> None:
         while True:
@@ -297,6 +301,7 @@ class AsyncRollouts:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._weights.close()
         await self._service.close()
         await asyncio.to_thread(self._ledger.close)
 

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from realhf.api.generation import GenerationFailed
+from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.service_client import ServiceClient, ServiceError
@@ -53,7 +54,7 @@ class GenerationClient:
     async def generate(self, request: GenRequest) -> GenOutput:
         """The rest of a turn. Raises GenerationFailed."""
         deadline, failures = time.monotonic() + self._timeout_s, 0
-        fields = [request.slot, list(request.token_ids), request.sampled, request.seed]
+        fields = [request.slot, list(request.token_ids), request.sampled, request.seed, request.min_version]
         while True:
             endpoint = await self._endpoint(request.slot, deadline)
             worker = self._workers[endpoint]
@@ -133,6 +134,21 @@ class GenerationClient:
         self._changed = asyncio.Event()
 
 
+class NewEnough:
+    """A ``TokenSource`` over another, for a sample that was admitted at policy version ``version``: none of its tokens
+    comes from older weights, also not from a worker that has missed an update."""
+
+    def __init__(self, tokens: TokenSource, version: int) -> None:
+        self._tokens, self._version = tokens, version
+
+    async def generate(self, request: GenRequest) -> GenOutput:
+        """See ``TokenSource``."""
+        return await self._tokens.generate(replace(request, min_version=self._version))
+
+    def free(self, slots: Sequence[int]) -> None:
+        self._tokens.free(slots)
+
+
 def answer_of(output: GenOutput) -> list[Any]:
     """What a generation worker replies; an aborted turn is one that the client goes on with."""
     reason = "interrupted" if output.finish_reason == "aborted" else output.finish_reason
@@ -141,7 +157,7 @@ def answer_of(output: GenOutput) -> list[Any]:
 
 def request_of(fields: Sequence[Any], slot: int) -> GenRequest:
     """The request of a client, in a slot of the worker's own. Raises ValueError or TypeError on anything else."""
-    _, token_ids, sampled, seed = fields
+    _, token_ids, sampled, seed, min_version = fields
     if not all(isinstance(token, int) and token >= 0 for token in token_ids):
         raise ValueError("token ids are integers from 0")
-    return GenRequest(slot, list(token_ids), int(sampled), None if seed is None else int(seed))
+    return GenRequest(slot, list(token_ids), int(sampled), None if seed is None else int(seed), int(min_version))

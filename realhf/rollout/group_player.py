@@ -16,6 +16,7 @@ from realhf.api.rollout import ENGINE_ERROR, ENV_ERROR, RolloutLease
 from realhf.rollout.aws_env import AwsEnv
 from realhf.rollout.episode_agent import EpisodeAgent
 from realhf.rollout.failure_policy import FailurePolicy
+from realhf.rollout.generation_client import NewEnough
 from realhf.rollout.grpo_pool import GrpoPool
 from realhf.rollout.resuming_env import ResumingEnv
 from realhf.rollout.rollout_state import Job
@@ -134,12 +135,13 @@ class GroupPlayer:
     async def _rollout(
         self, env: AwsEnv, member: int, lease: RolloutLease, reset: Mapping[str, Any], played: PlayedGroup
     ) -> RolloutOutcome:
+        tokens = NewEnough(self._llm, lease.version)
         job = Job(member, reset, int(reset["seed"]), sampling_seed=sampling_seed(self._run_seed, lease.id, member))
         attempts = 1 + self._policy.retries
         for attempt in range(attempts):
             session = ResumingEnv(env, reset=reset, retries=self._policy.retries, reopen=self._pool.reopen,
                                   patience_s=self._patience_s)  # fmt: skip
-            outcome = await self._agent.play(session, job, self._llm, self._first_slot + member)
+            outcome = await self._agent.play(session, job, tokens, self._first_slot + member)
             played.failures.update(session.failures)
             if session.resumed:
                 played.retried["resumed"] += session.resumed

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from realhf.transport.errors import ProtocolError, RemoteError, RpcError
+
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
@@ -65,3 +67,21 @@ class CallLane:
     def _too_late(self, call: PendingCall) -> None:
         self.over(call)
         self._expire(call)
+
+
+def remote_error(call: PendingCall, value: Any) -> RpcError:
+    """What a worker's error answer to this call says."""
+    if not isinstance(value, dict):
+        return ProtocolError(f"worker {call.worker!r} sent a malformed error")
+    message = str(value.get("message", ""))
+    if value.get("protocol"):
+        return ProtocolError(f"worker {call.worker!r}: {message}")
+    return RemoteError(
+        worker=call.worker,
+        handler=call.handler,
+        mfc=call.mfc,
+        step=call.step,
+        kind=str(value.get("type", "")),
+        message=message,
+        remote_traceback=str(value.get("traceback", "")),
+    )

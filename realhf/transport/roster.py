@@ -20,8 +20,9 @@ class WorkerInfo:
     data_endpoint: str = ""
     endpoints: dict[str, str] = field(default_factory=dict)
 
-    def to_map(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_map(self, *, listed: bool = True) -> dict[str, Any]:
+        """As plain data; not ``listed``: without the addresses of its services."""
+        return asdict(self) if listed else {**asdict(self), "endpoints": {}}
 
     @staticmethod
     def from_map(value: Any) -> WorkerInfo:

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from realhf.transport import envelope
-from realhf.transport.call_lane import CallLane, PendingCall
+from realhf.transport.call_lane import CallLane, PendingCall, remote_error
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import (
     MasterLost,
@@ -93,6 +93,7 @@ class RpcMaster:
         self._ordered_lanes: dict[bytes, bytes] = {}
         self._pending: dict[bytes, PendingCall] = {}
         self._dead: dict[str, str] = {}
+        self._unlisted: set[str] = set()
         self._joined = asyncio.Event()
         self._left = asyncio.Event()
         self._closing = False
@@ -196,6 +197,21 @@ class RpcMaster:
             _log.error("worker %r died: %s", name, reason)
             if self._on_death is not None:
                 self._on_death(name, reason)
+
+    def dismiss(self, worker: str, reason: str) -> None:
+        """Send a worker away: it is told to leave, and counts as dead from now on. A successor may take its name."""
+        peer = self._peers.get(worker)
+        if peer is not None:
+            self._say(peer.control, peer.session, "bye")
+            self.fail_worker(worker, reason)
+
+    def list_services(self, worker: str, listed: bool) -> None:
+        """Whether the roster that workers get shows the addresses of this one; it does at first, unless ``on_join``
+        says otherwise. What is known here, ``roster``, does not change."""
+        if worker not in self._peers or listed == (worker not in self._unlisted):
+            return
+        (self._unlisted.discard if listed else self._unlisted.add)(worker)
+        self._publish()
 
     def expect(self, name: str) -> None:
         """A new process is being started under this name: forget the death of the previous one."""
@@ -309,25 +325,9 @@ class RpcMaster:
             if header["kind"] == "reply":
                 entry.future.set_result(value)
             else:
-                self._fail(entry.future, self._remote_error(entry, value))
+                self._fail(entry.future, remote_error(entry, value))
         except ProtocolError as error:
             self._fail(entry.future, error)
-
-    def _remote_error(self, entry: PendingCall, value: Any) -> RpcError:
-        if not isinstance(value, dict):
-            return ProtocolError(f"worker {entry.worker!r} sent a malformed error")
-        message = str(value.get("message", ""))
-        if value.get("protocol"):
-            return ProtocolError(f"worker {entry.worker!r}: {message}")
-        return RemoteError(
-            worker=entry.worker,
-            handler=entry.handler,
-            mfc=entry.mfc,
-            step=entry.step,
-            kind=str(value.get("type", "")),
-            message=message,
-            remote_traceback=str(value.get("traceback", "")),
-        )
 
     # ---- registration
 
@@ -353,10 +353,10 @@ class RpcMaster:
             heartbeat_s=self._heartbeat_s,
             master=[os.getpid(), start_time(os.getpid()), host_token()],
         )
-        self._publish()
-        self._joined.set()
         if self._on_join is not None:
             self._on_join(info)
+        self._publish()
+        self._joined.set()
 
     def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
         """Add the worker; a reason when it cannot be."""
@@ -379,7 +379,7 @@ class RpcMaster:
 
     def _publish(self) -> None:
         self.roster_version += 1
-        workers = [info.to_map() for info in self.roster.values()]
+        workers = [info.to_map(listed=info.name not in self._unlisted) for info in self.roster.values()]
         for peer in self._peers.values():
             self._say(peer.control, peer.session, "roster", version=self.roster_version, workers=workers)
 
@@ -419,6 +419,7 @@ class RpcMaster:
             self._fail(entry.future, WorkerDied(name, reason))
         del self._peers[name]
         del self.roster[name]
+        self._unlisted.discard(name)
         self._heartbeat.forget(peer.session)
         self._left.set()
         if not self._closing:

@@ -43,7 +43,8 @@ class RpcWorker:
     ``ordered`` handlers run strictly one after the other in the order of the master's calls; ``immediate``
     ones run beside them. A handler takes the payload and returns msgpack-able data; what it raises reaches
     the caller as RemoteError and the worker goes on. ``on_roster`` is called with every new roster, on the
-    control lane's thread.
+    control lane's thread. ``leave_within_s``: when the master says bye and the process lives so long after it, in a
+    handler that hangs, it is ended (None: never).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RpcWorker:
         connect_timeout_s: float = 60.0,
         master_lost_after_s: float = 10.0,
         on_roster: Callable[[Mapping[str, WorkerInfo]], None] | None = None,
+        leave_within_s: float | None = None,
     ) -> None:
         self._info = WorkerInfo(
             name, kind, index, os.uname().nodename, os.getpid(), data_endpoint, dict(endpoints or {})
@@ -81,7 +83,7 @@ class RpcWorker:
         self._cancelled: set[bytes] = set()
         self._roster: dict[str, WorkerInfo] = {}
         self._roster_version = -1
-        self._on_roster = on_roster
+        self._on_roster, self._leave_within_s = on_roster, leave_within_s
         self.dropped_messages = 0
 
     @property
@@ -235,6 +237,8 @@ class RpcWorker:
             if header["kind"] == "bye":
                 socket.send(pack_header("bye", self._run_id, self._session))
                 self.stop()
+                if self._leave_within_s is not None:
+                    threading.Thread(target=_end_process, args=(self._leave_within_s,), daemon=True).start()
                 return
             self._control_message(socket, header, frames[1:])
         if not self._lost:
@@ -316,3 +320,9 @@ class RpcWorker:
             "protocol": isinstance(error, ProtocolError),
         }
         socket.send_multipart([self._answer_header("error", header), pack_payload(fields)])
+
+
+def _end_process(after_s: float) -> None:
+    time.sleep(after_s)
+    _log.error("the process did not end within %g s of the master's bye", after_s)
+    os._exit(1)

@@ -159,6 +159,33 @@ async def test_what_goes_wrong_in_the_background_ends_the_run(scene: Scene, hand
         await asyncio.wait_for(rollouts.control.cohort(0), 10)
 
 
+async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_one_ends_the_run(scene: Scene) -> None:
+    rollouts = await scene.open()
+    scene.join(worker_info("generation", 1))
+    await rollouts.start()
+    await breathe()
+    assert scene.workers.unlisted == set()
+    scene.workers.failing["update_weights"] = RpcTimeout("a wrong checksum")
+    scene.workers.fails_only = "generation/1"
+    await rollouts.after_step(1)
+    await breathe()
+    assert scene.workers.dismissed == ["generation/1"] and rollouts.control._failure is None
+    assert rollouts.control.staleness.version == 0, "until it is known to be gone"
+    scene.leave("generation/1")
+    assert rollouts.control.staleness.version == 1
+    scene.workers.failing.clear()
+    scene.join(worker_info("generation", 1, pid=101))
+    assert scene.workers.unlisted == {"generation/1"}
+    await breathe()
+    assert scene.workers.unlisted == set(), "its successor has the newest weights"
+    scene.leave("generation/1")
+    scene.workers.failing["update_weights"] = RpcTimeout("a wrong checksum")
+    scene.workers.fails_only = "generation/0"
+    await rollouts.after_step(2)
+    with pytest.raises(RolloutsFailed, match="generation/0 did not load the weights: a wrong checksum"):
+        await asyncio.wait_for(rollouts.control.cohort(0), 10)
+
+
 async def test_a_worker_that_dies_when_it_is_told_to_play_is_no_failure(scene: Scene) -> None:
     rollouts = await scene.open()
     scene.workers.failing["play"] = WorkerDied("rollout_worker/0", "killed")

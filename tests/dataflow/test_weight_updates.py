@@ -18,16 +18,27 @@ class FakeCaller:
     def __init__(self) -> None:
         self.roster: dict[str, WorkerInfo] = {}
         self.open: list[tuple[str, Any, asyncio.Future[Any]]] = []
+        self.listed: set[str] = set()
+        self.held: asyncio.Future[Any] | None = None
 
     def call(
         self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if handler == "publish_weights":
-            future.set_result({"manifest": {"version": payload["version"], "receivers": payload["receivers"]}})
+            self.answer = {"manifest": {"version": payload["version"], "receivers": payload["receivers"]}}
+            if self.held is not None:
+                return self.held
+            future.set_result(self.answer)
         else:
             self.open.append((worker, payload["manifest"]["version"], future))
         return future
+
+    def list_services(self, worker: str, listed: bool) -> None:
+        (self.listed.add if listed else self.listed.discard)(worker)
+
+    def dismiss(self, worker: str, reason: str) -> None:
+        raise AssertionError("whoever is told of a failure decides about it")
 
     async def loaded(self, worker: str, error: Exception | None = None) -> int:
         """Answer the oldest load of a worker; its version."""
@@ -90,7 +101,45 @@ async def test_who_joins_late_gets_the_last_version_and_holds_nobody_up_before(s
     await scene.caller.loaded("generation/0")
     scene.updates.joined("generation/1")
     assert scene.updates.versions["generation/1"] == -1 and await scene.caller.loaded("generation/1") == 0
-    assert scene.told == [0, 0]
+    assert scene.told == [0] and scene.updates.current == scene.caller.listed == {"generation/0", "generation/1"}
+
+
+async def test_who_joins_during_an_update_is_listed_when_it_has_what_admission_counts(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    scene.caller.held = asyncio.get_running_loop().create_future()
+    publishing = asyncio.create_task(scene.updates.publish(1))
+    await asyncio.sleep(0)
+    scene.updates.joined("generation/1")
+    scene.caller.held.set_result(scene.caller.answer)
+    await asyncio.wait_for(publishing, 5)
+    await scene.caller.loaded("generation/0")
+    assert scene.told[-1] == 1
+    assert await scene.caller.loaded("generation/1") == 0, "the version that was the newest when it joined"
+    assert scene.updates.versions["generation/1"] == 0 and scene.caller.listed == {"generation/0"}
+    assert await scene.caller.loaded("generation/1") == 1
+    assert scene.caller.listed == {"generation/0", "generation/1"} and scene.told == [0, 1]
+
+
+async def test_one_that_joins_and_hangs_holds_up_nobody(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    scene.updates.joined("generation/1")
+    await asyncio.wait_for(scene.updates.publish(1), 5)
+    assert await scene.caller.loaded("generation/0") == 1 and scene.told == [0, 1]
+
+
+async def test_a_version_that_was_withdrawn_while_it_was_loaded_is_no_failure(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    scene.updates.joined("generation/1")
+    await asyncio.sleep(0)
+    await scene.updates.publish(1)
+    assert await scene.caller.loaded("generation/1", RpcError("version 0 is gone")) == 0
+    assert await scene.caller.loaded("generation/1") == 1 and scene.failed == []
 
 
 async def test_a_worker_that_dies_while_it_loads_is_no_failure_and_frees_the_others(scene: Scene) -> None:

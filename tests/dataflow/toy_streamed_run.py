@@ -59,6 +59,9 @@ class FakeWorkers:
         self.payloads = {} if payloads is None else payloads
         self.calls: list[tuple[str, str, Any]] = []
         self.mute: set[str] = set()
+        self.unlisted: set[str] = set()
+        self.dismissed: list[str] = []
+        self.fails_only = ""
         self.failing: dict[str, Exception] = {}
 
     @property
@@ -70,11 +73,17 @@ class FakeWorkers:
     ) -> asyncio.Future[Any]:
         self.calls.append((worker, handler, payload))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if handler in self.failing:
+        if handler in self.failing and worker.startswith(self.fails_only):
             future.set_exception(self.failing[handler])
         elif handler not in self.mute:
             future.set_result(self._answer(handler, payload))
         return future
+
+    def list_services(self, worker: str, listed: bool) -> None:
+        (self.unlisted.discard if listed else self.unlisted.add)(worker)
+
+    def dismiss(self, worker: str, reason: str) -> None:
+        self.dismissed.append(worker)
 
     def _answer(self, handler: str, payload: Any) -> Any:
         if handler == "stream_open":

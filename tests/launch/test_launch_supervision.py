@@ -83,3 +83,17 @@ def test_one_that_fails_by_itself_may_do_so_a_few_times(clock: FakeClock) -> Non
     watch.started(spec("rollout_worker/0"))
     clock.now += 2 * QUICK_S
     assert watch.successor(end("rollout_worker/0", 1)) is None
+
+
+def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_left(clock: FakeClock) -> None:
+    watch = supervisor("generation/0", "generation/1", "env/0", "model_worker/0", "model_worker/1")
+    for _ in range(MAX_QUICK_DEATHS):
+        assert watch.successor(end("generation/0")) is not None
+        watch.started(spec("generation/0"))
+    assert watch.successor(end("generation/0")) is None and watch.dispensable("generation/0")
+    assert watch.successor(end("env/0")) is not None and not watch.dispensable("env/0")
+    assert watch.successor(end("model_worker/0")) is None and not watch.dispensable("model_worker/0")
+    for _ in range(MAX_QUICK_DEATHS):
+        assert watch.successor(end("generation/1")) is not None
+        watch.started(spec("generation/1"))
+    assert watch.successor(end("generation/1")) is None and not watch.dispensable("generation/1")

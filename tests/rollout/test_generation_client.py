@@ -93,7 +93,7 @@ async def test_requests_of_a_worker_that_dies_go_to_another(client: Any, engines
     await asyncio.to_thread(dying.server.close)
     moved = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 10)
     assert [output.token_ids for output in moved] == [[living.number]] * 2 and client.rerouted == 2
-    assert living.asked[-1][1:] == [[1] * 4, 0, 9], "with everything that the request holds"
+    assert living.asked[-1][1:] == [[1] * 4, 0, 9, -1], "with everything that the request holds"
     for task in tasks:
         task.cancel()
 
@@ -171,8 +171,9 @@ def test_an_aborted_turn_is_one_to_go_on_with() -> None:
 
 
 def test_a_request_that_makes_no_sense_is_refused() -> None:
-    request = request_of([3, [1, 2], 1, 7], slot=12)
-    assert (request.slot, request.token_ids, request.sampled, request.seed) == (12, [1, 2], 1, 7)
-    for fields in ([3, [1, -2], 0, None], [3, ["a"], 0, None], [3, [1]], [3, 5, 0, None]):
+    request = request_of([3, [1, 2], 1, 7, 5], slot=12)
+    assert request == GenRequest(12, [1, 2], 1, 7, 5)
+    for fields in ([3, [1, -2], 0, None, -1], [3, ["a"], 0, None, -1], [3, [1]], [3, 5, 0, None, -1],
+                   [3, [1], 0, None, None]):  # fmt: skip
         with pytest.raises((ValueError, TypeError)):
             request_of(fields, slot=0)

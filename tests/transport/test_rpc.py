@@ -38,8 +38,8 @@ class Cluster:
         )
         self.processes: list[subprocess.Popen[str]] = []
 
-    def launch(self, name: str, run_id: str = "run") -> subprocess.Popen[str]:
-        command = [sys.executable, SCRIPT, self.master.endpoint, run_id, name]
+    def launch(self, name: str, run_id: str = "run", leave_within_s: str = "") -> subprocess.Popen[str]:
+        command = [sys.executable, SCRIPT, self.master.endpoint, run_id, name, leave_within_s]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         return process
@@ -225,6 +225,39 @@ async def test_registration_publishes_the_roster(cluster):
         "http://127.0.0.1:2",
     )
     assert await cluster.master.call("a", "roster", timeout_s=5) == {"a": "model", "b": "model"}
+
+
+async def test_addresses_can_be_kept_back_from_the_roster(cluster):
+    cluster.master._on_join = lambda info: info.name == "a" and cluster.master.list_services("a", False)
+    await cluster.join("a", "b")
+    listed = {"a": [], "b": ["env"]}
+    assert await cluster.master.call("b", "services", timeout_s=5) == listed
+    assert cluster.master.roster["a"].endpoints, "the master knows it all the same"
+    cluster.master.list_services("a", True)
+    assert await cluster.master.call("b", "services", timeout_s=5) == {**listed, "a": ["env"]}
+    cluster.master.list_services("nobody", False)
+
+
+async def test_one_that_is_sent_away_leaves_and_may_return(cluster):
+    (process,) = await cluster.join("w")
+    call = cluster.master.call("w", "append", {"seconds": 0.3, "number": 0}, timeout_s=60)
+    cluster.master.dismiss("w", "it is of no use")
+    with pytest.raises(WorkerDied, match="it is of no use"):
+        await call
+    assert cluster.deaths == ["w"] and "w" not in cluster.master.roster
+    assert await asyncio.to_thread(process.wait, 10) == 0
+    cluster.master.dismiss("w", "it is gone already")
+    cluster.master.expect("w")
+    await cluster.join("w")
+    assert await cluster.master.call("w", "echo", 7, timeout_s=5) == 7
+
+
+async def test_one_that_hangs_when_it_is_sent_away_is_ended(cluster):
+    process = cluster.launch("w", leave_within_s="0.3")
+    await cluster.master.wait_for(["w"], timeout_s=60)
+    cluster.master.call("w", "append", {"seconds": 60, "number": 0}, timeout_s=60)
+    cluster.master.dismiss("w", "it hangs")
+    assert await asyncio.to_thread(process.wait, 10) == 1
 
 
 async def test_refusals_say_why(cluster):

@@ -1,4 +1,4 @@
-"""A real worker process for the tests: ``python worker_process.py ENDPOINT RUN_ID NAME``."""
+"""A real worker process for the tests: ``python worker_process.py ENDPOINT RUN_ID NAME LEAVE_WITHIN_S``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def slow_append(payload: dict) -> int:
 
 
 def main() -> None:
-    endpoint, run_id, name = sys.argv[1:]
+    endpoint, run_id, name, leave_within_s = sys.argv[1:]
     worker = RpcWorker(
         name,
         "model",
@@ -40,12 +40,14 @@ def main() -> None:
         immediate={
             "status": lambda _: list(LOG),
             "nap": time.sleep,
+            "services": lambda _: {peer.name: sorted(peer.endpoints) for peer in worker.roster.values()},
             "roster": lambda _: {peer.name: peer.kind for peer in worker.roster.values()},
         },
         data_endpoint="tcp://127.0.0.1:1",
         endpoints={"env": "http://127.0.0.1:2"},
         connect_timeout_s=20,
         master_lost_after_s=3,
+        leave_within_s=float(leave_within_s) if leave_within_s else None,
     )
     worker.run()
 

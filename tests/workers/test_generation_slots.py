@@ -9,7 +9,7 @@ import pytest
 
 from realhf.api.model import GenOutput
 from realhf.transport.roster import WorkerInfo
-from workers.generation_worker import GenerationWorker, SlotTable
+from workers.generation_worker import GenerationWorker, SlotTable, VersionGate
 
 
 def test_rows_of_different_clients_are_different_and_never_used_again() -> None:
@@ -26,6 +26,7 @@ class FakeStreamingEngine:
     """Keeps requests and what it was told."""
 
     def __init__(self) -> None:
+        self.version = 3
         self.told: list[tuple[str, Any]] = []
         self.done: list[Any] = []
 
@@ -58,6 +59,7 @@ def worker() -> Any:
     made = GenerationWorker.__new__(GenerationWorker)
     made._slots, made._gen, made._stop_ids = SlotTable(), None, ()  # pyright: ignore[reportAttributeAccessIssue]
     made._engine = FakeStreamingEngine()  # pyright: ignore[reportAttributeAccessIssue]
+    made._gate = VersionGate(lambda: made._engine.version)
     return made
 
 
@@ -68,8 +70,8 @@ def ask(worker: Any, client: str, method: str, payload: Any) -> FakeRequest:
 
 
 def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worker: Any) -> None:
-    first = ask(worker, "a:1", "generate", [0, [5], 0, 7])
-    second = ask(worker, "b:2", "generate", [0, [5], 0, None])
+    first = ask(worker, "a:1", "generate", [0, [5], 0, 7, -1])
+    second = ask(worker, "b:2", "generate", [0, [5], 0, None, -1])
     worker._engine.done[1](GenOutput([9], [-1.0], [0], "aborted"))
     worker._engine.done[0](ValueError("slot in play"))
     assert second.answers == [[[9], [-1.0], [0], "interrupted"]] and str(first.answers[0]) == "slot in play"
@@ -77,15 +79,29 @@ def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worke
 
 
 def test_an_episode_that_is_given_up_ends_its_turn_and_its_row(worker: Any) -> None:
-    ask(worker, "a:1", "generate", [3, [5], 0, 7])
+    ask(worker, "a:1", "generate", [3, [5], 0, 7, -1])
     assert ask(worker, "a:1", "free", [3, 4]).answers == [None]
-    ask(worker, "a:1", "generate", [3, [5], 0, 7])
+    ask(worker, "a:1", "generate", [3, [5], 0, 7, -1])
     assert worker._engine.told == [("submit", 0), ("abort", [0]), ("free", [0]), ("submit", 1)]
+
+
+def test_a_request_for_newer_weights_waits_until_the_engine_has_them(worker: Any) -> None:
+    later, latest = (ask(worker, "a:1", "generate", [slot, [5], 0, None, 4 + slot]) for slot in (0, 1))
+    ask(worker, "a:1", "generate", [2, [5], 0, None, 3])
+    assert worker._engine.told == [("submit", 2)]
+    worker._engine.version = 4
+    worker._gate.open()
+    assert worker._engine.told[1:] == [("submit", 0)] and latest.answers == []
+    ask(worker, "a:1", "free", [1])
+    assert latest.answers == [[[], [], [], "interrupted"]], "nobody waits for it any more"
+    worker._engine.version = 9
+    worker._gate.open()
+    assert later.answers == [] and worker._engine.told[2:] == [("abort", [1]), ("free", [1])]
 
 
 def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker: Any) -> None:
     for client in ("rollout_worker/0:11", "rollout_worker/0:12", "rollout_worker/1:13"):
-        ask(worker, client, "generate", [0, [5], 0, None])
+        ask(worker, client, "generate", [0, [5], 0, None, -1])
     roster = [WorkerInfo("rollout_worker/0", "rollout_worker", 0, "here", 12),
               WorkerInfo("rollout_worker/1", "rollout_worker", 1, "here", 13)]  # fmt: skip
     worker._on_roster({info.name: info for info in roster})
@@ -94,7 +110,8 @@ def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker: 
     assert len(worker._engine.told) == 5
 
 
-@pytest.mark.parametrize("payload", [None, [], [0], [0, [-1], 0, None], ["x", [1], 0, None]])
+@pytest.mark.parametrize("payload", [None, [], [0], [0, [-1], 0, None, -1], ["x", [1], 0, None, -1],
+                                     [0, [1], 0, None]])
 def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker: Any, payload: Any) -> None:
     with pytest.raises((ValueError, TypeError, IndexError)):
         ask(worker, "a:1", "generate", payload)
