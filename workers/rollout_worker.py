@@ -19,7 +19,7 @@ from realhf.api.chat import TemplateChat
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
-from realhf.backends.tokenizer_loading import load_tokenizer
+from realhf.backends.tokenizer_loading import check_context, load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents import make_agent
 from realhf.rollout.failure_policy import failure_policy
@@ -111,6 +111,7 @@ class RolloutWorker:
         args = self._spec.calls[0].interface_args
         group = int(args["group_size"])
         model = self._plan.spec.models[self._spec.role]
+        check_context(model.path, self._spec.role, args["max_total_tokens"])
         chat = TemplateChat(load_tokenizer(model.path, self._spec.role), template_kwargs=model.chat_template_kwargs)
         agent = make_agent(self._spec.agent, chat, args)
         return [

@@ -145,7 +145,7 @@ class PPOConfig:
     ``recompute_logprob`` is on by default (with ``prox_logp_method`` recompute) where the ratio is that of a sequence
     (gspo): its clip range is narrower than the difference between the log-probabilities of generator and trainer.
     ``loss_scale_len``: the divisor of ``loss_agg=constant`` (drgrpo); None takes the most tokens that the policy can
-    sample in an episode."""
+    sample in an episode. ``mask_too_long`` leaves sequences out that a limit of tokens ended, not one of turns."""
 
     algo: str = "grpo"
     group_size: int = 8

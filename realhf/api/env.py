@@ -65,7 +65,8 @@ class Turn:
 class RolloutOutcome:
     """One episode. Ids, logprobs, versions and loss_mask cover the completion only and have equal lengths;
     logprobs are 0.0 and versions -1 where loss_mask is False (environment or template tokens).
-    A failed episode has ``valid == False`` and ``reward is None``: a failure is never a reward of 0."""
+    A failed episode has ``valid == False`` and ``reward is None``: a failure is never a reward of 0.
+    ``last_turn_cut``: the last policy turn was ended by a limit of tokens."""
 
     status: str
     prompt_ids: list[int]
@@ -83,6 +84,13 @@ class RolloutOutcome:
     task_text: str = ""
     message: str = ""
     timings: dict[str, float] = field(default_factory=dict)
+    last_turn_cut: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit of tokens ended the episode. The limit of turns does not count: an agent that used its turns
+        without success has failed, and learns from it."""
+        return self.status == "token_budget" or (self.status == "max_turns" and self.last_turn_cut)
 
     @property
     def valid(self) -> bool:

@@ -55,6 +55,11 @@ class GenOutput:
 class GenerationEngine(Protocol):
     """Tokens in, tokens out; key-value rows are kept between calls until their slot is freed."""
 
+    @property
+    def context_limit(self) -> int:
+        """Tokens of the longest sequence, prefix and sampled ones together."""
+        ...
+
     def generate(
         self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
     ) -> list[GenOutput]:

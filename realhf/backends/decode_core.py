@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
+from realhf.api.context import context_limit
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.fast_decoder import fast_decoder
 from realhf.backends.forward_pass import Decoding, ForwardPass, ModulePass, Piece
@@ -28,19 +29,6 @@ _STEP_TOKENS = {"cpu": 256}
 number: whoever plays already gets tokens meanwhile, after new weights too."""
 _IDLE_FRACTION = 0.25
 """Rows in play are brought together when so many in between are idle: a move costs about ten steps of an idle row."""
-
-
-def context_limit(config: Any) -> int:
-    """Longest sequence that the model handles with full attention over everything before it."""
-    limit = (
-        getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30
-    )
-    layer_types = getattr(config, "layer_types", None)
-    slides = (
-        "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)
-    )
-    window = getattr(config, "sliding_window", None)
-    return min(limit, window) if window and slides else limit
 
 
 def rest_of_turn(request: GenRequest, config: GenConfig, limit: int) -> int:
@@ -94,7 +82,7 @@ class DecodeCore:
 
     def __init__(self, model: Any, *, max_rows: int | None = None) -> None:
         self.model = model
-        self.limit = context_limit(model.config)
+        self.limit = context_limit(model.config.to_dict())
         self._cache = RowCache()
         self._max_rows = max_rows
         self._table = RowTable(max_rows)

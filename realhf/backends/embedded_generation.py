@@ -31,6 +31,11 @@ class EmbeddedGenerator:
         self.cores: CoreShare = unmanaged()
 
     @property
+    def context_limit(self) -> int:
+        """See ``GenerationEngine``."""
+        return self._core.limit
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes held for keys and values."""
         return self._core.kv_bytes

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realhf.backends.attention_masks import sliding_window
 from realhf.backends.forward_pass import Decoding, Piece
 from realhf.backends.grouped_attention import blocks_attention, row_blocks
 from realhf.backends.kv_cache import RowCache
@@ -51,6 +52,8 @@ def _unsuitable(model: Any) -> str | None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _STATIC_ROPE:
         return f"its rotary embedding is {rope}"
+    if sliding_window(config) is not None:
+        return f"some of its layers see the last {sliding_window(config)} tokens only"
     if any(type(p.data) is not Tensor for p in model.parameters()):
         return "its parameters are not plain tensors"
     for module in model.modules():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.backends.attention_masks import AttentionMasks
 from realhf.backends.kv_cache import RowCache
 from realhf.backends.row_attention import row_decoding
 
@@ -61,6 +62,7 @@ class ModulePass:
         self._model = model
         self._cache = cache
         self._limit = limit
+        self._masks = AttentionMasks(model.config, model.dtype)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
         with row_decoding(self._model):
@@ -81,9 +83,8 @@ class ModulePass:
         width = int(decoding.positions.max()) + 1
         at = self._index(positions)
         self._cache.bind_decode(at, torch.arange(n, device=at.device), width)
-        closed = torch.arange(width, device=at.device) > at[:, None]
-        mask = self._mask(closed)[:, None, None]
-        return self._forward(self._index(tokens)[:, None], mask, at[:, None])[self._index(decoding.rows)]
+        logits = self._forward(self._index(tokens)[:, None], at[:, None], width)
+        return logits[self._index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
         """Padded on the left, so that the last query is the last token of every row."""
@@ -96,23 +97,19 @@ class ModulePass:
         columns = self._index(np.where(valid, position, 0))
         rows = self._index([p.row for p in pieces])
         self._cache.bind_prefill(rows, columns, torch.as_tensor(valid, device=columns.device), width)
-        hidden_future = torch.arange(width, device=columns.device) > columns[:, None, :, None]
-        return self._forward(self._index(tokens), self._mask(hidden_future), columns)
+        return self._forward(self._index(tokens), columns, width)
 
-    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
+        """``tokens`` and ``positions`` int64 (n, n_query) over the first ``width`` columns of their rows."""
         out = self._model(
             input_ids=tokens,
-            attention_mask=mask,
+            attention_mask=self._masks.of(positions, width),
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return out.logits[:, -1]
-
-    def _mask(self, closed: Tensor) -> Tensor:
-        zeros = torch.zeros(closed.shape, dtype=self._model.dtype, device=closed.device)
-        return zeros.masked_fill_(closed, float("-inf"))
 
     def _index(self, values: Any) -> Tensor:
         return torch.as_tensor(np.asarray(values, dtype=np.int64), device=self._model.device)

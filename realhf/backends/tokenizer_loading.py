@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from realhf.api.context import context_limit
+
 
 class ModelLoadError(ValueError):
     """A model cannot be loaded. The message is one line: role, path and cause."""
@@ -19,6 +21,19 @@ def load_tokenizer(path: str, role: str) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"{role}.path={path}: no tokenizer there ({first_line(error)})") from None
+
+
+def check_context(path: str, role: str, max_total_tokens: int) -> None:
+    """Raises ModelLoadError when the model there cannot hold an episode of so many tokens."""
+    from transformers import AutoConfig
+
+    check_folder(path, role)
+    try:
+        limit = context_limit(AutoConfig.from_pretrained(path).to_dict())
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"{role}.path={path}: no readable model there ({first_line(error)})") from None
+    if max_total_tokens > limit:
+        raise ModelLoadError(f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens")
 
 
 def check_folder(path: str, role: str) -> None:

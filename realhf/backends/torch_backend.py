@@ -51,10 +51,13 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:
         raise ModelLoadError(
             f"{role}.path={path}: no such folder, and no readable model of that name ({first_line(error)})"
         ) from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:  # type: ignore[attr-defined]
+    known = AutoModelForCausalLM._model_mapping  # type: ignore[attr-defined]
+    if type(config) not in known:
         raise ModelLoadError(f"{role}.path={path}: {config.model_type!r} is not a causal language model")
+    # Attention with soft caps or sinks, as in Gemma 2 and gpt-oss, has no fused kernel here.
+    kernel = "sdpa" if getattr(known[type(config)], "_supports_sdpa", True) else "eager"
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=kernel).eval()
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelLoadError(f"{role}.path={path}: weights do not load ({first_line(error)})") from None
 

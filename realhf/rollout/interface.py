@@ -28,6 +28,7 @@ class EnginePolicy:
         self.seconds = 0.0
         self.tokens = 0
         self._generator = model.engine.generator()
+        self.context_limit = self._generator.context_limit
         self._config = config
         self._seed = seed
 
@@ -146,6 +147,10 @@ class EnvRolloutInterface:
         self, pool: MultiTurnEnvPool, policy: EnginePolicy, tasks: list[dict[str, Any]], seeds: list[int], group: int,
         sampling_seeds: list[list[int]] | None = None,
     ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
+        longest = self._pool_args["max_total_tokens"]
+        if longest > policy.context_limit:
+            raise ValueError(f"rollout.max_total_tokens={longest}: the context of the model holds "
+                             f"{policy.context_limit} tokens")
         began = time.perf_counter()
         groups = pool.run_groups(tasks, policy, group_size=group, seeds=seeds, sampling_seeds=sampling_seeds)
         total = time.perf_counter() - began

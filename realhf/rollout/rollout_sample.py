@@ -33,7 +33,8 @@ def outcomes_to_sample(
 
     Keys, one inner sequence per rollout of L tokens: ``packed_input_ids`` i64 [L], ``prompt_mask`` and
     ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1], ``env_rewards`` f32 [1],
-    ``seq_no_eos_mask`` bool [1], ``outcome`` u8 [1]. A failed rollout keeps its tokens but has no loss mask.
+    ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8 [1]. A failed rollout keeps
+    its tokens but has no loss mask.
     Metadata ``rewards`` and ``achieved`` are JSON lists, with null where a rollout failed.
     """
     import torch
@@ -43,7 +44,7 @@ def outcomes_to_sample(
         for outcome, code in zip(group, _codes(group, min_group_size), strict=True):
             packed.add(outcome, code)
     rollouts = [outcome for group in groups for outcome in group]
-    cut = [outcome.status in ("max_turns", "token_budget") for outcome in rollouts]
+    cut = [outcome.truncated for outcome in rollouts]
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "packed_input_ids": np.asarray(packed.ids),
         "prompt_mask": np.frombuffer(packed.prompt_mask, dtype=np.bool_),

@@ -81,8 +81,8 @@ class RolloutState:
         """Take a sampled turn, or a part of one; ``command`` is set when the environment has to run one. Otherwise
         the turn goes on (interrupted) or is complete, and the episode goes on or has ended."""
         assert self.tokens is not None
-        if not output.token_ids:
-            self.fail("policy_error", "the engine returned no tokens")
+        if not output.token_ids and not (output.finish_reason == "length" and self._turn_ids):
+            self._no_turn(output.finish_reason)
             return
         self.tokens.append_policy(output, continues=bool(self._turn_ids))
         self._turn_ids += output.token_ids
@@ -94,6 +94,18 @@ class RolloutState:
         self.command = extract_command(self._text)
         if self.command is None:
             self._finish_turn(NO_COMMAND, None, done=False)
+
+    def _no_turn(self, reason: str) -> None:
+        """The engine sampled nothing. When its context is full, the episode is over as if its budget were spent."""
+        assert self.tokens is not None
+        if reason != "length":
+            self.fail("policy_error", "the engine returned no tokens")
+        elif not self.turns:
+            self.fail("policy_error", f"the first prompt of {len(self.tokens.prompt_ids)} tokens fills the engine's "
+                                      "context: it is shorter than rollout.max_total_tokens")
+        else:
+            self.tokens.drop_environment()
+            self.status = "token_budget"
 
     def take_reply(self, result: StepResult) -> None:
         """Take the environment's answer to ``command``."""
@@ -166,4 +178,5 @@ class RolloutState:
             task_text=str(self.task.get("description", "")),
             message=self.message,
             timings={"wall_s": time.perf_counter() - self._began},
+            last_turn_cut=bool(self.turns) and not self._ended,
         )

@@ -67,6 +67,13 @@ class TokenBuffer:
         self.loss_mask += [False] * len(ids)
         self._policy_spoke_last = False
 
+    def drop_environment(self) -> None:
+        """Take back what was added after the last policy turn: nobody will answer it."""
+        while self.completion_ids and not self.loss_mask[-1]:
+            for column in (self.completion_ids, self.logprobs, self.versions, self.loss_mask):
+                column.pop()
+        self._policy_spoke_last = bool(self.completion_ids)
+
     def check(self) -> None:
         """Raise AssertionError unless the invariants of a finished episode hold."""
         sizes = {len(self.completion_ids), len(self.logprobs), len(self.versions), len(self.loss_mask)}

@@ -10,7 +10,6 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.decode_core import context_limit
 from realhf.backends.embedded_generation import EmbeddedGenerator
 from realhf.backends.row_attention import row_decode_attention
 
@@ -152,7 +151,7 @@ def test_min_new_tokens_holds_back_stop_ids(tiny_model: Any) -> None:
 
 def test_context_limit_ends_a_row(tiny_model: Any) -> None:
     model = tiny_model()
-    assert context_limit(model.config) == 192
+    assert EmbeddedGenerator(model).context_limit == 192
     outputs = _run(EmbeddedGenerator(model), [[5] * 190, [5] * 192, [5]], max_new_tokens=6)
     assert [len(o.token_ids) for o in outputs] == [2, 0, 6]
     assert [o.finish_reason for o in outputs] == ["length"] * 3

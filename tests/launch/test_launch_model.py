@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from realhf.api.config import ModelConfig
+from realhf.backends.tokenizer_loading import ModelLoadError, check_context
 from realhf.launch_build import build_experiment
 from realhf.launch_config import compose_config
 from realhf.launch_model import model_problems
@@ -56,3 +57,10 @@ def test_the_qwen3_configuration_does_not_think_anywhere(experiment: str):
     assert spec.models["actor"].chat_template_kwargs == {"enable_thinking": False}
     if spec.source.dataset_args is not None:
         assert spec.source.dataset_args["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_rollout_workers_refuse_a_context_that_is_too_short(tmp_path: Path):
+    folder_of(tmp_path, model_type="llama")
+    check_context(str(tmp_path), "actor", 4096)
+    with pytest.raises(ModelLoadError, match="holds 4096 tokens"):
+        check_context(str(tmp_path), "actor", 4097)

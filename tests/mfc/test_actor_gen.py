@@ -120,8 +120,7 @@ def test_the_solution_is_rewarded_and_nothing_else(played: Played, tasks: list[T
         group = solved[number * G : (number + 1) * G]
         assert json.loads(outputs.metadata["achieved"][number]) == group
         assert json.loads(outputs.metadata["rewards"][number]) == [float(each) for each in group]
-    cut = outputs["seq_no_eos_mask"].tolist()
-    assert cut == [not each for each in solved], "an episode ends by success or by its turns"
+    assert not any(outputs["seq_no_eos_mask"].tolist()), "an episode ends by success or by its turns, none by length"
 
 
 def test_the_observation_is_that_of_the_simulator(played: Played, tasks: list[Task], tokenizer: Any) -> None:

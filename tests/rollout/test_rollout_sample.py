@@ -1,6 +1,7 @@
 """Packed keys of rollouts: shapes, alignment of shifted keys, and failures that are not rewards."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,8 +57,11 @@ def test_a_rollout_that_failed_before_its_prompt_keeps_its_place() -> None:
     assert sample.seqlens["packed_logprobs"] == [[0, 8], [8, 0]]
 
 
-@pytest.mark.parametrize(("status", "cut"), [("achieved", False), ("max_turns", True), ("token_budget", True)])
-def test_truncated_episodes_are_valid_and_marked(status: str, cut: bool) -> None:
-    sample = outcomes_to_sample(["a"], [[outcome(status)]])
+@pytest.mark.parametrize(("status", "last_turn_cut", "cut"), [
+    ("achieved", False, False), ("achieved", True, False), ("finished", True, False), ("max_turns", False, False),
+    ("max_turns", True, True), ("token_budget", False, True),
+])
+def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(status: str, last_turn_cut: bool, cut: bool) -> None:
+    sample = outcomes_to_sample(["a"], [[replace(outcome(status), last_turn_cut=last_turn_cut)]])
     assert sample["outcome"].tolist() == [0]
     assert sample["seq_no_eos_mask"].tolist() == [cut]

@@ -92,3 +92,36 @@ def test_an_empty_turn_is_a_policy_error() -> None:
     rollout = begun()
     rollout.take_turn(GenOutput([], [], [], "interrupted"))
     assert rollout.outcome().status == "policy_error" and rollout.outcome().reward is None
+
+
+def test_a_full_context_ends_the_episode_as_a_spent_budget_does() -> None:
+    rollout = begun()
+    rollout.take_turn(said("aws s3 ls"))
+    rollout.take_reply(observed("o"))
+    rollout.take_turn(GenOutput([], [], [], "length"))
+    outcome = rollout.outcome()
+    assert (outcome.status, outcome.reward, outcome.valid, outcome.truncated) == ("token_budget", 0.25, True, True)
+    assert outcome.loss_mask == [True] * 10, "the observation that nobody answered is gone"
+
+
+def test_a_turn_that_fills_the_context_is_complete() -> None:
+    rollout = begun()
+    rollout.take_turn(said("aws s3 ", finish="interrupted"))
+    rollout.take_turn(said("ls", finish="interrupted"))
+    rollout.take_turn(GenOutput([], [], [], "length"))
+    assert rollout.command == "aws s3 ls" and not rollout.status
+
+
+def test_a_prompt_that_fills_the_context_names_the_option() -> None:
+    rollout = begun()
+    rollout.take_turn(GenOutput([], [], [], "length"))
+    assert rollout.outcome().status == "policy_error" and "rollout.max_total_tokens" in rollout.outcome().message
+
+
+def test_turns_that_run_out_are_no_truncation_unless_the_last_was_cut() -> None:
+    for finish, truncated in (("stop", False), ("length", True)):
+        rollout = begun(Limits(1, 120, 20, 500))
+        rollout.take_turn(said("aws s3 ls", finish=finish))
+        rollout.take_reply(observed(""))
+        outcome = rollout.outcome()
+        assert (outcome.status, outcome.truncated) == ("max_turns", truncated)

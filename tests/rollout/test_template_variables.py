@@ -37,7 +37,7 @@ def tokenizer() -> Any:
 @pytest.mark.parametrize("thinks", [True, False])
 def test_prompts_and_rows_are_rendered_alike(tokenizer: Any, tmp_path: Path, thinks: bool) -> None:
     kwargs = {"enable_thinking": thinks}
-    engine = SimpleNamespace(generator=lambda: None)
+    engine = SimpleNamespace(generator=lambda: SimpleNamespace(context_limit=64))
     model = Model("actor", engine, tokenizer, kwargs)  # type: ignore[arg-type]
     prompt = EnginePolicy(model, GenConfig(), seed=0).chat.first("list")
     rows = tmp_path / "rows.jsonl"

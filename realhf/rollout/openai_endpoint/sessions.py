@@ -133,6 +133,7 @@ class Session:
             task_text=str(task.get("description", "")),
             message=message,
             timings={"branches": float(len(self.ledger.branches))},
+            last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),
         )
 
     async def _sample(self, turn: OpenTurn) -> None:

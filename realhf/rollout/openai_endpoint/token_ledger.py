@@ -133,14 +133,19 @@ class TokenLedger:
         return turn
 
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
-        """Take what was sampled; whether the turn is complete. Raises ValueError for what is no turn."""
+        """Take what was sampled; whether the turn is complete. Raises ValueError for what is no turn, and ApiError when
+        the engine's context has no room for one."""
         count = len(output.token_ids)
         interrupted = output.finish_reason == "interrupted"
-        if (not count and not interrupted) or not count == len(output.logprobs) == len(output.versions):
+        full = not count and output.finish_reason == "length"
+        if full and not turn.parts:
+            raise self._over("token_budget", "context_length_exceeded",
+                             f"the conversation of {len(turn.prompt)} tokens fills the engine's context")
+        if (not count and not interrupted and not full) or not count == len(output.logprobs) == len(output.versions):
             raise ValueError(
                 f"the engine returned {count} tokens, {len(output.logprobs)} logprobs, {len(output.versions)} versions"
             )
-        if count:
+        if count or full:
             turn.parts.append(output)
         if interrupted:
             return False

@@ -9,8 +9,6 @@ import numpy as np
 
 from realhf.api.env import RolloutOutcome
 
-TRUNCATED_STATUSES = ("max_turns", "token_budget")
-
 
 def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, Any] | None:
     """The valid episodes of one task as a group; None if there are none. A failed episode has no reward, so it is no
@@ -24,7 +22,7 @@ def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, A
         "tokens": [tokens for tokens, _, _ in rows], "masks": [masks for _, masks, _ in rows],
         "inference_logprobs": [logprobs for _, _, logprobs in rows],
         "scores": [float(outcome.reward or 0.0) for outcome in valid],
-        "overrides": [{"truncated": outcome.status in TRUNCATED_STATUSES, "achieved": outcome.achieved}
+        "overrides": [{"truncated": outcome.truncated, "achieved": outcome.achieved}
                       for outcome in valid],
         "group_overrides": {"task_id": valid[0].task_id, "tier": valid[0].tier, "seed": valid[0].seed, **about},
         **({"policy_version": min(versions)} if versions else {}),
