@@ -19,7 +19,7 @@ from realhf.env.player import EpisodePlayer
 from realhf.env.pool import MiniStackPool
 from realhf.env.real_aws import RealAwsPool
 from realhf.env.server import EnvServer, listen
-from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, resolve
+from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, aws_endpoints, resolve
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.rpc_worker import RpcWorker
 
@@ -103,7 +103,7 @@ def make_pool(config: ServerConfig) -> MiniStackPool | RealAwsPool:
     """Simulators, or the real account where that is confirmed."""
     limits = OutputLimits(config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes)
     if config.backend_type == "aws":
-        return RealAwsPool(config.allow_real_aws, config.allow_file, limits)
+        return RealAwsPool(config.allow_real_aws, config.allow_file, limits, aws_endpoints())
     return MiniStackPool(config.pool_size, config.ministack_base_port, sandbox=config.containment, limits=limits,
                          lambda_mode=config.lambda_mode)  # fmt: skip
 

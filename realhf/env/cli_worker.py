@@ -114,7 +114,7 @@ class CliWorker:
     def _answer(self, argv: list[str], stdout_cap: int, stderr_cap: int) -> dict[str, Any]:
         self.refusals.clear()
         out, err = CappedSink(stdout_cap), CappedSink(stderr_cap)
-        code, requests = self.cli.run(argv, _text(out), _text(err))
+        code, requests = self.cli.run(argv, text_stream(out), text_stream(err))
         refusal = self.refusals[0] if self.refusals else None
         return {
             "exit_code": code,
@@ -136,5 +136,5 @@ class CliWorker:
         )
 
 
-def _text(sink: CappedSink) -> io.TextIOWrapper:
+def text_stream(sink: CappedSink) -> io.TextIOWrapper:
     return io.TextIOWrapper(sink, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[arg-type]

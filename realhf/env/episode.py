@@ -91,6 +91,8 @@ class Episode:
         EpisodeError when its world cannot be built."""
         self._forget()
         criteria_of(task)
+        if chaos and not self._slot.simulated:
+            raise TaskError("chaos=true; a real account (BACKEND_TYPE=aws) is not disturbed")
         seed = task.seed if seed is None else seed
         try:
             world = build_world(self._slot, task, seed, drifts)
@@ -105,7 +107,7 @@ class Episode:
             raise TaskError(f"a state check of the task cannot be made: {error.code}") from error
         except ConnectionError as error:
             raise EpisodeError("the simulator cannot be read") from error
-        if self._may_disturb if chaos is None else chaos:
+        if self._slot.simulated and (self._may_disturb if chaos is None else chaos):
             self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader.criteria, state)
         self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
         self._task, self._world = world.task, world

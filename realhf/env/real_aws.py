@@ -1,7 +1,8 @@
 """``BACKEND_TYPE=aws``: one session on a real account, for who knows what they do (environment spec 5, Real AWS).
 
 Starts only when the caller's account is the one that was written down as confirmation. The world is never emptied,
-set up or disturbed; every operation is logged; destructive ones are refused unless a file allows them by name.
+set up or disturbed; every operation is logged; what is no default read of ``real_aws_permissions`` is refused unless
+a file names the operation.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,27 +24,33 @@ from typing import Any
 import botocore.session
 from botocore.exceptions import BotoCoreError, ClientError
 
-from realhf.env.executor import TIMED_OUT, CommandResult, OutputLimits, SentRequest, SimulatorLost
-from realhf.env.policy import REGION, check_command, refusal_text
+from realhf.env.command_result import CommandResult, OutputLimits
+from realhf.env.executor import TIMED_OUT, SimulatorLost
+from realhf.env.policy import REGION, Verdict, check_command, refusal_text
+from realhf.env.real_aws_permissions import (
+    Permissions,
+    RealAwsRefused,
+    is_default_read,
+    operations_sent,
+    read_allow_file,
+)
 from realhf.env.state_client import StateCallError
-from realhf.env.tracker import is_read
 from realhf.env.vfs import VirtualFolder
+from realhf.env.worker_reply import BadReply, parse_reply
 
 _LOG = logging.getLogger(__name__)
-_DESTRUCTIVE = ("delete", "terminate", "remove", "stop", "deregister", "revoke", "detach", "disassociate", "purge",
-                "release", "disable", "cancel", "reboot", "untag", "batch-delete", "admin-delete", "admin-disable",
-                "schedule-key-deletion", "rm", "rb", "mv", "sync")  # fmt: skip
+_FILE_VALUE = re.compile("fileb?://", re.IGNORECASE)
+_CHILD_ENVIRONMENT = {
+    "PATH": "/nonexistent", "HOME": "/nonexistent", "LANG": "C.UTF-8", "TZ": "UTC", "AWS_PAGER": "",
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+}  # fmt: skip
 EXHAUSTED = "the account's only session is taken"
 
 
-class RealAwsRefused(RuntimeError):
-    """The account may not be used; the text says why."""
-
-
-def confirm_account(expected: str) -> str:
-    """The account of the present credentials. Raises RealAwsRefused unless it is ``expected``."""
+def confirm_account(session: botocore.session.Session, expected: str) -> str:
+    """The account of the session's credentials. Raises RealAwsRefused unless it is ``expected``."""
     try:
-        client = botocore.session.Session().create_client("sts", region_name=REGION)
+        client = session.create_client("sts", region_name=REGION)
         found = str(client.get_caller_identity()["Account"])
     except (BotoCoreError, ClientError) as error:
         raise RealAwsRefused(f"BACKEND_TYPE=aws: the caller cannot be identified: {error}") from None
@@ -52,36 +60,30 @@ def confirm_account(expected: str) -> str:
     return found
 
 
-def is_destructive(operation: str) -> bool:
-    """Whether a CLI operation can take something away."""
-    return operation.startswith(_DESTRUCTIVE)
-
-
-def read_allow_file(path: str) -> frozenset[tuple[str, str]]:
-    """``service operation`` lines; ``#`` starts a comment. Raises RealAwsRefused for another line."""
-    allowed = set()
-    for number, line in enumerate(Path(path).read_text().splitlines() if path else (), start=1):
-        words = line.partition("#")[0].split()
-        if len(words) not in (0, 2):
-            raise RealAwsRefused(f"{path}, line {number}: not 'service operation': {line!r}")
-        if words:
-            allowed.add((words[0], words[1]))
-    return frozenset(allowed)
-
-
 class RealAwsExecutor:
-    """Runs policed commands in a child process with the server's own credentials."""
+    """Runs permitted commands, each in a child process of its own that holds the account's credentials and nothing
+    else of the server's environment. ``endpoints``: variables of botocore that name other endpoints than AWS's."""
 
-    def __init__(self, folder: Path, allowed: frozenset[tuple[str, str]], limits: OutputLimits) -> None:
+    def __init__(
+        self,
+        session: botocore.session.Session,
+        folder: Path,
+        permissions: Permissions,
+        limits: OutputLimits,
+        endpoints: Mapping[str, str],
+    ) -> None:
+        self._session = session
         self._folder = folder
-        self._allowed = allowed
+        self._permissions = permissions
         self._limits = limits
-        self._process: subprocess.Popen[str] | None = None
+        self._endpoints = dict(endpoints)
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def worker_pid(self) -> int:
         """The child that runs a command now, -1 when none does."""
-        return self._process.pid if self._process is not None else -1
+        process = self._process
+        return process.pid if process is not None else -1
 
     def run(self, command: str) -> CommandResult:
         """As ``CliExecutor.run``."""
@@ -90,55 +92,77 @@ class RealAwsExecutor:
             return CommandResult(252, "", verdict.message, refusal=verdict.rule)
         if verdict.answer is not None:
             return CommandResult(0, verdict.answer, "")
-        names = tuple(word for word in verdict.argv if not word.startswith("-"))[:2]
-        if is_destructive(names[1]) and names not in self._allowed:
-            _LOG.warning("real AWS: refused %s", " ".join(names))
-            message = refusal_text("destructive", f"{' '.join(names)} is not in the file of allowed operations")
-            return CommandResult(252, "", message, refusal="destructive")
-        _LOG.info("real AWS: %s", " ".join(names))
-        return self._execute(verdict.argv)
+        names = f"{verdict.service} {verdict.operation}"
+        if not self._permissions.permits(verdict.service, verdict.operation):
+            return _refused("not-permitted", f"{names} is no default read and not in the file of allowed operations")
+        if any(_FILE_VALUE.search(word) for word in verdict.argv):
+            return _refused("local-file", "no parameter is read from a file on a real account")
+        _LOG.info("real AWS: %s", names)
+        return self._execute(verdict)
 
-    def _execute(self, argv: tuple[str, ...]) -> CommandResult:
-        command = [sys.executable, "-P", "-m", "realhf.env.real_aws_cli"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=self._folder)
+    def _execute(self, verdict: Verdict) -> CommandResult:
         try:
-            out, problem = self._process.communicate(json.dumps({"argv": argv}), self._limits.timeout_s)
-            reply = json.loads(out)
+            order = json.dumps(self._order(verdict)).encode()
+        except (BotoCoreError, ValueError) as error:
+            _LOG.error("real AWS: no credentials: %s", error)
+            return CommandResult(255, "", "command stopped: the account's credentials are not available", stopped=True)
+        pipe, problem = subprocess.PIPE, b""
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-P", "-B", "-m", "realhf.env.real_aws_cli"],
+            stdin=pipe, stdout=pipe, stderr=pipe, cwd=self._folder, env=_CHILD_ENVIRONMENT,
+        )  # fmt: skip
+        try:
+            out, problem = process.communicate(order, self._limits.timeout_s)
+            reply = parse_reply({"truncated": False, "last": True, **json.loads(out)}, self._limits)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
             return CommandResult(124, "", TIMED_OUT, timed_out=True)
-        except ValueError:
-            _LOG.error("real AWS: the command line ended without an answer: %s", problem[-500:])
-            return CommandResult(255, "", "command stopped")
+        except (ValueError, TypeError, BadReply):
+            said = problem[-500:].decode("utf-8", "replace")
+            _LOG.error("real AWS: the command line ended without an answer: %s", said)
+            return CommandResult(255, "", "command stopped", stopped=True)
         finally:
             self._process = None
-        requests = tuple(SentRequest(**entry) for entry in reply["requests"])
-        for sent in requests:
+            process.kill()
+            process.wait()
+        for sent in reply.result.requests:
             _LOG.info("real AWS: sent %s:%s, status %d", sent.service, sent.operation, sent.status)
-        return CommandResult(reply["exit_code"], _capped(reply["stdout"], self._limits.stdout_bytes),
-                             _capped(reply["stderr"], self._limits.stderr_bytes), requests=requests)  # fmt: skip
+        return reply.result
+
+    def _order(self, verdict: Verdict) -> dict[str, Any]:
+        """What the child reads. Raises BotoCoreError, ValueError without credentials."""
+        found = self._session.get_credentials()
+        if found is None:
+            raise ValueError("none are configured")
+        credentials = found.get_frozen_credentials()
+        return {
+            "argv": ["--region", REGION, *verdict.argv],
+            "service": "s3" if verdict.service == "s3api" else verdict.service,
+            "operations": operations_sent(verdict.service, verdict.operation),
+            "credentials": {"access_key": credentials.access_key, "secret_key": credentials.secret_key,
+                            "token": credentials.token},
+            "endpoints": self._endpoints,
+            "folder": os.path.realpath(self._folder),
+            "stdout_cap": self._limits.stdout_bytes,
+            "stderr_cap": self._limits.stderr_bytes,
+        }  # fmt: skip
 
 
-def _capped(text: str, most: int) -> str:
-    data = text.encode()
-    if len(data) <= most:
-        return text
-    return f"{data[:most].decode('utf-8', 'ignore')}...[truncated {len(data) - most} bytes]"
+def _refused(rule: str, message: str) -> CommandResult:
+    _LOG.warning("real AWS: refused (%s): %s", rule, message)
+    return CommandResult(252, "", refusal_text(rule, message), refusal=rule)
 
 
 class RealState:
-    """Reads for grading, never a write: the world of a real account is not set up."""
+    """Reads for grading, never a write and no secret: checks come from whoever sends the task."""
 
-    def __init__(self) -> None:
-        self._session = botocore.session.Session()
+    def __init__(self, session: botocore.session.Session) -> None:
+        self._session = session
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As ``StateClient.call``. Raises StateCallError for anything that is not a read."""
-        if not is_read(f"{service}:{operation}"):
-            raise StateCallError("AccessDenied", "a real account is not set up or disturbed")
+        """As ``StateClient.call``. Raises StateCallError for anything but a default read."""
+        if not is_default_read(service, operation):
+            raise StateCallError("AccessDenied", f"{service}:{operation} is no default read of a real account")
         if service not in self._clients:
             self._clients[service] = self._session.create_client(service, region_name=REGION)
         try:
@@ -156,13 +180,21 @@ class RealAwsSlot:
     """What an episode needs of a slot."""
 
     index = 0
+    simulated = False
 
-    def __init__(self, account: str, executor: RealAwsExecutor, files: VirtualFolder) -> None:
+    def __init__(
+        self,
+        account: str,
+        executor: RealAwsExecutor,
+        own_executor: RealAwsExecutor,
+        files: VirtualFolder,
+        state: RealState,
+    ) -> None:
         self.account = account
-        self.executor = self.own_executor = executor
-        """Also of checks: every command is a process of its own, so none carries anything over from the agent's."""
+        self.executor, self.own_executor = executor, own_executor
+        """The agent's, and that of checks, which has the default reads alone. Every command is a process of its own."""
         self.files = self.own_files = files
-        self.state = RealState()
+        self.state = state
 
     @property
     def worker_pid(self) -> int:
@@ -170,8 +202,8 @@ class RealAwsSlot:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Of the child that runs a command now."""
-        return (self.worker_pid,) if self.worker_pid > 0 else ()
+        """Of the children that run a command now."""
+        return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
 
     def reset(self, seed: int = 0) -> None:
         """Only the session's files are emptied; the account stays as it is."""
@@ -181,21 +213,29 @@ class RealAwsSlot:
 class RealAwsPool:
     """One slot on the confirmed account. Raises RealAwsRefused from ``start``."""
 
-    def __init__(self, expected_account: str, allow_file: str, limits: OutputLimits) -> None:
+    def __init__(
+        self, expected_account: str, allow_file: str, limits: OutputLimits, endpoints: Mapping[str, str] | None = None
+    ) -> None:
         self._expected = expected_account
         self._allow_file = allow_file
         self._limits = limits
+        self._endpoints = dict(endpoints or {})
         self._lock = threading.Lock()
         self._slot: RealAwsSlot | None = None
         self._leased = False
         self._folder = ""
 
     def start(self) -> None:
-        allowed = read_allow_file(self._allow_file)
-        account = confirm_account(self._expected)
+        permissions = Permissions(read_allow_file(self._allow_file))
+        session = botocore.session.Session()
+        account = confirm_account(session, self._expected)
         self._folder = tempfile.mkdtemp(prefix="realhf-aws-")
         files = VirtualFolder(Path(self._folder) / "files")
-        self._slot = RealAwsSlot(account, RealAwsExecutor(files.path, allowed, self._limits), files)
+        agents, own = (
+            RealAwsExecutor(session, files.path, granted, self._limits, self._endpoints)
+            for granted in (permissions, Permissions())
+        )
+        self._slot = RealAwsSlot(account, agents, own, files, RealState(session))
 
     def acquire(self) -> RealAwsSlot:
         """Raises RuntimeError when the session is taken."""
@@ -219,13 +259,13 @@ class RealAwsPool:
 
     def containment(self) -> str:
         account = self._slot.account if self._slot else self._expected
-        return (f"REAL AWS, account {account}: nothing is simulated, emptied or set up; destructive operations are "
-                "refused unless the allow file names them; every operation is logged")  # fmt: skip
+        return (f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; only reads "
+                "that show no secret run, and what the allow file names; every operation is logged")  # fmt: skip
 
     def stop(self) -> None:
         """Idempotent."""
         slot, self._slot = self._slot, None
-        if slot is not None and slot.worker_pid > 0:
+        for pid in slot.worker_pids if slot is not None else ():
             with suppress(ProcessLookupError):
-                os.kill(slot.worker_pid, 9)
+                os.kill(pid, 9)
         shutil.rmtree(self._folder, ignore_errors=True)

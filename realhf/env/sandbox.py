@@ -150,12 +150,14 @@ class AuditGuard:
     ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
     ``on_denied``: told the rule and text of everything that was stopped.
     ``writes``: how many files may be opened for writing; the holder may fill it up again.
+    ``egress``: asked about network events, which are all stopped without it.
     """
 
     read_roots: tuple[str, ...]
     write_roots: tuple[str, ...] = ()
     on_denied: Callable[[str, str], None] | None = None
     writes: WriteBudget | None = None
+    egress: Callable[[str, tuple[object, ...]], bool] | None = None
 
     def install(self) -> None:
         """Add the hook. It cannot be removed for the life of the process."""
@@ -195,7 +197,7 @@ class AuditGuard:
             elif verdict == "write":
                 if not all(inside(args[i], write_roots) for i in _WRITE_EVENTS[event] if i < len(args)):
                     deny("local-file", "this path cannot be changed here")
-            else:
+            elif verdict != "egress" or self.egress is None or not self.egress(event, args):
                 deny(verdict, "not allowed here")
 
         return hook

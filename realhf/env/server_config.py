@@ -93,7 +93,7 @@ class ServerConfig:
     fault_kinds: str = _setting(DEFAULT_KINDS, "SIMULATED: how they fail, with weights: unavailable (an error frame: "
                                                "the step was not executed), disconnect, hang")  # fmt: skip
     fault_seed: int = _setting(0, "SIMULATED: seed of the faults")
-    allow_file: str = _setting("", "backend_type aws: file with the destructive operations that are allowed")
+    allow_file: str = _setting("", "backend_type aws: file with operations that are allowed beside the default reads")
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -182,6 +182,13 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str | int | float 
         elif variable.startswith(PREFIX) and variable.removeprefix(PREFIX) not in _CLIENT_ONLY:
             raise ConfigError(f"unknown setting {variable} (known: {', '.join(sorted(kinds))})")
     return found
+
+
+def aws_endpoints(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables of botocore that name endpoints, for ``backend_type`` aws: what its clients of the server obey, the
+    commands of agents obey too."""
+    variables = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if name.startswith("AWS_ENDPOINT_URL")}
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:

@@ -33,6 +33,9 @@ class Slot:
     emptied between leases, so the id separates nothing, and ids and ARNs in observations stay the same for the
     same task and seed."""
 
+    simulated = True
+    """The world may be emptied, set up and disturbed."""
+
     def __init__(self, index: int, ministack: MiniStackProcess, zygote: ForkServer, folder: Path,
                  factory: ClientFactory, limits: OutputLimits) -> None:  # fmt: skip
         self.index = index

@@ -97,7 +97,7 @@ class RequestLog:
         context["realhf_sent"] = {
             "service": model.service_model.service_name,
             "operation": model.name,
-            "params": _plain(params),
+            "params": json_able(params),
         }
 
     def _answered(self, http_response: Any, parsed: Any, context: dict[str, Any], **_: Any) -> None:
@@ -114,12 +114,12 @@ class RequestLog:
         self.entries.append({**context["realhf_sent"], "status": status, "error_code": error_code})
 
 
-def _plain(value: Any) -> Any:
+def json_able(value: Any) -> Any:
     """``value`` as JSON can carry it; streams become a marker, long text is cut."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): json_able(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [json_able(item) for item in value]
     if isinstance(value, (bytes, bytearray)):
         return bytes(value[:_MAX_PARAM_CHARS]).decode("utf-8", "replace")
     if isinstance(value, str):

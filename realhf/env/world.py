@@ -56,6 +56,8 @@ class World:
 def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None) -> World:
     """Empty the slot and set the task up; ``seed`` decides random ids and drifts, unless ``drifts`` names them by
     their places in ``possible_drifts``. Raises SetupError, or TaskError for a task that makes no sense."""
+    if not slot.simulated:
+        _refuse_changes(task)
     slot.reset(seed)
     answers: list[Mapping[str, Any]] = []
     present: set[tuple[str, str]] = set()
@@ -72,6 +74,15 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     for drift in chosen:
         _send(slot, drift, "drift", set())
     return World(task, frozenset(present), tuple(answers))
+
+
+def _refuse_changes(task: Task) -> None:
+    """A real account stays as it is. Raises TaskError for a task that would need another world."""
+    needs = {"a set-up": task.setup, "decoys": task.decoys, "drift": task.possible_drifts, "files": task.assets}
+    wanted = [name for name, what in needs.items() if what]
+    if wanted:
+        reason = f"task {task.task_id} needs {' and '.join(wanted)}"
+        raise TaskError(f"{reason}; a real account gets none (BACKEND_TYPE=aws)")
 
 
 def _filled(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> SetupCommand:

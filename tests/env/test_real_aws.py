@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import select
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import botocore.session
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.env.pool import ACCOUNT, MiniStackPool
-from realhf.env.real_aws import RealAwsRefused, is_destructive, read_allow_file
+from realhf.env.command_result import OutputLimits
+from realhf.env.command_table import ALLOWED
+from realhf.env.episode import Episode
+from realhf.env.policy import Verdict
+from realhf.env.pool import ACCOUNT, MiniStackPool, Slot
+from realhf.env.real_aws import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
+from realhf.env.real_aws_permissions import DEFAULT_READS, Permissions, RealAwsRefused, read_allow_file
 from realhf.env.server_process import EnvServerProcess
+from realhf.env.state_client import StateCallError
+from realhf.env.task import Task, TaskError
 from realhf.env.tasks.loader import instantiate
 
 pytestmark = pytest.mark.sim
@@ -19,33 +29,57 @@ TOKEN = "only-for-tests"
 
 
 @pytest.fixture(scope="module")
-def fake_cloud() -> Iterator[str]:
+def fake_account() -> Iterator[Slot]:
     pool = MiniStackPool(1)
     pool.start()
-    yield pool.slots[0].endpoint
+    yield pool.slots[0]
     pool.stop()
 
 
 @pytest.fixture
-def credentials(fake_cloud: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", fake_cloud)
+def fake_cloud(fake_account: Slot, monkeypatch: pytest.MonkeyPatch) -> Slot:
+    """The fake account, emptied, with botocore's settings leading to it."""
+    fake_account.reset()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", fake_account.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCOUNT)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+    return fake_account
+
+
+@pytest.fixture
+def canary() -> Iterator[socket.socket]:
+    """A listener that must never be called."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+        assert not select.select([listener], [], [], 0)[0], "somebody called"
+
+
+Executor = Callable[..., RealAwsExecutor]
+
+
+@pytest.fixture
+def executor(fake_cloud: Slot, tmp_path: Path) -> Executor:
+    def make(*named: tuple[str, str]) -> RealAwsExecutor:
+        permissions, endpoints = Permissions(frozenset(named)), {"AWS_ENDPOINT_URL": fake_cloud.endpoint}
+        session = botocore.session.Session()
+        return RealAwsExecutor(session, tmp_path, permissions, OutputLimits(timeout_s=60.0), endpoints)
+
+    return make
 
 
 def server(*arguments: str) -> EnvServerProcess:
-    return EnvServerProcess(1, "--backend-type", "aws", "--token", TOKEN, *arguments)
+    return EnvServerProcess(1, "--backend-type", "aws", "--token", TOKEN, "--cmd-timeout-s", "60", *arguments)
 
 
 def ask(session: ClientConnection, kind: str, **data: object) -> dict:
     session.send(json.dumps({"type": kind, "data": data}))
-    return json.loads(session.recv(timeout=30))["data"]
+    return json.loads(session.recv(timeout=60))["data"]
 
 
-@pytest.mark.usefixtures("credentials")
+@pytest.mark.usefixtures("fake_cloud")
 def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
     allow = tmp_path / "allow.txt"
-    allow.write_text("s3api delete-bucket  # emptied by hand before\n")
+    allow.write_text("s3api create-bucket\ns3 mb\ns3api delete-bucket  # emptied by hand before\n")
     task = instantiate(101, 1)
     with server("--allow-real-aws", ACCOUNT, "--allow-file", str(allow)) as process:
         url = process.url.replace("http", "ws") + "/ws"
@@ -58,28 +92,166 @@ def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
             still = ask(session, "step", command="aws s3api list-buckets --query Buckets[].Name")
             assert name in still["observation"]["command_output"], "a reset empties nothing"
             refused = ask(session, "step", command="aws dynamodb delete-table --table-name x")
-            assert refused["observation"]["refusal"] == "destructive"
-            removed = ask(session, "step", command=f"aws s3api delete-bucket --bucket {name}")
-            assert removed["observation"]["command_success"]
+            assert refused["observation"]["refusal"] == "not-permitted"
+            removed = ask(session, "step", command=f"aws --output json s3api delete-bucket --bucket {name}")
+            assert removed["observation"]["command_success"], removed
             with_setup = next(t for t in range(1, 14) if instantiate(t, 1).setup)
-            assert ask(session, "reset", task=instantiate(with_setup, 1).to_json())["code"] == "EXECUTION_ERROR"
+            answer = ask(session, "reset", task=instantiate(with_setup, 1).to_json())
+            assert answer["code"] == "VALIDATION_ERROR" and "needs a set-up" in answer["message"]
         process.stop()
         assert "sent s3:CreateBucket, status 200" in process.output()
 
 
-@pytest.mark.usefixtures("credentials")
+@pytest.mark.usefixtures("fake_cloud")
 def test_another_account_is_not_touched() -> None:
     with pytest.raises(RuntimeError, match=f"belong to account {ACCOUNT}"):
         server("--allow-real-aws", "123456789012")
 
 
-def test_what_is_destructive() -> None:
-    assert all(map(is_destructive, ("delete-bucket", "terminate-instances", "rm", "batch-delete-image")))
-    assert not any(map(is_destructive, ("create-bucket", "list-buckets", "put-object", "describe-instances")))
+@pytest.mark.parametrize(
+    "command",
+    [
+        "aws --region us-east-1 s3api delete-bucket --bucket kept",
+        "aws --output json s3api delete-bucket --bucket kept",
+        "aws --query list-buckets s3api delete-bucket --bucket kept",
+        "aws s3api --query list-buckets delete-bucket --bucket kept",
+        "aws dynamodb batch-write-item --request-items '{\"t\":[{\"DeleteRequest\":{\"Key\":{\"a\":{\"S\":\"x\"}}}}]}'",
+        "aws route53 change-resource-record-sets --hosted-zone-id Z --change-batch '{\"Changes\":[]}'",
+        "aws iam create-access-key --user-name root",
+        "aws iam attach-user-policy --user-name u --policy-arn arn:aws:iam::aws:policy/AdministratorAccess",
+        "aws secretsmanager get-secret-value --secret-id s",
+        "aws ssm get-parameter --name p --with-decryption",
+        "aws ssm get-parameters-by-path --path / --with-decryption",
+        "aws lambda get-function-configuration --function-name f",
+        "aws lambda wait function-exists --function-name f",
+        "aws cognito-idp create-user-pool-client --user-pool-id p --client-name c --callback-urls http://127.0.0.1:1/",
+        "aws s3 presign s3://kept/k",
+        "aws s3 rb s3://kept --force",
+        "aws s3api put-object --bucket kept --key k",
+    ],
+)
+def test_what_is_no_default_read_does_not_run(fake_cloud: Slot, executor: Executor, command: str) -> None:
+    """Wherever global options stand, and whatever an operation is called."""
+    fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
+    result = executor().run(command)
+    assert result.refusal == "not-permitted" and not result.requests
+    assert [bucket["Name"] for bucket in fake_cloud.state.call("s3", "ListBuckets")["Buckets"]] == ["kept"]
 
 
-def test_a_bad_line_of_the_allow_file_is_named(tmp_path: Path) -> None:
+def test_default_reads_and_named_operations_run(fake_cloud: Slot, executor: Executor, tmp_path: Path) -> None:
+    shell = executor(("s3api", "put-object"), ("s3api", "get-object"))
+    fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
+    listed = shell.run("aws --output text s3api list-buckets --query Buckets[].Name --no-cli-pager")
+    assert (listed.stdout, [sent.operation for sent in listed.requests]) == ("kept\n", ["ListBuckets"]), listed
+    assert shell.run("aws s3 ls s3://kept").success
+    (tmp_path / "in.txt").write_text("words")
+    put = shell.run("aws s3api put-object --bucket kept --key k --body in.txt")
+    assert put.success, put.stderr
+    assert shell.run("aws s3api get-object --bucket kept --key k out.txt").success
+    assert (tmp_path / "out.txt").read_text() == "words"
+
+
+def test_urls_and_files_are_not_read_for_a_parameter(
+    fake_cloud: Slot, executor: Executor, canary: socket.socket, tmp_path: Path
+) -> None:
+    """The command line's first version fetches such values; here they are texts."""
+    fake_cloud.state.call("cognito-idp", "CreateUserPool", {"PoolName": "p"})
+    pool = fake_cloud.state.call("cognito-idp", "ListUserPools", {"MaxResults": 1})["UserPools"][0]["Id"]
+    url = f"http://127.0.0.1:{canary.getsockname()[1]}/"
+    shell = executor(("cognito-idp", "create-user-pool-client"), ("ssm", "put-parameter"))
+    made = shell.run(f"aws cognito-idp create-user-pool-client --user-pool-id {pool} --client-name c "
+                     f"--callback-urls {url}")  # fmt: skip
+    assert made.success, made.stderr
+    assert made.requests[0].params["CallbackURLs"] == [url]
+    (tmp_path / "secret").write_text("content")
+    read = shell.run("aws ssm put-parameter --name p --type String --value file://secret")
+    assert read.refusal == "local-file" and not read.requests
+
+
+def test_the_child_sends_only_what_was_permitted(
+    fake_cloud: Slot, executor: Executor, canary: socket.socket, tmp_path: Path
+) -> None:
+    """A second layer, should the policy ever be wrong about what a command asks for."""
+    fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
+    past = executor()._execute(Verdict(("s3api", "delete-bucket", "--bucket", "kept"), "s3api", "list-buckets"))
+    assert not past.success and not past.requests and "not what was permitted" in past.stderr
+    assert fake_cloud.state.call("s3", "ListBuckets")["Buckets"]
+    (tmp_path / "secret").write_text("content")
+    port = canary.getsockname()[1]
+    for value in (f"http://127.0.0.1:{port}/", "file://secret"):
+        words = ("ssm", "put-parameter", "--name", "p", "--type", "String", "--overwrite", "--value", value)
+        assert executor()._execute(Verdict(words, "ssm", "put-parameter")).requests[0].params["Value"] == value
+    elsewhere = Verdict(("s3", "ls", "--endpoint-url", f"http://127.0.0.1:{port}"), "s3", "ls")
+    assert "kept" in executor()._execute(elsewhere).stdout, "the endpoint stays what it was"
+
+
+def test_requests_leave_for_the_endpoints_of_aws_alone(executor: Executor, canary: socket.socket) -> None:
+    """Even where a command could name a host."""
+    url = f"http://127.0.0.1:{canary.getsockname()[1]}/000000000000/q"
+    result = executor().run(f"aws sqs get-queue-attributes --queue-url {url} --attribute-names All")
+    assert [request.params["QueueUrl"] for request in result.requests] == [url], result.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        ({"setup_commands": ["aws s3 mb s3://b"]}, "a set-up"),
+        ({"setup_commands": [{"service": "s3", "operation": "CreateBucket", "params": {"Bucket": "b"}}]}, "a set-up"),
+        ({"possible_drifts": ["aws s3 rb s3://b"]}, "drift"),
+        ({"decoys": ["aws s3 mb s3://b"]}, "decoys"),
+        ({"assets": {"a.txt": "x"}}, "files"),
+    ],
+)
+def test_a_task_that_needs_another_world_is_refused_with_the_reason(
+    fake_cloud: Slot, tmp_path: Path, task: dict[str, object], reason: str
+) -> None:
+    episode = Episode(_slot(fake_cloud, tmp_path))
+    with pytest.raises(TaskError, match=f"needs {reason}; a real account gets none"):
+        episode.reset(_task(**task))
+    assert fake_cloud.state.call("s3", "ListBuckets")["Buckets"] == []
+
+
+def test_there_is_no_chaos_and_no_secret_in_checks(fake_cloud: Slot, tmp_path: Path) -> None:
+    episode = Episode(_slot(fake_cloud, tmp_path), chaos=True)
+    episode.reset(_task())
+    assert episode._chaos is None
+    with pytest.raises(TaskError, match="not disturbed"):
+        episode.reset(_task(), chaos=True)
+    with pytest.raises(StateCallError, match="no default read"):
+        RealState(botocore.session.Session()).call("secretsmanager", "GetSecretValue", {"SecretId": "s"})
+
+
+def test_default_reads_are_operations_that_agents_have() -> None:
+    for service, operations in DEFAULT_READS.items():
+        assert operations <= ALLOWED[service]
+        assert all(name.startswith(("get-", "list-", "describe-", "head-", "ls")) for name in operations)
+    secrets = {("secretsmanager", "get-secret-value"), ("ssm", "get-parameter"), ("s3api", "get-object"),
+               ("dynamodb", "scan"), ("lambda", "get-function"), ("cognito-idp", "describe-user-pool-client")}
+    assert not any(Permissions().permits(*pair) for pair in secrets)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("s3api delete-bucket now", "not 'service operation'"),
+        ("s3api delete-everything", "agents have no operation"),
+        ("organizations leave-organization", "agents have no operation"),
+    ],
+)
+def test_a_bad_line_of_the_allow_file_is_named(tmp_path: Path, line: str, said: str) -> None:
     allow = tmp_path / "allow.txt"
-    allow.write_text("# fine\ns3api delete-bucket now\n")
-    with pytest.raises(RealAwsRefused, match="line 2"):
+    allow.write_text(f"# fine\n{line}\n")
+    with pytest.raises(RealAwsRefused, match=f"line 2: {said}"):
         read_allow_file(str(allow))
+
+
+def _slot(fake_cloud: Slot, tmp_path: Path) -> RealAwsSlot:
+    pool = RealAwsPool(ACCOUNT, "", OutputLimits(), {"AWS_ENDPOINT_URL": fake_cloud.endpoint})
+    pool.start()
+    return pool.acquire()
+
+
+def _task(**fields: object) -> Task:
+    data = {"task_id": 9200, "difficulty": "expert", "description": "List the buckets.",
+            "success_criteria": {"state_checks": [{"service": "s3", "type": "bucket", "name": "b"}]}}  # fmt: skip
+    return Task.from_json(data | fields)
