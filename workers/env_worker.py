@@ -14,7 +14,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from realhf.env.executor import OutputLimits
 from realhf.env.player import EpisodePlayer
 from realhf.env.pool import MiniStackPool
 from realhf.env.real_aws import RealAwsPool
@@ -101,10 +100,9 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
 
 def make_pool(config: ServerConfig) -> MiniStackPool | RealAwsPool:
     """Simulators, or the real account where that is confirmed."""
-    limits = OutputLimits(config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes)
     if config.backend_type == "aws":
-        return RealAwsPool(config.allow_real_aws, config.allow_file, limits, aws_endpoints())
-    return MiniStackPool(config.pool_size, config.ministack_base_port, sandbox=config.containment, limits=limits,
+        return RealAwsPool(config.allow_real_aws, config.allow_file, config.limits, aws_endpoints())
+    return MiniStackPool(config.pool_size, config.ministack_base_port, sandbox=config.containment, limits=config.limits,
                          lambda_mode=config.lambda_mode)  # fmt: skip
 
 

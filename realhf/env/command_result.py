@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from realhf.env.policy import MAX_COMMAND_BYTES
+
 
 @dataclass(frozen=True)
 class SentRequest:
@@ -43,8 +45,9 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class OutputLimits:
-    """Bytes kept of each stream, seconds a command may take."""
+    """Seconds a command may take, bytes kept of each stream, bytes of the command line itself."""
 
     timeout_s: float = 10.0
     stdout_bytes: int = 16384
     stderr_bytes: int = 4096
+    command_bytes: int = MAX_COMMAND_BYTES

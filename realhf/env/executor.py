@@ -94,7 +94,7 @@ class CliExecutor:
     def run(self, command: str) -> CommandResult:
         """Execute ``aws ...``. A refused or failing command is a result; raises SimulatorLost otherwise."""
         self.counters.commands += 1
-        verdict = check_command(command)
+        verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
             return self._refused(verdict.rule, verdict.message)
         if verdict.answer is not None:

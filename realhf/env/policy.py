@@ -28,6 +28,7 @@ from realhf.env.waiters import WAITERS
 
 REGION = "us-east-1"
 MAX_COMMAND_BYTES = 8192
+"""Unless the server's configuration says otherwise."""
 MAX_QUERY_CHARS = 1000
 MAX_QUERY_DEPTH = 20
 
@@ -65,20 +66,20 @@ def refusal_text(rule: str, message: str) -> str:
     return f"refused ({rule}): {message}"
 
 
-def check_command(command: str) -> Verdict:
+def check_command(command: str, max_bytes: int = MAX_COMMAND_BYTES) -> Verdict:
     """Decide on a command line as an agent wrote it. Never raises."""
     try:
-        return _checked(_words(command))
+        return _checked(_words(command, max_bytes))
     except RefusedRequest as refused:
         return Verdict(rule=refused.rule, message=refusal_text(refused.rule, refused.message))
 
 
-def _words(command: str) -> list[str]:
+def _words(command: str, max_bytes: int) -> list[str]:
     """The words after ``aws``. Raises RefusedRequest."""
     if any("\ud800" <= char <= "\udfff" for char in command):
         refuse("malformed", "the command is not valid Unicode")
-    if len(command.encode()) > MAX_COMMAND_BYTES:
-        refuse("too-long", f"a command may have {MAX_COMMAND_BYTES} bytes")
+    if len(command.encode()) > max_bytes:
+        refuse("too-long", f"a command may have {max_bytes} bytes")
     command = command.strip()
     if "\0" in command or _has_bare_newline(command):
         refuse("newline", "a command is one line of text")

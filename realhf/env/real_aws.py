@@ -87,7 +87,7 @@ class RealAwsExecutor:
 
     def run(self, command: str) -> CommandResult:
         """As ``CliExecutor.run``."""
-        verdict = check_command(command)
+        verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
             return CommandResult(252, "", verdict.message, refusal=verdict.rule)
         if verdict.answer is not None:

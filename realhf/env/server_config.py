@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from realhf.env.command_result import OutputLimits
 from realhf.env.injected_faults import DEFAULT_KINDS, InjectedFaults
 from realhf.env.loopback import is_loopback_host
 
@@ -67,7 +68,7 @@ class ServerConfig:
     max_steps: int = _setting(15, "commands of one episode")
     capacity_mode: str = _setting("reject", "a client too many: reject (503 before the handshake) or openenv (an error "
                                             "frame after it, as stock OpenEnv servers do)")  # fmt: skip
-    max_command_bytes: int = _setting(8192, "length of a command")
+    max_command_bytes: int = _setting(8192, "length of a command, in bytes")
     max_stdout_bytes: int = _setting(16384, "kept of a command's output")
     max_stderr_bytes: int = _setting(4096, "kept of a command's error text")
     cmd_timeout_s: float = _setting(10.0, "seconds a command may take")
@@ -138,6 +139,11 @@ class ServerConfig:
     def injected(self) -> InjectedFaults:
         """The simulated trouble that is asked for."""
         return InjectedFaults(self.step_latency_ms, self.fault_rate, self.fault_kinds, self.fault_seed)
+
+    @property
+    def limits(self) -> OutputLimits:
+        """Of every command."""
+        return OutputLimits(self.cmd_timeout_s, self.max_stdout_bytes, self.max_stderr_bytes, self.max_command_bytes)
 
     @property
     def web_mounted(self) -> bool:

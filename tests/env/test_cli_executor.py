@@ -12,7 +12,9 @@ import pytest
 from realhf.env.cli_worker import CappedSink
 from realhf.env.executor import SentRequest
 from realhf.env.pool import MiniStackPool, Slot
+from realhf.env.server_config import ServerConfig
 from tests.process_family import freeze
+from workers.env_worker import make_pool
 
 pytestmark = pytest.mark.sim
 
@@ -170,3 +172,17 @@ def test_one_command_writes_only_so_many_files(slot: Slot) -> None:
     assert slot.executor.run("aws s3 ls").success
     slot.files.clear()
     assert slot.files.names() == []
+
+
+def test_the_length_of_a_command_is_the_configured_one(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the default too, and the pool is made with it."""
+    config = ServerConfig(max_command_bytes=30_000, ministack_base_port=0)
+    made = make_pool(config)
+    assert isinstance(made, MiniStackPool) and made._limits.command_bytes == 30_000
+    monkeypatch.setattr(slot.executor, "_limits", config.limits)
+    value = "x" * 12_000
+    put = slot.executor.run(f"aws secretsmanager create-secret --name p --secret-string {value}")
+    assert put.success, put.stderr
+    assert slot.state.call("secretsmanager", "GetSecretValue", {"SecretId": "p"})["SecretString"] == value
+    longer = slot.executor.run(f"aws secretsmanager create-secret --name q --secret-string {value * 3}")
+    assert longer.refusal == "too-long" and "30000" in longer.stderr

@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from realhf.env import wire
-from realhf.env.executor import OutputLimits
 from realhf.env.hints import HINT_COMMAND, LEVELS
 from realhf.env.player import EpisodePlayer
 from realhf.env.pool import MiniStackPool
@@ -43,10 +42,8 @@ def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RE
 
 
 def _game(config: ServerConfig) -> Game:
-    limits = OutputLimits(config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes)
-
     def make_pool() -> MiniStackPool:
-        return MiniStackPool(1, config.web_ministack_port, sandbox=config.containment, limits=limits,
+        return MiniStackPool(1, config.web_ministack_port, sandbox=config.containment, limits=config.limits,
                              lambda_mode=config.lambda_mode)  # fmt: skip
 
     def make_player(slot: Any) -> EpisodePlayer:
