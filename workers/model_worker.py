@@ -25,7 +25,7 @@ from realhf.transport.weights.publisher import Medium, WeightPublisher
 from workers.planned_worker import run_planned
 
 if TYPE_CHECKING:
-    from realhf.backends.core_share import CoreShare
+    from realhf.backends.compute_threads import ComputeThreads
 
 HOST_HANDLERS = ("call", "load", "evaluate", "save", "restore", "committed", "export", "stats")
 STREAM_HANDLERS = ("open", "restore", "prune", "check", "stats")
@@ -71,9 +71,9 @@ class ModelWorker:
         """Load the models of this worker and build the interfaces of its calls."""
         del payload
         spec = self._plan.spec
-        cores = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
+        threads = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
-        models = {role: self._load(model, cores) for role, model in mine.items()}
+        models = {role: self._load(model, threads) for role, model in mine.items()}
         calls = {
             mfc.name: (mfc, interfaces.get(mfc.interface)(**mfc.interface_args))
             for mfc in spec.mfcs
@@ -97,13 +97,13 @@ class ModelWorker:
             manifest = self._publisher.publish(payload["version"], tensors, receivers=payload["receivers"])
         return {"manifest": manifest.to_map()}
 
-    def _load(self, model: ModelSpec, cores: CoreShare) -> Model:
+    def _load(self, model: ModelSpec, threads: ComputeThreads) -> Model:
         spec = self._plan.spec
         backend = backends.get(model.backend)(**model.backend_args)
         engine = backend.build(model, seed=spec.seed, total_train_steps=spec.total_train_steps)
-        share_cores = getattr(engine, "share_cores", None)
-        if share_cores is not None:
-            share_cores(cores)
+        use_threads = getattr(engine, "use_threads", None)
+        if use_threads is not None:
+            use_threads(threads)
         return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs)
 
     def _on_host(self, handler: str) -> Any:
@@ -115,17 +115,17 @@ class ModelWorker:
         return run
 
 
-def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> CoreShare:
-    """Exactly ``configured`` threads; or (0) at most this worker's share of the cores that it may use and that no
-    generation worker needs at the same time, fewer while other programs keep cores busy."""
+def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> ComputeThreads:
+    """``configured`` threads, or (0) this worker's share of the cores that it may use and that no generation worker
+    needs at the same time: threads that wait for each other lose more by sharing a core than they gain."""
     import torch
 
-    from realhf.backends.core_share import fixed_threads, up_to
+    from realhf.backends.compute_threads import threads
 
     cores = len(os.sched_getaffinity(0)) - taken
-    most = configured or max(1, cores // n_model_workers)
-    torch.set_num_threads(most)
-    return fixed_threads(most) if configured else up_to(most)
+    count = configured or max(1, cores // n_model_workers)
+    torch.set_num_threads(count)
+    return threads(count)
 
 
 def _generation_threads(spec: ExperimentSpec) -> int:

@@ -24,7 +24,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
 from realhf.api.registry import backends
 from realhf.api.source import SampleResult, SourceItem
-from realhf.backends.core_share import up_to
+from realhf.backends.compute_threads import threads
 from realhf.env.task_source import TaskCurriculumSource
 from realhf.rollout.interface import EnginePolicy
 from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
@@ -44,7 +44,7 @@ class Episodes:
         self._options = options
         spec = ModelSpec("producer", options.policy)
         engine = backends.get("torch")().build(spec, seed=options.seed, total_train_steps=1)
-        engine.share_cores(up_to(torch.get_num_threads()))
+        engine.use_threads(threads(torch.get_num_threads()))
         self._model = Model("producer", engine, engine.tokenizer, options.chat_template_kwargs)
         self._gen = GenConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
         self._tasks = TaskCurriculumSource(options.seed, options.tiers, tags=options.tags)

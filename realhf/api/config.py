@@ -340,9 +340,8 @@ class MonitorConfig:
 
 @dataclass
 class ExperimentConfig:
-    """The whole configuration of ``python -m realhf.launch``. ``torch_threads`` 0: at most all cores but
-    those of generation workers, shared by the model workers, and fewer while other programs keep cores busy; a number
-    is kept whatever others do. ``experiment_path``: an experiment file outside the package (its
+    """The whole configuration of ``python -m realhf.launch``. ``torch_threads`` 0: all cores but those
+    of generation workers, shared by the model workers. ``experiment_path``: an experiment file outside the package (its
     YAML lies beside it)."""
 
     experiment: str = MISSING

@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     ``version`` counts committed train steps; the train interface advances it once per step, and the
     learning rate follows it. Setting it frees all rows of the generation engine. An engine may also have
-    ``share_cores(cores: CoreShare)``: then it lets that decide how many threads compute (``realhf.backends``)."""
+    ``use_threads(threads: ComputeThreads)``: then these compute for it (``realhf.backends``)."""
 
     version: int
 

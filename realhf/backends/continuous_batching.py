@@ -21,7 +21,7 @@ from realhf.api.config import GenConfig
 from realhf.api.generation import Done
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
-from realhf.backends.core_share import up_to
+from realhf.backends.compute_threads import threads as compute_threads
 from realhf.backends.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.sampling import check_gen_config, stream_of
 from realhf.backends.weight_copy import copy_weights
@@ -80,7 +80,7 @@ class ContinuousGenerator:
             raise ValueError(f"max_rows and threads must be at least 1, got {max_rows} and {threads}")
         self._model = model.eval()
         self._kv_policy = kv_policy
-        self._cores = up_to(threads)
+        self._compute = compute_threads(threads)
         self._tracer = tracer or NoTrace()
         self._core = DecodeCore(model, max_rows=max_rows)
         self._max_rows = max_rows
@@ -319,7 +319,7 @@ class ContinuousGenerator:
 
     def _step(self) -> None:
         began, before = time.time_ns(), self._core.generated_tokens
-        with self._cores.computing():
+        with self._compute.computing():
             ended = self._core.step(self._version)
         now = time.time_ns()
         self._busy_s += (now - began) * 1e-9

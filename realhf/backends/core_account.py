@@ -1,7 +1,6 @@
-"""What the kernel tells about cores: how long this process's threads queued for one, and how long cores idled.
+"""What the kernel tells about cores: how long this process's threads queued for one.
 
-Linux only. ``time waiting`` is the second number of ``/proc/<pid>/task/<tid>/schedstat``; idle time is that of the
-cores which the process may use, in ``/proc/stat``.
+Linux only. The time is the second number of ``/proc/<pid>/task/<tid>/schedstat``.
 """
 
 from __future__ import annotations
@@ -13,16 +12,11 @@ _TASKS = "/proc/self/task"
 
 
 class CoreAccount(Protocol):
-    """Two running totals, in seconds times cores."""
+    """A running total, in seconds times cores."""
 
     def waited_s(self) -> float:
         """How long threads of this process were ready to run and had no core."""
         ...
-
-    def idle_s(self) -> float:
-        """How long cores that this process may use had nothing to do."""
-        ...
-
 
 class LinuxCoreAccount:
     """Keeps one descriptor per thread open, so that asking costs a few microseconds a thread. Not thread-safe."""
@@ -31,18 +25,14 @@ class LinuxCoreAccount:
         self._files: dict[str, int] = {}
         self._seen: dict[str, int] = {}
         self._waited_ns = 0
-        self._cores = {f"cpu{number}".encode() for number in os.sched_getaffinity(0)}
-        self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
 
     @staticmethod
     def open() -> LinuxCoreAccount | None:
         """None where the kernel does not keep this account."""
         try:
-            account = LinuxCoreAccount()
-            account.idle_s()
             with open(f"{_TASKS}/{os.getpid()}/schedstat", "rb") as file:
-                return account if len(file.read().split()) == 3 else None
-        except (OSError, AttributeError, ValueError, IndexError):
+                return LinuxCoreAccount() if len(file.read().split()) == 3 else None
+        except OSError:
             return None
 
     def waited_s(self) -> float:
@@ -56,11 +46,6 @@ class LinuxCoreAccount:
                 self._waited_ns += waited - self._seen.get(thread, waited)
                 self._seen[thread] = waited
         return self._waited_ns * 1e-9
-
-    def idle_s(self) -> float:
-        with open("/proc/stat", "rb") as file:
-            rows = [line.split() for line in file if line.startswith(b"cpu")]
-        return self._tick_s * sum(int(row[4]) + int(row[5]) for row in rows if row[0] in self._cores)
 
     def close(self) -> None:
         for thread in list(self._files):

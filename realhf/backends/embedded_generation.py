@@ -15,7 +15,7 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.core_share import CoreShare, unmanaged
+from realhf.backends.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.sampling import check_gen_config, stream_of
 
@@ -28,7 +28,7 @@ class EmbeddedGenerator:
         self.model = model
         self._version = version
         self._core = DecodeCore(model)
-        self.cores: CoreShare = unmanaged()
+        self.threads: ComputeThreads = unmanaged()
 
     @property
     def context_limit(self) -> int:
@@ -71,11 +71,11 @@ class EmbeddedGenerator:
         self.model.eval()
         try:
             version = self._version()
-            with self.cores.computing():
+            with self.threads.computing():
                 self._core.join(turns)
                 while self._core.live:
                     self._core.step(version)
-                    self.cores.pace()
+                    self.threads.pace()
         except BaseException:
             self._core.reset()
             raise

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import LossFn, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.core_share import CoreShare, unmanaged
+from realhf.backends.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.embedded_generation import EmbeddedGenerator
 from realhf.backends.micro_batches import micro_batches
 from realhf.backends.optimizer import PolicyOptimizer
@@ -56,12 +56,12 @@ class TorchEngine:
             model.requires_grad_(False)
         self._version = 0
         self._generator = EmbeddedGenerator(model, version=lambda: self._version)
-        self._cores = unmanaged()
+        self._threads = unmanaged()
 
-    def share_cores(self, cores: CoreShare) -> None:
-        """From now on ``cores`` decides how many threads compute here. The engines of one thread have one in common."""
-        self._cores = self._generator.cores = cores
-        self._forward.pace = cores.pace
+    def use_threads(self, threads: ComputeThreads) -> None:
+        """From now on ``threads`` compute here. The engines of one thread have them in common."""
+        self._threads = self._generator.threads = threads
+        self._forward.pace = threads.pace
 
     @property
     def version(self) -> int:
@@ -93,11 +93,11 @@ class TorchEngine:
         stats: dict[str, float] = {}
         total, has_gradient = 0.0, False
         optimizer.zero_grad()
-        with self._training(), self._cores.computing():
+        with self._training(), self._threads.computing():
             for part in micro_batches(sample, mb_spec):
                 logprobs, entropy = self._forward(part, temperature=temperature, with_entropy=with_entropy,
                                                   max_tokens=mb_spec.max_tokens_per_mb)
-                self._cores.pace()
+                self._threads.pace()
                 loss, part_stats = loss_fn(logprobs, part, entropy)
                 _accumulate(stats, part_stats)
                 total += float(loss.detach())
@@ -129,7 +129,7 @@ class TorchEngine:
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
         """See ``Engine.logprobs``. The result is on the CPU. ``mb_spec`` bounds a padded batch, one of which exists at
         once; values do not depend on it."""
-        with torch.inference_mode(), self._cores.computing():
+        with torch.inference_mode(), self._threads.computing():
             logprobs, _ = self._forward(sample, temperature=temperature, max_tokens=mb_spec.max_tokens_per_mb)
         # A copy made outside inference mode is an ordinary tensor, which a loss may use later.
         return logprobs.cpu().clone()

@@ -123,7 +123,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON",
         help="variables of the chat template, e.g. '{\"enable_thinking\": false}' (an endpoint must know the field)")
     add("--pool-size", type=int, default=8, help="simulators that play in parallel")
-    add("--threads", type=int, default=2, help="torch threads of a local model, at most")
+    add("--threads", type=int, default=2, help="torch threads of a local model")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("evaluation"), help="folder for evaluation.json and evaluation.png")
     return parser.parse_args(argv)

@@ -55,10 +55,10 @@ class LocalModelAgent:
     _round: int = 0
 
     def load(self, threads: int) -> LocalModelAgent:
-        """Read weights and tokenizer; torch computes on at most so many threads."""
+        """Read weights and tokenizer; torch computes on so many threads."""
         import torch
 
-        from realhf.backends.core_share import up_to
+        from realhf.backends.compute_threads import threads as compute_threads
         from realhf.backends.embedded_generation import EmbeddedGenerator
         from realhf.backends.torch_backend import check_chat_template, load_causal_lm, load_tokenizer
 
@@ -67,7 +67,7 @@ class LocalModelAgent:
         check_chat_template(tokenizer, self.path, "model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = EmbeddedGenerator(load_causal_lm(self.path, "model", torch.float32).to(device))
-        self._engine.cores = up_to(threads)
+        self._engine.threads = compute_threads(threads)
         self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs)
         return self
 

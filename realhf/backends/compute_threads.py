@@ -1,0 +1,129 @@
+"""The threads that compute for one engine: how many, and how they wait for one another.
+
+OpenMP threads meet at a barrier after every product, a hundred thousand times in a train step, and spin while they
+wait. Where one of them has to share its core with a stranger, the others spin for milliseconds each time, and
+everything takes twenty times as long. To sleep instead costs a fifth of the speed on a quiet machine, so the threads
+spin while cores are free and sleep while others keep them busy. Their number never changes, because gradients depend
+on it in their last bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from realhf.backends.core_account import CoreAccount, LinuxCoreAccount
+from realhf.backends.omp_spin import OmpSpin
+
+_log = logging.getLogger(__name__)
+
+WINDOW_S = 0.06
+"""So much computing is looked at before the threads change the way they wait."""
+CROWDED = 0.2
+"""Cores' worth of time that threads stood in the queue: a stranger on one core makes it a half or more."""
+STEADY_WINDOWS = 32
+LONGEST_PATIENCE = 64
+"""Windows: spinning that has lasted so long was right; if it has not, the wait for the next doubles, up to so many."""
+
+
+class Spin(Protocol):
+    """See ``OmpSpin``."""
+
+    @property
+    def short(self) -> bool: ...
+
+    def shorten(self) -> None: ...
+
+    def lengthen(self) -> None: ...
+
+
+class ComputeThreads:
+    """``count`` threads. With an ``account`` of cores and a ``spin`` to switch they sleep at barriers while strangers
+    keep cores busy; they begin so, because a start among strangers would be as slow as any step. Not thread-safe:
+    whoever computes calls it."""
+
+    def __init__(
+        self,
+        count: int,
+        account: CoreAccount | None = None,
+        spin: Spin | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        set_threads: Callable[[int], None] = torch.set_num_threads,
+    ) -> None:
+        self.count = count
+        self._clock, self._set_threads = clock, set_threads
+        self._account = account if spin is not None and count > 1 else None
+        self._spin = spin
+        self._at = self._waited = 0.0
+        self._seen_s = self._seen_waited = 0.0
+        self._patience, self._quiet, self._since_spin = 1, 0, STEADY_WINDOWS
+        if self._account is not None and spin is not None:
+            spin.shorten()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a call that computes all the time, on the thread that does. What happens between two calls is not
+        looked at: there others may be at work for this one."""
+        self._set_threads(self.count)
+        if self._account is None:
+            yield
+            return
+        self._at, self._waited = self._clock(), self._account.waited_s()
+        try:
+            yield
+        finally:
+            self._look(self._account)
+
+    def pace(self) -> None:
+        """Between two pieces of a call; costs next to nothing unless it is time to look."""
+        if self._account is not None and self._clock() - self._at >= WINDOW_S:
+            self._look(self._account)
+
+    def _look(self, account: CoreAccount) -> None:
+        now, waited = self._clock(), account.waited_s()
+        self._seen_s += now - self._at
+        self._seen_waited += waited - self._waited
+        self._at, self._waited = now, waited
+        if self._seen_s >= WINDOW_S and self._spin is not None:
+            crowded = self._seen_waited / self._seen_s >= CROWDED
+            self._seen_s = self._seen_waited = 0.0
+            self._switch(self._spin, crowded)
+
+    def _switch(self, spin: Spin, crowded: bool) -> None:
+        """Take in a window: sleep from now on when it was crowded, spin again after enough that were not."""
+        self._since_spin += 1
+        if self._since_spin == STEADY_WINDOWS:
+            self._patience = 1
+        self._quiet = 0 if crowded else self._quiet + 1
+        if crowded and not spin.short:
+            if self._since_spin < STEADY_WINDOWS:
+                self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+            self._since_spin = STEADY_WINDOWS
+            spin.shorten()
+        elif spin.short and self._quiet >= self._patience:
+            self._quiet = self._since_spin = 0
+            spin.lengthen()
+
+
+def unmanaged() -> ComputeThreads:
+    """The number of threads is whatever it is already."""
+    return ComputeThreads(1, set_threads=lambda _: None)
+
+
+def threads(count: int) -> ComputeThreads:
+    """So many threads, which sleep while strangers keep cores busy. Where the kernel keeps no account of cores or
+    torch computes with another OpenMP, they always spin, and that is said."""
+    if count == 1:
+        return ComputeThreads(1)
+    account, spin = LinuxCoreAccount.open(), OmpSpin.find()
+    if account is None or spin is None:
+        missing = "the kernel does not tell how long threads wait" if account is None else "torch uses no libgomp"
+        _log.warning("%s: %d threads spin at every barrier, which is many times slower while other programs keep "
+                     "cores busy", missing, count)
+    return ComputeThreads(count, account, spin)

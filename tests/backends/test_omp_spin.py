@@ -1,0 +1,58 @@
+"""Spinning of OpenMP threads is switched while the process runs, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, os, time
+from pathlib import Path
+import torch
+from realhf.backends.omp_spin import OmpSpin
+
+torch.set_num_threads(2)
+spin = OmpSpin.find()
+left, right = torch.randn(64, 4096), torch.randn(4096, 64)
+
+def cpu_ns(task):
+    return int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[0])
+
+def helper_cpu_s():
+    left.exp().sum()
+    tasks = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+    before = sum(map(cpu_ns, tasks))
+    for _ in range(40):
+        left.exp()
+        time.sleep(0.006)
+    return 1e-9 * (sum(map(cpu_ns, tasks)) - before)
+
+def gradients():
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(256, 256)
+    (layer(torch.randn(512, 256)).tanh() ** 2).sum().backward()
+    return [parameter.grad for parameter in layer.parameters()]
+
+n_tasks = len(os.listdir("/proc/self/task"))
+spinning, plain = helper_cpu_s(), gradients()
+spin.shorten(); spin.shorten()
+asleep, parked = helper_cpu_s(), gradients()
+spin.lengthen(); spin.lengthen()
+print(json.dumps({"spinning": spinning, "asleep": asleep, "again": helper_cpu_s(), "short": spin.short,
+                  "equal": all(map(torch.equal, plain, parked)),
+                  "left": len(os.listdir("/proc/self/task")) - n_tasks}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp's spinning is that of Linux")
+def test_waiting_threads_burn_no_cpu_while_it_is_short_and_results_stay_the_same() -> None:
+    """Between two products an idle helper thread spins for milliseconds, or for next to nothing; what is told is the
+    kernel's account of CPU time, so a busy machine changes nothing."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["asleep"] < 0.5 * min(found["spinning"], found["again"]), found
+    assert found["equal"] and not found["short"] and found["left"] <= 1, found
