@@ -115,7 +115,7 @@ class Engine(Protocol):
         sequence, logits divided by ``temperature``; only where ``loss_mask`` asks for them, if the sample has one) and
         calls ``loss_fn``, with their entropies if ``with_entropy``; returned losses are summed over microbatches (the
         loss_fn normalises by totals of the whole batch). A non-finite loss or gradient norm leaves weights and
-        optimizer untouched. Frees all rows of the generation engine when weights change."""
+        optimizer untouched. Gives the memory of the generation engine's rows back first."""
         ...
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
@@ -128,7 +128,7 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by name, tied ones once: views, which the next train step changes."""
+        """The parameters and persistent buffers by name, tied ones once: views, which the next train step changes."""
         ...
 
     def save_checkpoint(self, folder: Path) -> None: ...

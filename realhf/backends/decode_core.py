@@ -88,6 +88,7 @@ class DecodeCore:
         self._table = RowTable(max_rows)
         self._pass: ForwardPass | None = None
         self._live: list[Turn] = []
+        self._usual = (0, 0)
         self.generated_tokens = self.computed_tokens = self.reused_tokens = 0
 
     @property
@@ -103,6 +104,15 @@ class DecodeCore:
     def free(self, slots: Iterable[int] | None) -> None:
         """Forget these slots (all when None). None of them may be in play."""
         self._table.free(None if slots is None else list(slots))
+
+    def release(self) -> None:
+        """Give the memory of keys and values back. They are as many again with the next turns, in one piece. Raises
+        RuntimeError while turns are in play."""
+        if self._live:
+            raise RuntimeError(f"{len(self._live)} turns are in play: their keys and values cannot be given back")
+        self._usual = max(self._usual[0], self._cache.rows), max(self._usual[1], self._cache.columns)
+        self._cache.clear()
+        self._table = RowTable(self._max_rows)
 
     def forget_tokens(self) -> None:
         """Everything cached was computed by other weights: turns in play compute their prefix again."""
@@ -133,7 +143,9 @@ class DecodeCore:
 
     def _reserve(self, rows: int, columns: int) -> None:
         held = self._cache.rows
-        if rows > held:
+        if not held:
+            rows, columns = max(rows, self._usual[0]), max(columns, self._usual[1])
+        elif rows > held:
             rows = max(rows, held + held // 2)
             rows = rows if self._max_rows is None else min(rows, self._max_rows)
         self._cache.reserve(rows, columns)

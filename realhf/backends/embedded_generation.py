@@ -54,6 +54,10 @@ class EmbeddedGenerator:
         """Forget these slots (all when None)."""
         self._core.free(slots)
 
+    def release(self) -> None:
+        """Forget all slots and give the memory of their keys and values back, until the next call."""
+        self._core.release()
+
     def generate(
         self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
     ) -> list[GenOutput]:

@@ -57,21 +57,23 @@ def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> l
 
 def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, block: RowBlock, scale: float) -> Tensor:
     """``query`` (n, heads, dim) of the block's rows over their ``keys`` and ``values`` (rows of the cache, kv heads,
-    columns, dim), additive ``mask`` (n, 1, 1, width or more); returns (n, heads * dim)."""
+    columns, dim), additive ``mask`` (n, 1, 1, width or more); returns (n, heads * dim). Scores and softmax are fp32 in
+    any type, as in the kernels of the trainer: a score of 16 rounded to bfloat16 changes its weight by six percent."""
     n, kv_heads, dim, width = len(query), keys.shape[1], query.shape[2], block.width
     grouped = query.view(n, kv_heads, -1, dim)
     own = slice(block.first, block.end), slice(None), slice(block.shared, width)
     own_keys, own_values = keys[own].flatten(0, 1), values[own].flatten(0, 1)
     packed = grouped.reshape(n * kv_heads, -1, dim)
-    scores = torch.bmm(packed, own_keys.transpose(1, 2)).view(n, kv_heads, -1, width - block.shared)
+    scores = torch.bmm(packed.float(), own_keys.float().transpose(1, 2)).view(n, kv_heads, -1, width - block.shared)
     if not block.shared:
-        weights = torch.softmax(scores.mul_(scale).add_(mask[..., :width]), -1)
+        weights = torch.softmax(scores.mul_(scale).add_(mask[..., :width]), -1).to(values.dtype)
         return torch.bmm(weights.flatten(0, 1), own_values).view(n, -1)
     common_keys, common_values = (held[block.leader, :, : block.shared] for held in (keys, values))
     by_head = grouped.transpose(0, 1).reshape(kv_heads, -1, dim)
-    common = torch.bmm(by_head, common_keys.transpose(1, 2)).view(kv_heads, n, -1, block.shared).transpose(0, 1)
+    common = torch.bmm(by_head.float(), common_keys.float().transpose(1, 2))
+    common = common.view(kv_heads, n, -1, block.shared).transpose(0, 1)
     scores = torch.cat((common, scores), -1).mul_(scale).add_(mask[..., :width])
-    weights = torch.softmax(scores, -1)
+    weights = torch.softmax(scores, -1).to(values.dtype)
     common_weights, own_weights = weights[..., : block.shared], weights[..., block.shared :]
     mixed = torch.bmm(own_weights.reshape(n * kv_heads, -1, width - block.shared), own_values).view(grouped.shape)
     by_head = common_weights.transpose(0, 1).reshape(kv_heads, -1, block.shared)

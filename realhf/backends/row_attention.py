@@ -43,10 +43,11 @@ def row_decode_attention(
         )
     kv_heads, width = key.shape[1], key.shape[2]
     scale = dim**-0.5 if scaling is None else scaling
-    packed = (query * scale).reshape(n * kv_heads, heads // kv_heads, dim)
-    scores = torch.bmm(packed, key.flatten(0, 1).transpose(1, 2))
+    # Scores in fp32, as the kernels of the trainer have them, whatever the type of the model.
+    packed = (query.float() * scale).reshape(n * kv_heads, heads // kv_heads, dim)
+    scores = torch.bmm(packed, key.flatten(0, 1).float().transpose(1, 2))
     scores.view(n, heads, width).add_(attention_mask[:, 0])
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+    weights = torch.softmax(scores, -1).to(value.dtype)
     mixed = torch.bmm(weights, value.flatten(0, 1))
     return mixed.view(n, 1, heads, value.shape[-1]), None
 

@@ -22,6 +22,7 @@ from realhf.backends.embedded_generation import EmbeddedGenerator
 from realhf.backends.micro_batches import micro_batches
 from realhf.backends.optimizer import PolicyOptimizer
 from realhf.backends.packed_forward import PackedForward
+from realhf.backends.weight_copy import named_weights
 from realhf.backends.wide_linear import widen
 
 _WEIGHTS, _STATE = "model.safetensors", "engine.pt"
@@ -92,6 +93,7 @@ class TorchEngine:
             raise RuntimeError("train_batch: this model role was built without an optimizer")
         stats: dict[str, float] = {}
         total, has_gradient = 0.0, False
+        self._generator.release()  # Its memory is wanted here, and the weights that filled it are about to change.
         optimizer.zero_grad()
         with self._training(), self._threads.computing():
             for part in micro_batches(sample, mb_spec):
@@ -113,7 +115,6 @@ class TorchEngine:
             return TrainResult(stats, norm, skipped=True)
         if has_gradient:
             stats["lr"] = optimizer.step(self._version, norm)
-            self._generator.free()
         optimizer.zero_grad()
         return TrainResult(stats, norm, skipped=False)
 
@@ -136,7 +137,7 @@ class TorchEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Engine.weights``."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return named_weights(self.model)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write what training needs to go on bit-identically into ``folder`` (made if missing). A frozen

@@ -1,4 +1,4 @@
-"""New weights copied into a model's own tensors: all of them or, on an error, none."""
+"""The weights of a model by name, and new ones copied into its own tensors: all or, on an error, none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def named_weights(model: Any) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a model by the names of its state dict, those that share memory once: what
+    ``copy_weights`` takes."""
+    found: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(_place(tensor), (name, tensor.detach()))
+    return dict(found.values())
 
 
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from realhf.backends.fast_decoder import FastDecoder, fast_decoder
 from realhf.backends.forward_pass import Decoding, ModulePass, Piece
 from realhf.backends.grouped_attention import RowBlock, block_attention, row_blocks
 from realhf.backends.kv_cache import RowCache
+from realhf.backends.row_attention import row_decode_attention
 
 
 def filled(columns: int = 128) -> RowCache:
@@ -123,3 +124,44 @@ def test_block_attention_equals_the_library_kernel(shared: int) -> None:
         query[:, :, None], keys[2:6].repeat_interleave(2, 1), values[2:6].repeat_interleave(2, 1), mask, scale=0.3
     )
     torch.testing.assert_close(got, expected.reshape(4, -1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [0, 64])
+def test_scores_of_a_short_type_are_not_rounded(shared: int) -> None:
+    """Scores around 30, where bfloat16 has steps of 0.125."""
+    g = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(4, 2, 96, 8, generator=g).bfloat16() for _ in range(2))
+    keys[:, :, :shared], values[:, :, :shared] = keys[0, :, :shared], values[0, :, :shared]
+    query = (4 * torch.randn(4, 4, 8, generator=g)).bfloat16()
+    mask = torch.zeros(4, 1, 1, 96).bfloat16()
+    got = block_attention(query, keys, values, mask, RowBlock(0, 4, 0, shared, 96), 1.0)
+    row = row_decode_attention(None, query[:, :, None], keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1),
+                               mask, scaling=1.0)[0]  # fmt: skip
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double()[:, :, None], keys.double().repeat_interleave(2, 1), values.double().repeat_interleave(2, 1),
+        scale=1.0,
+    ).reshape(4, -1)
+    assert got.dtype == torch.bfloat16
+    for found in (got, row.reshape(4, -1)):
+        assert float((found.double() - expected).abs().max()) < 0.02
+
+
+@torch.inference_mode()
+def test_deep_models_in_bfloat16_keep_the_fast_pass(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    builtin = BuiltinModelConfig(vocab_size=256, hidden_size=64, num_layers=24, num_heads=2, intermediate_size=96)
+    model = build_model(builtin, 256, 3, 0, seed=1).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(3)
+    assert fast_decoder(model.bfloat16(), filled()) is not None and not caplog.records
+    wrong = build_model(builtin, 256, 3, 0, seed=1).eval().bfloat16()
+    for layer in wrong.model.layers:
+        layer.self_attn.forward = _without_attention
+    assert fast_decoder(wrong, filled()) is None
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "differ" in record.getMessage()
+
+
+def _without_attention(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    return torch.zeros_like(hidden_states), None

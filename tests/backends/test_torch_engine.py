@@ -206,3 +206,27 @@ def test_chat_template_check() -> None:
 
     with pytest.raises(ModelLoadError, match="no chat template"):
         check_chat_template(FakeTokenizer(), "somewhere")
+
+
+def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sample: Any) -> None:
+    engine, held = engine_of(tiny_model()), []
+    requests = [GenRequest(slot, [5 + slot] * 40) for slot in range(6)]
+
+    def play() -> list[list[int]]:
+        outputs = engine.generator().generate(requests, GenConfig(max_new_tokens=5), stop_ids=(), seed=3)
+        return [output.token_ids for output in outputs]
+
+    def loss(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+        held.append(engine.generator().kv_bytes)
+        return mean_nll(logprobs, part, entropy)[0] * 0, {}
+
+    tokens, filled = play(), engine.generator().kv_bytes
+    assert filled > 0
+    engine.train_batch(ragged_sample(GROUPS), loss, temperature=1.0, mb_spec=MicroBatchSpec(n_mbs=2))
+    assert held == [0, 0]
+    engine.generator().generate(requests[:1], GenConfig(max_new_tokens=1), stop_ids=(), seed=3)
+    assert engine.generator().kv_bytes == filled, "it comes back in one piece"
+    with torch.no_grad():
+        for p, old in zip(engine.model.parameters(), tiny_model().parameters(), strict=True):
+            p.copy_(old)
+    assert play() == tokens
