@@ -23,10 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         composed = compose_config(arguments)
+
+        from realhf.launch_build import build_experiment, experiment_module, print_check, print_graph
+
+        experiment_module(composed.config)  # options may name what it registers
         check_config(composed.config)
-
-        from realhf.launch_build import build_experiment, print_check, print_graph
-
         built = build_experiment(composed)
         if composed.config.mode is Mode.graph:
             return print_graph(built)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import traceback
 from dataclasses import dataclass
 from types import ModuleType
@@ -43,14 +42,14 @@ class BuiltExperiment:
             spec=spec, env=config.env, rpc=config.rpc, monitor=config.monitor, exp_ctrl=config.exp_ctrl,
             recover_mode=config.recover_mode, torch_threads=config.torch_threads,
             started_at=started_at,
-            plugins=(config.experiment_path,) if config.experiment_path else (),
+            plugins=(_plugin(config),),
         )
 
 
 def build_experiment(composed: Composed) -> BuiltExperiment:
     """Raises ConfigError for a mistake in the experiment, its graph, or an option that does nothing."""
     config = composed.config
-    module = _experiment_module(config)
+    module = experiment_module(config)
     watched_config, reads = watched(config)
     spec = _build(module, watched_config)
     if spec.needs_env:
@@ -94,14 +93,18 @@ def print_check(built: BuiltExperiment) -> int:
     return 0
 
 
-def _experiment_module(config: ExperimentConfig) -> ModuleType:
+def experiment_module(config: ExperimentConfig) -> ModuleType:
+    """The experiment's module; what it registers is known afterwards. Raises ConfigError that names the line."""
     try:
-        if config.experiment_path:
-            return load_plugin(config.experiment_path)
-        return importlib.import_module(f"experiments.{config.experiment}")
+        return load_plugin(_plugin(config))
     except Exception as error:
         where = config.experiment_path or f"experiments/{config.experiment}.py"
         raise ConfigError(f"experiment={config.experiment}: {_located(error, where)}") from None
+
+
+def _plugin(config: ExperimentConfig) -> str:
+    """What every process of the run imports."""
+    return config.experiment_path or f"experiments.{config.experiment}"
 
 
 def _build(module: ModuleType, config: ExperimentConfig) -> ExperimentSpec:

@@ -35,7 +35,8 @@ PORTS = ("env.port", "env.ministack_base_port", "stream.port")
 
 
 def check_config(config: ExperimentConfig) -> None:
-    """Raise ConfigError that lists everything wrong with the values themselves."""
+    """Raise ConfigError that lists everything wrong with the values themselves. The experiment's module is imported
+    already: names that it registers are known."""
     problems = [*_ranges(config), *_names(config), *_sizes(config),
                 *model_problems("actor", config.actor, config.rollout.max_total_tokens), *_stream(config.stream)]
     if problems:
@@ -95,8 +96,7 @@ def _names(config: ExperimentConfig) -> Iterator[str]:
         "scheduler": (config.scheduler, ["local"]),
     }
     for option, (value, allowed) in known.items():
-        # A user's experiment file registers names of its own when it is imported, after this check.
-        if value is not None and value not in allowed and not config.experiment_path:
+        if value is not None and value not in allowed:
             yield f"{option}={value}: unknown (known: {', '.join(allowed)})"
     tiers = sorted(path.stem for path in TASK_DIR.glob("*.yaml"))
     for tier in config.env.tiers:

@@ -153,8 +153,8 @@ class ExperimentSpec:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins`` are
-    experiment files outside the package, imported by every worker for what they register; ``started_at``
+    """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins``:
+    the experiment's module or file, imported by every worker for what it registers; ``started_at``
     is the wall-clock time (s since the epoch) at which the person pressed return."""
 
     spec: ExperimentSpec

@@ -1,16 +1,20 @@
-"""Experiment files outside the package, imported by path for what they build and register."""
+"""Experiment modules, imported for what they build and register: by name, or by path where they lie elsewhere."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 
-def load_plugin(path: str | Path) -> ModuleType:
-    """Import the file once per process, under a name of its own. Raises whatever its code raises."""
-    file = Path(path).resolve()
+def load_plugin(plugin: str | Path) -> ModuleType:
+    """Import a module (``experiments.mine``) or a file (``/path/mine.py``, under a name of its own) once per process.
+    Raises whatever its code raises."""
+    if not str(plugin).endswith(".py"):
+        return importlib.import_module(str(plugin))
+    file = Path(plugin).resolve()
     name = f"realhf_plugin_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
