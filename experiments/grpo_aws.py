@@ -17,6 +17,7 @@ from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, Sou
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.plain import to_plain
 from realhf.api.sample import MicroBatchSpec
+from realhf.env.tasks.loader import load_templates, training_tags
 
 EPISODE_KEYS = ("packed_input_ids", "prompt_mask", "loss_mask", "packed_logprobs", "packed_versions",
                 "env_rewards", "seq_no_eos_mask", "outcome")
@@ -100,8 +101,8 @@ def aws_experiment(
     before: tuple[ExperimentSpec, ...],
 ) -> ExperimentSpec:
     """Tasks from the curriculum, held-out success before and after, the policy exported at the end."""
-    dataset = config.dataset
-    tasks = {"tiers": list(config.env.tiers), "tags": list(config.env.tags), "strategy": dataset.curriculum,
+    dataset, tiers = config.dataset, list(config.env.tiers)
+    tasks = {"tiers": tiers, "tags": training_tags(tiers, config.env.tags), "strategy": dataset.curriculum,
              "group_success": dataset.group_success, "priority": to_plain(dataset.priority)}
     source = SourceSpec("task_curriculum", tasks,
                         keys=("task_ids",), worker=models["actor"].workers[0])
@@ -115,10 +116,8 @@ def aws_experiment(
 
 def held_out(config: ExperimentConfig) -> EvaluationSpec:
     """Every template on names that training never sees, at the training temperature and greedy."""
-    from realhf.env.tasks.loader import load_templates
-
-    evaluation = config.evaluation
-    templates = load_templates(list(config.env.tiers), tags=list(config.env.tags), split="train")
+    evaluation, tiers = config.evaluation, list(config.env.tiers)
+    templates = load_templates(tiers, tags=training_tags(tiers, config.env.tags), split="train")
     args = {
         "tasks": [(template.task_id, template.tier) for template in templates],
         "split": "heldout", "episodes_per_task": evaluation.episodes_per_task,

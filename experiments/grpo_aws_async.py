@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments import grpo_aws
-from realhf.api.config import AsyncConfig, ConfigError, ExperimentConfig
+from realhf.api.config import AsyncConfig, ConfigError, ExperimentConfig, RolloutConfig
 from realhf.api.experiment import ExperimentSpec, RolloutSpec
 from realhf.api.graph import to_async
 
@@ -28,6 +28,9 @@ def asynchronous(spec: ExperimentSpec, config: ExperimentConfig) -> ExperimentSp
     if sessions < config.ppo.group_size:
         raise ConfigError(f"env.pool_size={config.env.pool_size}: each of async_rl.n_rollout_workers="
                           f"{options.n_rollout_workers} needs ppo.group_size={config.ppo.group_size} sessions")
+    if config.rollout.on_failure != RolloutConfig.on_failure:
+        raise ConfigError(f"rollout.on_failure={config.rollout.on_failure}: has no effect on rollouts of an "
+                          "asynchronous run; async_rl.on_failure.policy says what a failed one means")
     for option in () if options.engine == "vllm" else ("vllm_url", "vllm_executable"):
         if getattr(options, option) != getattr(AsyncConfig, option):
             raise ConfigError(f"async_rl.{option}: has no effect with async_rl.engine={options.engine}")

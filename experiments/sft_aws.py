@@ -16,12 +16,16 @@ from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.plain import to_plain
 from realhf.api.sample import MicroBatchSpec
+from realhf.api.source_files import imported_files, matching_files
+from realhf.env.tasks.loader import training_tags
 from realhf.monitor.provenance import package_versions
 
 PACKAGE = Path(__file__).resolve().parent.parent / "realhf"
-EPISODE_FILES = ("env/tasks/*", "env/names.py", "env/task.py", "env/sft_data.py", "env/demonstrations.py",
-                 "api/observation_text.py")
-LEARNING_FILES = ("api/chat.py", "data/chat_dataset.py", "backends/builtin_policy.py", "algorithms/sft.py")
+EPISODE_MODULES = ("realhf.env.sft_data", "realhf.api.observation_text")
+TASK_FILES = ("env/tasks/**/*",)
+LEARNING_MODULES = ("realhf.algorithms.sft", "realhf.data.chat_dataset", "realhf.backends.builtin_policy",
+                    "realhf.backends.torch_backend", "realhf.dataflow.model_host")
+"""With all that they import: what a demonstration and a warm-started policy depend on."""
 
 
 def build(config: ExperimentConfig) -> ExperimentSpec:
@@ -34,7 +38,7 @@ def warm_start(config: ExperimentConfig) -> ExperimentSpec:
     """The built-in policy, trained on demonstrations; found again by the content of all that it depends on."""
     options = config.warm_start
     spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
-    files = [path for pattern in LEARNING_FILES for path in PACKAGE.glob(pattern)]
+    files = imported_files(PACKAGE, LEARNING_MODULES)
     made_from = {"artifacts": [job.artifact.name for job in spec.jobs], "seed": config.seed,
                  "model": [config.actor.backend, config.actor.dtype], "max_tokens": config.rollout.max_total_tokens}
     key = content_key({**made_from, "options": {**to_plain(options), "cache_dir": None}}, files)
@@ -66,12 +70,12 @@ def _supervised(
 
 
 def _demonstrations(config: ExperimentConfig) -> JobSpec:
-    files = [path for pattern in EPISODE_FILES for path in PACKAGE.glob(pattern) if path.is_file()]
+    files = [*imported_files(PACKAGE, EPISODE_MODULES), *matching_files(PACKAGE, TASK_FILES)]
     options, tasks = config.warm_start, config.env
     content = ("--episodes-per-task", str(options.episodes_per_task), "--seed", str(config.seed),
                "--mix", f"recovery={options.recovery_fraction}", f"habit={options.habit_fraction}",
-               "--learn-mistakes", "--tiers", *tasks.tiers, "--tags", *tasks.tags)
-    key = content_key([content, package_versions(("ministack", "awscli"))], files)
+               "--learn-mistakes", "--tiers", *tasks.tiers, "--tags", *training_tags(tasks.tiers, tasks.tags))
+    key = content_key([content, package_versions(("ministack", "awscli"))], set(files))
     return JobSpec(
         "sft_data", "realhf.env.sft_data", artifact=_cache(config) / f"demonstrations-{key}.jsonl",
         argv=("--out", "{artifact}", *content, "--pool-size", str(min(4, tasks.pool_size))),

@@ -138,3 +138,12 @@ def _check_workers(spec: ExperimentSpec) -> None:
     if unused:
         raise ConfigError(f"experiment {spec.name}: model workers are numbered from 0 without gaps; "
                           f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, ref.workers)")
+    if spec.source.worker not in used:
+        raise ConfigError(f"experiment {spec.name}: the data source stores its tensors on model worker "
+                          f"{spec.source.worker}, which does not exist (0..{spec.n_model_workers - 1} do)")
+    for mfc in spec.mfcs:
+        model = spec.models.get(mfc.model_role)
+        if model is not None and len(model.workers) > 1 and not mfc.interface_type.produces_keys:
+            raise ConfigError(f"{mfc.model_role}.workers={list(model.workers)}: the call {mfc.name} "
+                              f"({mfc.interface_type.value}) runs on one worker; name one, e.g. "
+                              f"{mfc.model_role}.workers=[{model.workers[0]}]")

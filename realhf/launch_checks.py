@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, StreamConfig, run_folder
+from realhf.api.config import ConfigError, EnvConfig, ExperimentConfig, RecoverMode, StreamConfig, run_folder
 from realhf.env.injected_faults import DEFAULT_KINDS
+from realhf.env.task import TIERS, TaskError
 from realhf.launch_model import BUILTIN, model_problems
 
 DTYPES = ("float32", "bfloat16")
 """Training in float16 needs a loss scale, which no backend here has."""
-TASK_DIR = Path(__file__).resolve().parent / "env" / "tasks"
 
 AT_LEAST: dict[str, float] = {
     "total_train_steps": 1, "torch_threads": 0, "ppo.group_size": 1, "ppo.ppo_n_minibatches": 1,
@@ -80,6 +80,7 @@ def _ranges(config: ExperimentConfig) -> Iterator[str]:
 
 def _names(config: ExperimentConfig) -> Iterator[str]:
     from realhf.api.registry import advantage_estimators, backends, policy_losses
+    from realhf.api.rollout import ON_FAILURE
 
     known = {
         "actor.backend": (config.actor.backend, list(backends)),
@@ -92,18 +93,29 @@ def _names(config: ExperimentConfig) -> Iterator[str]:
         "async_rl.staleness_policy": (config.async_rl.staleness_policy, ["wait", "drop"]),
         "async_rl.kv_policy": (config.async_rl.kv_policy, ["recompute", "keep"]),
         "async_rl.weights": (config.async_rl.weights, ["shm", "disk", "broadcast"]),
+        "rollout.on_failure": (config.rollout.on_failure, list(ON_FAILURE)),
         "dataset.group_success": (config.dataset.group_success, ["fraction", "any"]),
         "scheduler": (config.scheduler, ["local"]),
     }
     for option, (value, allowed) in known.items():
         if value is not None and value not in allowed:
             yield f"{option}={value}: unknown (known: {', '.join(allowed)})"
-    tiers = sorted(path.stem for path in TASK_DIR.glob("*.yaml"))
-    for tier in config.env.tiers:
-        if tier not in tiers:
-            yield f"env.tiers: unknown tier {tier!r} (known: {', '.join(tiers)})"
-    if not config.env.tiers:
+    yield from _tasks(config.env)
+
+
+def _tasks(env: EnvConfig) -> Iterator[str]:
+    from realhf.env.tasks.loader import training_tags
+
+    unknown = [tier for tier in env.tiers if tier not in TIERS]
+    for tier in unknown:
+        yield f"env.tiers: unknown tier {tier!r} (known: {', '.join(TIERS)})"
+    if not env.tiers:
         yield "env.tiers=[]: name at least one tier"
+    if env.tiers and not unknown:
+        try:
+            training_tags(env.tiers, env.tags)
+        except TaskError as error:
+            yield f"env.tags={env.tags}: {error}"
 
 
 def _sizes(config: ExperimentConfig) -> Iterator[str]:

@@ -205,7 +205,8 @@ class RolloutConfig:
 @dataclass
 class EnvConfig:
     """The AWS environment server that the launcher starts. Port 0: any free port (range). ``tags``: train on
-    templates with any of these tags ([]: all); "starter" are the 39 that the built-in policy can learn. ``chaos``:
+    templates with any of these tags ([]: all; None: "starter", the 39 that the built-in policy can learn, where each of
+    the tiers has such, else all). ``chaos``:
     whether training and evaluation episodes may be perturbed (spec 7).
 
     SIMULATED, for tests and benchmarks: ``step_latency_ms`` is added to every step; ``fault_rate`` is the fraction of
@@ -217,7 +218,7 @@ class EnvConfig:
     ministack_base_port: int = 0
     max_steps: int = 15
     tiers: list[str] = field(default_factory=lambda: ["warmup", "beginner", "intermediate"])
-    tags: list[str] = field(default_factory=lambda: ["starter"])
+    tags: list[str] | None = None
     chaos: bool = False
     step_latency_ms: float = 0.0
     fault_rate: float = 0.0

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realhf.api.rollout import ON_FAILURE
 from realhf.rollout.env_client import CapacityError, EnvError
 
 FAILURES = (ConnectionError, TimeoutError, EnvError)
 """Errors of an environment or of the way to it; anything else is a fault of the caller's code."""
-ON_FAILURE = ("drop", "retry", "raise")
 
 
 @dataclass(frozen=True)

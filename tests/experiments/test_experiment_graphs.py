@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
+from experiments import sft_aws
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RunPlan
@@ -96,6 +100,36 @@ def test_the_reference_and_the_actor_start_from_the_warm_start():
 def test_a_model_of_ones_own_needs_no_warm_start():
     made = spec("experiment=grpo_aws", "actor.path=owner/name")
     assert made.before == () and made.models["actor"].path == "owner/name"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package, to be changed."""
+    copy = tmp_path_factory.mktemp("copy") / "realhf"
+    shutil.copytree(sft_aws.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "static"))
+    return copy
+
+
+@pytest.mark.parametrize(("file", "demonstrations", "policy"), [
+    ("env/tasks/advanced/networking.yaml", True, True), ("env/tasks/expert/tickets.yaml", True, True),
+    ("env/grader.py", True, True), ("env/cli_worker.py", True, True), ("env/ministack_server.py", True, True),
+    ("backends/torch_engine.py", False, True), ("algorithms/losses.py", False, True),
+    ("env/web/game.py", False, False), ("rollout/grpo_pool.py", False, False),
+])
+def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
+    file: str, demonstrations: bool, policy: bool, package: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sft_aws, "PACKAGE", package)
+
+    def artifacts() -> tuple[str, str]:
+        made = sft_aws.warm_start(compose_config(["experiment=grpo_aws"]).config)
+        assert made.artifact is not None
+        return made.jobs[0].artifact.name, made.artifact.name
+
+    before = artifacts()
+    with (package / file).open("a") as changed:
+        changed.write("\n# changed\n")
+    assert [a != b for a, b in zip(before, artifacts(), strict=True)] == [demonstrations, policy]
 
 
 def test_the_warm_start_is_named_by_what_it_is_made_from():

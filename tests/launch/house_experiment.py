@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.toy_experiment import ToyNumbers, ToyTrain
 from experiments.toy_experiment import build as build_toy
+
 from realhf.api.config import ExperimentConfig
 from realhf.api.experiment import ExperimentSpec
 from realhf.api.registry import interfaces, policy_losses, sources

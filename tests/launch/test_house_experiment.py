@@ -1,4 +1,4 @@
-"""An experiment inside the tree that brings its own parts: the launcher knows their names, and every worker has them."""
+"""An experiment inside the tree that brings its own parts: the launcher knows their names, every worker has them."""
 
 from __future__ import annotations
 

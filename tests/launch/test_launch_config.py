@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
+from realhf.env.task_source import TaskCurriculumSource
+from realhf.env.tasks.loader import load_templates
 from realhf.launch import main
+from realhf.launch_build import build_experiment
 from realhf.launch_checks import check_config
 from realhf.launch_config import choices, compose_config, experiment_names, option_names
 
@@ -55,6 +58,10 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
     (["env.fault_rate=2"], "env.fault_rate=2.0: a fraction"),
     (["env.fault_seed=2"], "env.fault_kinds, env.fault_seed: no effect without env.fault_rate"),
     (["env.tiers=[warmup,hard]"], "env.tiers: unknown tier 'hard'"),
+    (["env.tiers=[advanced]", "env.tags=[starter]"], "the tier 'advanced' has no template with the tags starter"),
+    (["env.tags=[no-such-tag]"], "unknown tag 'no-such-tag'"),
+    (["rollout.on_failure=ignore"], "rollout.on_failure=ignore: unknown (known: drop, retry, raise)"),
+    (["actor.workers=[0,1]"], "actor.workers=[0, 1]: the call actor_train (train_step) runs on one worker"),
     (["dataset.curriculum=random"], "dataset.curriculum=random: unknown (known: learnability, priority)"),
     (["actor.path=/nowhere/model"], "actor.path=/nowhere/model: no such folder"),
     (["actor.path=model"], "actor.path=model: no such folder"),
@@ -95,6 +102,33 @@ def test_options_without_effect(capsys, arguments: list[str], expected: str):
                                     "ppo.entropy_coef=0.1", "actor.optimizer.beta1=0.8"])
 def test_options_with_effect(option: str, capsys):
     assert main(["experiment=grpo_aws", option, "mode=check"]) == 0, capsys.readouterr().err
+
+
+def test_rollouts_of_an_asynchronous_run_have_an_option_of_their_own_about_failures(capsys):
+    said = errors(capsys, "experiment=grpo_aws_async", "rollout.on_failure=drop", "mode=check")
+    assert "rollout.on_failure=drop: has no effect" in said and "async_rl.on_failure.policy" in said
+    assert main(["experiment=grpo_aws", "rollout.on_failure=drop", "mode=check"]) == 0
+
+
+def test_a_reference_on_two_workers_is_no_mistake():
+    assert main(["experiment=grpo_aws", "ref.workers=[0,1]", "mode=check"]) == 0
+
+
+@pytest.mark.parametrize("tiers", [["advanced"], ["expert"], ["warmup", "advanced"]])
+def test_every_tier_can_be_trained_on(tiers: list[str]):
+    arguments = ["experiment=grpo_aws", f"env.tiers=[{','.join(tiers)}]"]
+    assert main([*arguments, "mode=check"]) == 0
+    spec = build_experiment(compose_config(arguments)).spec
+    every = {template.task_id for template in load_templates(tiers, split="train")}
+    assert spec.evaluation is not None and {task for task, _ in spec.evaluation.args["tasks"]} == every
+    source = TaskCurriculumSource(1, spec.source.args["tiers"], tags=spec.source.args["tags"])
+    assert {item.metadata["tier"] for item in source.next_batch(64)} == set(tiers)
+
+
+def test_without_tags_the_starter_tasks_are_trained_on_where_every_tier_has_some():
+    spec = build_experiment(compose_config(["experiment=grpo_aws"])).spec
+    assert spec.source.args["tags"] == ["starter"] and spec.evaluation is not None
+    assert len(spec.evaluation.args["tasks"]) == 39
 
 
 def test_all_problems_are_listed_at_once(capsys):

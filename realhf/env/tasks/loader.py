@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -24,6 +24,8 @@ from realhf.env.names import draw_name
 from realhf.env.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setup
 
 SPLITS = ("train", "heldout")
+STARTER = "starter"
+"""Tag of what the built-in policy can learn."""
 _SEED_SHARE = 10
 """One seed in this many is held out."""
 _FOLDERS = {"drift": "expert"}
@@ -80,6 +82,18 @@ def load_templates(
         for template in everything
         if template.tier in wanted and template.split in splits and (not tagged or tagged & template.tags)
     ]
+
+
+def training_tags(tiers: Sequence[str], tags: Sequence[str] | None) -> list[str]:
+    """The tags to train on in these tiers: those given, or for None STARTER where every tier has such templates and
+    else none, which takes all. Raises TaskError for an unknown name, and when a tier gives no template."""
+    if tags is None:
+        starters = {template.tier for template in load_templates(tiers, tags=[STARTER], split="train")}
+        return [STARTER] if starters >= set(tiers) else []
+    given = {template.tier for template in load_templates(tiers, tags=tags, split="train")}
+    if missing := [tier for tier in tiers if tier not in given]:
+        raise TaskError(f"the tier {missing[0]!r} has no template with the tags {', '.join(tags)}")
+    return list(tags)
 
 
 def _known(kind: str, names: Iterable[str], known: Iterable[str]) -> set[str]:

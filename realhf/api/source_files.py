@@ -1,0 +1,66 @@
+"""Which files of the package make a result, so that an artifact is made anew when one of them changes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+
+
+def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
+    """The files of ``package`` behind the modules ``roots`` (``realhf.env.sft_data``) and behind all that they import
+    or name in a string, as who starts ``python -m`` does. Raises FileNotFoundError for a root that does not exist."""
+    found: set[Path] = set()
+    waiting = []
+    for root in roots:
+        if (file := _file(package, root)) is None:
+            raise FileNotFoundError(f"{package} has no module {root}")
+        waiting.append(file)
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found.add(file)
+            named = {_file(package, name) for name in _named_in(file.read_text(encoding="utf-8"))}
+            waiting += named - {None} - found
+    return sorted(found)
+
+
+def matching_files(package: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files of ``package`` that match any of the patterns. Raises FileNotFoundError for one that matches none."""
+    found: set[Path] = set()
+    for pattern in patterns:
+        files = {path for path in package.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
+        if not files:
+            raise FileNotFoundError(f"no file of {package} matches {pattern}")
+        found |= files
+    return sorted(found)
+
+
+@cache
+def _named_in(text: str) -> frozenset[str]:
+    return frozenset(_names(ast.parse(text)))
+
+
+def _names(module: ast.Module) -> Iterator[str]:
+    """What may be a module: ``from a.b import c`` names ``a.b`` and ``a.b.c``."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
+            yield node.value
+
+
+def _file(package: Path, module: str) -> Path | None:
+    """The file of a module of the package; None for other modules and for packages."""
+    first, *rest = module.split(".")
+    if first != package.name or not rest:
+        return None
+    path = package.joinpath(*rest).with_suffix(".py")
+    return path if path.is_file() else None
