@@ -9,9 +9,9 @@ from realhf.env.task import SetupCommand, TaskError
 from realhf.env.tasks import instantiate, load_templates
 from realhf.env.tasks.__main__ import main
 from realhf.env.tasks.plays import written
-from realhf.env.tasks.plays.collection import plays_of
+from realhf.env.tasks.plays.collection import plays_of, reason_without
 from realhf.env.tasks.plays.command_line import CommandLine, line_of
-from realhf.env.tasks.plays.play import Outcome, Play, perform
+from realhf.env.tasks.plays.play import KINDS, Outcome, Play, perform
 from realhf.env.tasks.plays.unrelated import own_names
 
 TEMPLATES = load_templates()
@@ -20,6 +20,15 @@ TEMPLATES = load_templates()
 def commands(task_id: int, kind: str, name: str) -> list[str]:
     task = instantiate(task_id, 0)
     return [line for play in plays_of(task) if (play.kind, play.name) == (kind, name) for line in play.commands]
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_every_template_has_plays_of_every_class_or_a_reason(template) -> None:
+    task = instantiate(template.task_id, 0)
+    plays = plays_of(task)
+    without = [kind for kind in KINDS if not any(play.kind == kind for play in plays)]
+    assert all(reason_without(task, kind) for kind in without), without
+    assert len({(play.kind, play.name) for play in plays}) == len(plays), "a row of the table names one play"
 
 
 def test_written_plays_belong_to_templates_and_are_no_task_files() -> None:
