@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.env.sandbox import package_roots
+from realhf.env.sandbox import own_package, package_roots
 
 _PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives")
@@ -22,6 +22,7 @@ _NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--die-with-parent",
     "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
+_OWN_PARTS = ("__init__.py", "api", "env")
 _KEEP_HOUSE = '"$@" && /bin/rm -rf -- "$0"'
 """The shell outlives the thread that started it, so dying with the parent means with the shell; what an owner
 that was killed could not remove is removed once the zygote has ended by itself."""
@@ -49,11 +50,27 @@ def sandboxed(program: Path, writable: Sequence[Path] = (), private: Sequence[Pa
         words += ["--ro-bind-try", path, path]
     for path in sorted(python):  # a prefix comes before what is inside it
         words += ["--ro-bind", path, path]
+    words += _own_code()
     for path in writable:
         words += ["--bind", str(path), str(path)]
     for path in private:
         words += ["--tmpfs", str(path)]
     return [*words, "--remount-ro", "/", "--chdir", "/"]
+
+
+def hidden(folder: str) -> list[str]:
+    """Words that put an empty folder in the place of ``folder``."""
+    return ["--tmpfs", folder, "--remount-ro", folder]
+
+
+def _own_code() -> list[str]:
+    """This package's modules, without the tasks and their answers: whoever breaks out of the interpreter's guards
+    finds none of them."""
+    ours = own_package()
+    words = ["--tmpfs", ours]
+    for name in _OWN_PARTS:
+        words += ["--ro-bind", f"{ours}/{name}", f"{ours}/{name}"]
+    return [*words, *hidden(f"{ours}/env/tasks"), "--remount-ro", ours]
 
 
 def housekept(command: Sequence[str], folder: Path) -> list[str]:

@@ -14,10 +14,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from realhf.env import sandbox
+from realhf.env.bubblewrap import hidden
 from realhf.env.cli_frames import frame, read_frame
 from realhf.env.fork_server import serve_forks
 
@@ -41,10 +43,21 @@ def sandbox_command(program: Path) -> list[str]:
     for path in _LIBRARIES:
         words += ["--ro-bind-try", path, path]
     words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]
+    words += hidden_package(sandbox.own_package(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON})
     for name in _BOOT_FILES:
         words += ["--ro-bind", str(Path(__file__).with_name(name)), f"{_BOOT}/{name}"]
     python = f"{_PYTHON}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     return [*words, "--remount-ro", "/", "--chdir", "/tmp", python, "-I", "-S", "-B", f"{_BOOT}/{_BOOT_FILES[0]}"]
+
+
+def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
+    """Words that hide ``package`` wherever one of the ``bound`` folders (place outside: place inside) shows it: an
+    installation without a virtual environment has the tasks and their answers beside the standard library."""
+    words: list[str] = []
+    for outside, inside in bound.items():
+        if os.path.realpath(package).startswith(f"{os.path.realpath(outside)}/"):
+            words += hidden(inside + os.path.realpath(package).removeprefix(os.path.realpath(outside)))
+    return words
 
 
 def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:

@@ -124,11 +124,16 @@ def redirect_standard_streams(stderr_fd: int | None = None) -> None:
 
 
 def package_roots() -> tuple[str, ...]:
-    """Folders of the interpreter, the installed packages and this package: what imports and data files need."""
+    """Folders of the interpreter and the installed packages: what their imports and data files need."""
     paths = sysconfig.get_paths()
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {ours}
+    roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return (*sorted(roots), "/usr/share/zoneinfo")
+
+
+def own_package() -> str:
+    """The folder of this package, whose tasks and their answers no contained process may read. It may lie among the
+    installed packages."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclass
@@ -146,7 +151,7 @@ class WriteBudget:
 class AuditGuard:
     """What the interpreter of a contained process may still do.
 
-    ``read_roots``: folders whose files may be opened for reading (packages, time zones).
+    ``read_roots``: folders whose files may be opened for reading (packages, time zones), this package's own excepted.
     ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
     ``on_denied``: told the rule and text of everything that was stopped.
     ``writes``: how many files may be opened for writing; the holder may fill it up again.
@@ -166,13 +171,14 @@ class AuditGuard:
     def _make_hook(self) -> Callable[[str, tuple[object, ...]], None]:
         read_roots = tuple(_as_root(path) for path in self.read_roots + self.write_roots)
         write_roots = tuple(_as_root(path) for path in self.write_roots)
+        hidden = _as_root(own_package())
         verdicts: dict[str, str] = {}
 
         def inside(path: object, roots: tuple[str, ...]) -> bool:
             if isinstance(path, int) or path is None:
                 return True
             resolved = os.path.realpath(os.fsdecode(path)) + "/"  # type: ignore[arg-type]
-            return resolved.startswith(roots)
+            return resolved.startswith(roots) and not resolved.startswith(hidden)
 
         def deny(rule: str, text: str) -> None:
             if self.on_denied is not None:

@@ -6,6 +6,7 @@ Speaks plain HTTP to one simulator; all others are forks of the same zygote. Sou
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import select
@@ -13,6 +14,7 @@ import socket
 import time
 import urllib.parse
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from realhf.env.ministack_process import MiniStackProcess
@@ -20,6 +22,8 @@ from realhf.env.ministack_process import MiniStackProcess
 _ROLE = "arn:aws:iam::000000000000:role/self-test"
 _FUNCTION = "/2015-03-31/functions"
 _EFFECT_S = 0.1
+_ANSWER_S = 30.0
+"""A simulator answers in milliseconds; on a machine that starts many things at once it may take seconds."""
 _CODE = """
 import os, socket
 def touch(path):
@@ -45,14 +49,15 @@ class NotContained(RuntimeError):
 
 
 def self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
-    """What was tried without effect. Raises NotContained, OSError when the simulator does not answer.
+    """What was tried without effect. Raises NotContained, TimeoutError when the simulator does not answer.
 
     ``root`` is the pool's folder; markers would appear there, in the simulator's own folder and in /tmp."""
     with socket.create_server(("127.0.0.1", 0)) as canary:
         port = canary.getsockname()[1]
         marker = root / "self-test-marker"
         markers = [marker, root / "simulators" / "0" / marker.name, Path("/tmp") / f"{root.name}-marker"]
-        answer = _invoke_and_trigger(simulator, [str(path) for path in markers], port)
+        with _patience():
+            answer = _invoke_and_trigger(simulator, [str(path) for path in markers], port)
         called = bool(select.select([canary], [], [], _EFFECT_S)[0])
         inside = Path(f"/proc/{simulator.pid}/root")
         seen = [str(path) for path in markers if path.exists() or (inside / str(path)[1:]).exists()]
@@ -65,8 +70,18 @@ def self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tupl
     expected = "ran, contained" if lambda_mode == "sandbox" else "stub"
     if expected not in answer:
         raise NotContained(f"self-test: LAMBDA={lambda_mode} should answer {expected!r}, got {answer[:200]!r}")
-    simulator.reset(0)
+    with _patience():
+        simulator.reset(0, _ANSWER_S)
     return ("function invoked and event-triggered: no marker", "connect-out: failed")
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TimeoutError(f"the self-test at start got no answer from its simulator within {_ANSWER_S:g} s ({error}); "
+                           "the machine may be overloaded: start again, or with fewer sessions") from error  # fmt: skip
 
 
 def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: int) -> str:
@@ -78,10 +93,11 @@ def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: i
         "FunctionName": "self-test", "Runtime": "python3.12", "Handler": "index.handler", "Role": _ROLE,
         "Code": {"ZipFile": base64.b64encode(archive.getvalue()).decode()},
     }  # fmt: skip
-    arn = json.loads(simulator.ask("POST", _FUNCTION, "lambda", body=json.dumps(function).encode()))["FunctionArn"]
+    created = simulator.ask("POST", _FUNCTION, "lambda", _ANSWER_S, body=json.dumps(function).encode())
+    arn = json.loads(created)["FunctionArn"]
     path = f"{_FUNCTION}/self-test/invocations"
-    answer = simulator.ask("POST", path, "lambda", 10.0, body=b"{}").decode()
-    simulator.ask("POST", path, "lambda", headers={"X-Amz-Invocation-Type": "Event"}, body=b"{}")
+    answer = simulator.ask("POST", path, "lambda", _ANSWER_S, body=b"{}").decode()
+    simulator.ask("POST", path, "lambda", _ANSWER_S, {"X-Amz-Invocation-Type": "Event"}, b"{}")
     topic = _sns(simulator, Action="CreateTopic", Name="self-test")
     arn_of_topic = topic.partition("<TopicArn>")[2].partition("<")[0]
     _sns(simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="lambda", Endpoint=arn)
@@ -94,4 +110,4 @@ def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: i
 def _sns(simulator: MiniStackProcess, **parameters: str) -> str:
     body = urllib.parse.urlencode({"Version": "2010-03-31", **parameters}).encode()
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
-    return simulator.ask("POST", "/", "sns", 10.0, headers, body).decode()
+    return simulator.ask("POST", "/", "sns", _ANSWER_S, headers, body).decode()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from realhf.env import bubblewrap, self_test
+from realhf.env import bubblewrap, lambda_broker, sandbox, self_test
 from realhf.env.containment import Containment
 from realhf.env.pool import MiniStackPool, Slot
 
@@ -22,15 +24,15 @@ BWRAP = bubblewrap.find()
 needs_bubblewrap = pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not installed or not permitted here")
 
 
-@pytest.mark.parametrize(("sandbox", "lambda_mode", "name"), [("bwrap", "stub", "SANDBOX=bwrap"),
+@pytest.mark.parametrize(("mode", "lambda_mode", "name"), [("bwrap", "stub", "SANDBOX=bwrap"),
                                                               ("auto", "sandbox", "LAMBDA=sandbox"),
                                                               ("plain", "sandbox", "LAMBDA=sandbox")])  # fmt: skip
 def test_what_needs_bubblewrap_does_not_start_without(
-    monkeypatch: pytest.MonkeyPatch, sandbox: str, lambda_mode: str, name: str
+    monkeypatch: pytest.MonkeyPatch, mode: str, lambda_mode: str, name: str
 ) -> None:
     monkeypatch.setattr(bubblewrap, "find", lambda: None)
     with pytest.raises(RuntimeError, match=f"{name}.*bubblewrap"):
-        MiniStackPool(1, sandbox=sandbox, lambda_mode=lambda_mode).start()
+        MiniStackPool(1, sandbox=mode, lambda_mode=lambda_mode).start()
 
 
 def test_auto_says_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +84,61 @@ assert done == [1]
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@needs_bubblewrap
+def test_answers_of_tasks_are_not_in_the_sandbox() -> None:
+    """Not even for code that got past every guard of the interpreter."""
+    assert BWRAP is not None
+    script = f"""
+import os
+from realhf.env import ministack_server, cli_zygote
+ours = {sandbox.own_package()!r}
+assert sorted(os.listdir(ours)) == ["__init__.py", "api", "env"], os.listdir(ours)
+assert os.listdir(os.path.join(ours, "env", "tasks")) == []
+try:
+    open(os.path.join(ours, "planted"), "w")
+except OSError:
+    raise SystemExit(0)
+raise SystemExit("a file was planted among the modules")
+"""
+    words = [*bubblewrap.sandboxed(BWRAP), sys.executable, "-P", "-B", "-c", script]
+    environment = {"PYTHONPATH": str(Path(sandbox.own_package()).parent)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_hidden_from_lambda_code_wherever_it_is_installed() -> None:
+    bound = {"/usr/lib": "/usr/lib", "/opt/python": "/python"}
+    words = lambda_broker.hidden_package("/opt/python/lib/python3.11/site-packages/realhf", bound)
+    place = "/python/lib/python3.11/site-packages/realhf"
+    assert words == ["--tmpfs", place, "--remount-ro", place]
+    assert lambda_broker.hidden_package("/home/me/project/realhf", bound) == []
+
+
+def test_a_simulator_that_is_slow_at_start_is_waited_for(slot: Slot, tmp_path: Path) -> None:
+    """A loaded machine stops nobody: here the simulator sleeps for longer than a reset usually may take."""
+    pid = slot.ministack.pid
+    os.kill(pid, signal.SIGSTOP)
+    waking = threading.Timer(2.3, os.kill, (pid, signal.SIGCONT))
+    waking.start()
+    try:
+        assert self_test.self_test(slot.ministack, tmp_path, "stub")
+    finally:
+        waking.join()
+
+
+def test_a_simulator_that_never_answers_is_named(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "_ANSWER_S", 0.2)
+    os.kill(slot.ministack.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError, match="self-test at start got no answer"):
+            self_test.self_test(slot.ministack, tmp_path, "stub")
+    finally:
+        os.kill(slot.ministack.pid, signal.SIGCONT)
+    slot.respawn()
 
 
 @pytest.mark.parametrize(("effect", "message"), [("marker", "wrote"), ("connect", "connected out"),

@@ -10,13 +10,14 @@ from pathlib import Path
 ATTEMPTS = r"""
 import json, os, socket, subprocess, sys
 from realhf.env import sandbox
+roots = (*sandbox.package_roots(), os.path.dirname(sandbox.own_package()))  # as if it lay among the packages
 import ctypes, tempfile
 inside = sys.argv[1]
 secret = sys.argv[2]
 sandbox.forbid_new_privileges()
 sandbox.limit_resources(file_bytes=1000, open_files=64, address_bytes=4 << 30)
 denied = []
-sandbox.AuditGuard(sandbox.package_roots(), (inside,), lambda rule, text: denied.append(rule)).install()
+sandbox.AuditGuard(roots, (inside,), lambda rule, text: denied.append(rule)).install()
 def attempt(action):
     try:
         action()
@@ -41,6 +42,8 @@ outcomes = {
     "read by link": attempt(lambda: open(os.path.join(inside, "link")).read()),
     "read environ": attempt(lambda: open("/proc/self/environ").read()),
     "list": attempt(lambda: os.listdir("/")),
+    "read a task's answer": attempt(lambda: open(os.path.join(sandbox.own_package(), "env/tasks/warmup.yaml")).read()),
+    "list the tasks": attempt(lambda: os.listdir(os.path.join(sandbox.own_package(), "env", "tasks"))),
     "write outside": attempt(lambda: write(secret + "2")),
     "remove outside": attempt(lambda: os.remove(secret)),
     "symlink": attempt(lambda: os.symlink(secret, os.path.join(inside, "new"))),
@@ -82,6 +85,8 @@ def test_every_forbidden_operation_is_stopped(tmp_path: Path) -> None:
         "read by link": "denied local-file",
         "read environ": "denied local-file",
         "list": "denied local-file",
+        "read a task's answer": "denied local-file",
+        "list the tasks": "denied local-file",
         "write outside": "denied local-file",
         "remove outside": "denied local-file",
         "symlink": "denied local-file",
@@ -90,7 +95,7 @@ def test_every_forbidden_operation_is_stopped(tmp_path: Path) -> None:
         "write too much": "OSError",
         "import": "done",
     }
-    assert len(denied) == 16
+    assert len(denied) == 18
     assert secret.read_text() == "canary"
 
 
