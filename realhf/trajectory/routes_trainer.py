@@ -15,6 +15,7 @@ from realhf.trajectory.models import Lease, PolicyVersion, Registration
 from realhf.trajectory.refusal import Refusal, invalid
 from realhf.trajectory.service import Service, answer, idempotency
 from realhf.trajectory.store.base import PayloadLost
+from realhf.trajectory.trainer_cookie import cookie_name, handed_out
 from realhf.trajectory.wire.encode import encode_batch
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
 
@@ -38,7 +39,7 @@ def router(service: Service) -> APIRouter:
         (body, headers), _ = await engine.write(
             replays.once, key, fingerprint, registry.register, registration.model_dump(), join, may_reset,
             anew)  # fmt: skip
-        return answer(body, headers)
+        return answer(body, headers | handed_out(request))
 
     @routes.get("/batch")
     async def batch(request: Request) -> Response:
@@ -52,7 +53,7 @@ def router(service: Service) -> APIRouter:
                 pulled = await engine.write(delivery.pull, wanted)
                 if isinstance(pulled, NoBatch):
                     body = _NOT_REGISTERED if pulled.unregistered else {"batch": None}
-                    return answer(body, {"X-Batch-Reason": pulled.reason})
+                    return answer(body, {"X-Batch-Reason": pulled.reason} | handed_out(request))
                 try:
                     return await _respond(service, request, pulled)
                 except PayloadLost as error:
@@ -84,8 +85,9 @@ def router(service: Service) -> APIRouter:
 
 def _pull_request(request: Request) -> PullRequest:
     name = request.headers.get("x-trainer-id") or request.query_params.get("trainer_id")
-    peer = request.client.host if request.client else "unknown"
-    return PullRequest(name or f"peer {peer}", anonymous=not name, ack=request.headers.get("x-ack"),
+    cookie, peer = cookie_name(request), request.client.host if request.client else "unknown"
+    identity = name or (f"cookie {cookie}" if cookie else f"peer {peer}")
+    return PullRequest(identity, anonymous=not name, ack=request.headers.get("x-ack"),
                        explicit=request.headers.get("x-ack-mode", "").lower() == "explicit")  # fmt: skip
 
 

@@ -13,9 +13,11 @@ import json
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.trajectory.conftest import running_server
@@ -141,3 +143,31 @@ def test_two_hundred_steps_of_stock_clients(tmp_path: Path, strict: bool):
             assert mine, "nobody starves"
         left = ask(url, "GET", "/status")["queue_size"]
         assert len(seen) + left == sum(len(environment.sent) for environment in environments)
+
+
+def test_sessions_behind_one_address_do_not_acknowledge_each_other():
+    """They carry a cookie without knowing; who carries none has the address for a name, as before."""
+    with running_server() as url, ExitStack() as stack:
+        first, second, third = (stack.enter_context(httpx.Client(base_url=url)) for _ in range(3))
+        registration = {"wandb_group": "", "wandb_project": "", "batch_size": 4, "max_token_len": 64, "num_steps": 5,
+                        "starting_step": 0, "checkpoint_dir": "", "save_checkpoint_interval": 5}  # fmt: skip
+        for rank in (first, second):
+            assert rank.post("/register", json=registration).cookies, "told apart from the beginning"
+        assert third.get("/batch").cookies
+        assert not third.get("/batch").cookies, "a name is given once"
+        for number in range(6):
+            first.post("/scored_data", json=group(4, seed=number))
+        for session in (first, second, third):
+            answer = session.get("/batch")
+            assert len(answer.json()["batch"]) == 1
+            assert not answer.cookies
+        assert len(first.get("/leases").json()["leases"]) == 3, "none was acknowledged by another's pull"
+        assert first.get("/batch").json()["batch"]
+        assert [lease["step"] for lease in first.get("/leases").json()["leases"]] == [1, 2, 3]
+        for _ in range(2):
+            assert httpx.get(url + "/batch").json()["batch"], "one without cookies acknowledges by its next pull"
+        assert [lease["step"] for lease in first.get("/leases").json()["leases"]] == [1, 2, 3, 5]
+        for bad in ("x", "0" * 33, "é"):
+            assert httpx.get(url + "/batch", headers={"Cookie": f"realhf_trainer={bad}".encode()}).status_code == 200
+        named = httpx.get(url + "/batch", headers={"X-Trainer-Id": "n"})
+        assert "set-cookie" not in named.headers
