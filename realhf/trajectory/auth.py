@@ -46,8 +46,8 @@ class Tokens:
     def __init__(self, config: TrajectoryConfig) -> None:
         self.required = config.has_tokens
         everyone = (
-            (config.token, Role.PRODUCER | Role.TRAINER), (config.producer_token, Role.PRODUCER),
-            (config.trainer_token, Role.TRAINER), (config.admin_token, Role.ANY),
+            (config.secret("token"), Role.PRODUCER | Role.TRAINER), (config.secret("producer_token"), Role.PRODUCER),
+            (config.secret("trainer_token"), Role.TRAINER), (config.secret("admin_token"), Role.ANY),
         )  # fmt: skip
         self._roles = [(token.encode(), role) for token, role in everyone if token]
 

@@ -12,12 +12,17 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from realhf.trajectory.options import StateOptions, strict
 
 PREFIX = "REALHF_TRAJ_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+SECRETS = ("token", "producer_token", "trainer_token", "admin_token")
+"""Settings that hold a token; ``<name>_file`` may hold it in its place."""
 
 
 class ConfigError(ValueError):
@@ -48,9 +53,15 @@ class TrajectoryConfig:
     producer_token: str = _setting("", "bearer token that may only push and poll")
     trainer_token: str = _setting("", "bearer token that may only register and pull")
     admin_token: str = _setting("", "bearer token that may do everything, resets included")
+    token_file: str = _setting("", "file with the token, which as a flag or variable others may see")
+    producer_token_file: str = _setting("", "file with the producer token")
+    trainer_token_file: str = _setting("", "file with the trainer token")
+    admin_token_file: str = _setting("", "file with the admin token")
     reset_policy: str = _setting("", "who may reset: open, token (admin only) or off; default: open without tokens, "
                                      "token with them")  # fmt: skip
     max_body_bytes: int = _setting(512 << 20, "largest body, before and after decompression", int)
+    max_bodies_bytes: int = _setting(0, "bytes of all bodies that are being served, before and after decompression; "
+                                        "more get 503 (0: four times the largest body)", int)  # fmt: skip
     gzip_level: int = _setting(1, "compression of answers, 0 to 3", int)
     tokenizer: str = _setting("", "folder or name of a tokenizer that decodes the latest example on the status page")
     strict: bool = _setting(False, "the original's behaviour, where the specification lists it; rows below may differ",
@@ -91,6 +102,11 @@ class TrajectoryConfig:
             raise ConfigError(f"--gzip-level is {self.gzip_level}; give 0 to 3")
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; give at least 1024")
+        if self.max_bodies_bytes and self.max_bodies_bytes < 2 * self.max_body_bytes:
+            raise ConfigError(f"--max-bodies-bytes is {self.max_bodies_bytes}; give at least twice --max-body-bytes "
+                              f"({self.max_body_bytes}): one body may be held compressed and plain")  # fmt: skip
+        for name in SECRETS:
+            self.secret(name)
         if self.reset_policy not in ("", "open", "token", "off"):
             raise ConfigError(f"--reset-policy is {self.reset_policy!r}; give open, token or off")
         if not (self.insecure or self.has_tokens or is_loopback(self.host)):
@@ -105,7 +121,28 @@ class TrajectoryConfig:
 
     @property
     def has_tokens(self) -> bool:
-        return bool(self.token or self.producer_token or self.trainer_token or self.admin_token)
+        return any(getattr(self, name) or getattr(self, f"{name}_file") for name in SECRETS)
+
+    def secret(self, name: str) -> str:
+        """The token of a role, from its file if there is one; "" without. Raises ConfigError."""
+        given, path = getattr(self, name), getattr(self, f"{name}_file")
+        if not path:
+            return given
+        flag = _flag(f"{name}_file")
+        if given:
+            raise ConfigError(f"{_flag(name)} and {flag} are both given; give one")
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{flag} {path}: {error}") from error
+        if not text or len(text.splitlines()) > 1:
+            raise ConfigError(f"{flag} {path} must hold one line, the token")
+        return text
+
+    @property
+    def all_bodies_bytes(self) -> int:
+        """Of all bodies that are being served."""
+        return self.max_bodies_bytes or 4 * self.max_body_bytes
 
     @property
     def resets(self) -> str:

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from realhf.trajectory.engine import Engine
+from realhf.trajectory.wire.body_budget import BodyBudget
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -23,7 +24,7 @@ _LAG_EVERY_S = 0.1
 class Metrics:
     """Latency histograms by request kind, event-loop lag, and a collector over the engine's state."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
         self._registry = CollectorRegistry()
         self._latency = Histogram("trajectory_request_seconds", "time to answer", ["kind"], buckets=_SECONDS,
                                   registry=self._registry)  # fmt: skip
@@ -32,7 +33,7 @@ class Metrics:
         self._unavailable = Counter("trajectory_unavailable", "answers with status 503", registry=self._registry)
         self._lag = Gauge("trajectory_event_loop_lag_seconds", "largest delay of the event loop since the last scrape",
                           registry=self._registry)  # fmt: skip
-        self._registry.register(StateCollector(engine))
+        self._registry.register(StateCollector(engine, bodies))
         self._worst_lag = 0.0
 
     @contextmanager
@@ -68,8 +69,9 @@ class Metrics:
 class StateCollector(Collector):
     """Figures read off the state."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
         self._engine = engine
+        self._bodies = bodies
         self._process = psutil.Process()
 
     def collect(self) -> Iterator[Metric]:
@@ -100,6 +102,7 @@ class StateCollector(Collector):
             "queue_bytes": state.queue.nbytes, "held_bytes": state.waiting_bytes, "leases": len(state.leases),
             "step": state.run.step, "epoch": state.run.epoch, "environments": len(state.envs),
             "quarantine_bytes": state.quarantine_bytes, "resident_bytes": self._process.memory_info().rss,
+            "body_bytes": self._bodies.held,
         }  # fmt: skip
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=value)
@@ -108,6 +111,7 @@ class StateCollector(Collector):
                      "refused_full", "replayed", "resets", "continued", "store_losses",
                      "replays_forgotten_early"):  # fmt: skip
             yield CounterMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=counters[name])
+        yield CounterMetricFamily("trajectory_bodies_refused", "bodies beyond the budget", value=self._bodies.refused)
         nulls = CounterMetricFamily("trajectory_null_batches", "pulls without a batch", labels=["reason"])
         for name, value in counters.items():
             if name.startswith("null:"):

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.wire.body import read_body
+from realhf.trajectory.wire.body_budget import BodyBudget, BodyShare
 from realhf.trajectory.wire.encode import GZIP_FROM_BYTES
 from realhf.trajectory.wire.intake import is_msgpack
 
@@ -20,12 +21,13 @@ class ClientGone(Exception):
 
 
 class BodyMiddleware:
-    """Reads and decompresses bodies under the cap; handlers find the whole body in one message, and pushes in
-    ``scope["traj.body"]`` without a copy."""
+    """Reads and decompresses bodies under the cap and within the budget of all of them. Handlers find the whole body
+    in one message, and pushes in ``scope["traj.body"]`` without a copy."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, budget: BodyBudget) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,15 +37,22 @@ class BodyMiddleware:
         if not ("content-length" in headers or "transfer-encoding" in headers):
             await self._app(scope, receive, send)
             return
+        share = BodyShare(self._budget)
+        try:
+            await self._serve(scope, receive, send, headers, share)
+        finally:
+            share.release()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: Headers, share: BodyShare) -> None:
         encoding = headers.get("content-encoding", "")
         try:
             declared = headers.get("content-length", "")
             if declared.isdigit() and int(declared) > self._max_bytes:
                 raise Refusal(413, f"the body is larger than {self._max_bytes} bytes")
             body = await read_body(_chunks(receive), encoding=encoding, max_bytes=self._max_bytes,
-                                   allow_zstd=is_msgpack(headers.get("content-type")))  # fmt: skip
+                                   allow_zstd=is_msgpack(headers.get("content-type")), take=share.take)  # fmt: skip
         except Refusal as refusal:
-            close = {"Connection": "close"} if refusal.status == 413 else {}
+            close = {"Connection": "close"} if refusal.status in (413, 503) else {}
             answer = JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers | close)
             await answer(scope, receive, send)
             return

@@ -90,7 +90,7 @@ def _middlewares(service: Service) -> list[Middleware]:
         Middleware(WebGuard, config=config),
         Middleware(CompressMiddleware, level=config.gzip_level),
         Middleware(AuthMiddleware, tokens=service.tokens),
-        Middleware(BodyMiddleware, max_bytes=config.max_body_bytes),
+        Middleware(BodyMiddleware, max_bytes=config.max_body_bytes, budget=service.bodies),
     ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from realhf.trajectory.engine import Engine
 from realhf.trajectory.metrics import Metrics
 from realhf.trajectory.refusal import invalid
 from realhf.trajectory.store.open import open_store
+from realhf.trajectory.wire.body_budget import BodyBudget
 from realhf.trajectory.wire.offload import Offload
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class Service:
         self.tokens = Tokens(config)
         self.engine = Engine(open_store(config.store, durable=config.durable), config.state_options())
         self.offload = Offload()
-        self.metrics = Metrics(self.engine)
+        self.bodies = BodyBudget(config.all_bodies_bytes)
+        self.metrics = Metrics(self.engine, self.bodies)
         self.ready = False
         self._tasks: set[asyncio.Task[Any]] = set()
 

@@ -70,11 +70,39 @@ def test_other_than_loopback_needs_a_token_or_insecure():
 
 @pytest.mark.parametrize(("name", "value"), [
     ("port", 70000), ("gzip_level", 9), ("delivery", "x"), ("reset_policy", "x"), ("lease_timeout_s", 0.0),
-    ("max_body_bytes", 3),
+    ("max_body_bytes", 3), ("max_bodies_bytes", 5000),
 ])  # fmt: skip
 def test_settings_out_of_range_are_named(name: str, value: object):
     with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
         TrajectoryConfig(**{name: value})
+
+
+def test_tokens_come_from_files(tmp_path: Path):
+    """A flag is seen by everybody who lists processes."""
+    for name in ("producer", "admin"):
+        (tmp_path / name).write_text(f"{name}-secret\n")
+    files = {f"{name}_token_file": str(tmp_path / name) for name in ("producer", "admin")}
+    environment = TrajectoryConfig(**files).to_environment()
+    assert "secret" not in str(environment)
+    assert resolve(None, environment).has_tokens
+    assert TrajectoryConfig(host="0.0.0.0", **files).has_tokens, "as good as a flag"
+    with running_server(**files) as url, httpx.Client(base_url=url) as api:
+        assert api.post("/scored_data", json=group(), headers=bearer("producer-secret")).status_code == 200
+        assert api.get("/reset_data", headers=bearer("producer-secret")).status_code == 403
+        assert api.get("/reset_data", headers=bearer("admin-secret")).status_code == 200
+        assert api.get("/status").status_code == 401
+
+
+def test_token_files_that_hold_no_token(tmp_path: Path):
+    for name, text in (("empty", " \n"), ("two", "a\nb\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match="one line"):
+            TrajectoryConfig(token_file=str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"--token-file .*No such file"):
+        TrajectoryConfig(token_file=str(tmp_path / "missing"))
+    (tmp_path / "good").write_text("a")
+    with pytest.raises(ConfigError, match="--token and --token-file"):
+        TrajectoryConfig(token="b", token_file=str(tmp_path / "good"))
 
 
 def test_flags_win_over_variables_and_unknown_ones_are_refused():

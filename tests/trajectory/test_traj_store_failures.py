@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sqlite3
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -210,3 +212,29 @@ async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.M
     assert closing.done(), "the server stops"
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, StoreFailure) for result in results), "everybody is told"
+
+
+async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Commits are made on the event loop, so whatever they wait for everybody waits for."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    [ref] = await store.stage([data_of(1)])
+    first = record(1, ref, data_of(1))
+    await store.commit(Changes(rows={("groups", 1): first}))
+    reading, disk, pread = threading.Event(), threading.Event(), os.pread
+
+    def slow_pread(handle: int, nbytes: int, offset: int) -> bytes:
+        reading.set()
+        slow.append(not disk.wait(5))
+        return pread(handle, nbytes, offset)
+
+    slow: list[bool] = []
+    monkeypatch.setattr(os, "pread", slow_pread)
+    read = asyncio.create_task(store.read([first.payload]))
+    await asyncio.to_thread(reading.wait, 10)
+    [ref] = await store.stage([data_of(2)])
+    await store.commit(Changes(rows={("groups", 2): record(2, ref, data_of(2))}))
+    disk.set()
+    assert await read == [data_of(1)]
+    assert slow == [False], "the commit did not wait for the read"
+    await store.close()

@@ -138,10 +138,26 @@ class Segments:
         return True
 
     def read(self, payload: Payload) -> bytes:
-        """Bytes of one payload from its file. Raises OSError."""
+        """Bytes of one payload from its file. Raises OSError. Nobody who writes waits for the disk meanwhile."""
         segment, offset = self._locate(payload)
+        handle = self._own_handle(segment)
+        try:
+            return os.pread(handle, payload.nbytes, offset)
+        finally:
+            os.close(handle)
+
+    def _own_handle(self, segment: int) -> int:
+        """A handle for one reader to close: the shared one may be closed while it reads."""
         with self._files:
-            return os.pread(self._open(segment, create=False), payload.nbytes, offset)
+            handle = self._handles.get(segment)
+            if handle is not None:
+                return os.dup(handle)
+        opened = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC)
+        with self._files:
+            if segment in self._handles:
+                return opened
+            self._handles[segment] = opened
+            return os.dup(opened)
 
     def free(self, refs: Iterable[int]) -> list[int]:
         """Nobody refers to these any more. Returns the files that nobody refers to at all, for ``remove``."""
@@ -182,19 +198,17 @@ class Segments:
 
     def _handle(self, segment: int) -> int:
         with self._files:
-            return self._open(segment, create=True)
-
-    def _open(self, segment: int, *, create: bool) -> int:
-        handle = self._handles.get(segment)
-        self._new_names |= handle is None and create
-        if handle is None and create and self._spare and not self._path(segment).exists():
-            path, handle = self._spare.pop()
-            path.rename(self._path(segment))
+            handle = self._handles.get(segment)
+            if handle is not None:
+                return handle
+            self._new_names = True
+            if self._spare and not self._path(segment).exists():
+                path, handle = self._spare.pop()
+                path.rename(self._path(segment))
+            else:
+                handle = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
             self._handles[segment] = handle
-        if handle is None:
-            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-            handle = self._handles[segment] = os.open(self._path(segment), flags, 0o600)
-        return handle
+            return handle
 
     def _locate(self, payload: Payload) -> tuple[int, int]:
         ref = self._ref(payload)

@@ -6,7 +6,7 @@ Source: trajectory specification 2.1, 3.8, 3.11.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import zstandard
@@ -27,16 +27,26 @@ _ZSTD_SLICE = 256
 _BAD_GZIP: tuple[Any, ...] = (isal_zlib.IsalError, EOFError)
 
 
+Take = Callable[[int], None]
+
+
+def _free(nbytes: int) -> None:
+    """Bytes that nobody counts."""
+
+
 async def read_body(
-    chunks: AsyncIterator[bytes], *, encoding: str = "", max_bytes: int, allow_zstd: bool = False
+    chunks: AsyncIterator[bytes], *, encoding: str = "", max_bytes: int, allow_zstd: bool = False,
+    take: Take = _free,
 ) -> bytes:
     """The plain body. ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. Raises
-    Refusal 413 above ``max_bytes``, compressed or not, and 400 for a damaged stream."""
+    Refusal 413 above ``max_bytes``, compressed or not, 400 for a damaged stream, and what ``take`` raises, which is
+    told of all bytes that are held, from whatever thread."""
     parts, received = [], 0
     async for chunk in chunks:
         received += len(chunk)
         if received > max_bytes:
             raise _too_large(max_bytes)
+        take(len(chunk))
         parts.append(chunk)
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     encoding = encoding.lower()
@@ -48,15 +58,16 @@ async def read_body(
         return body
     plain = None
     if len(body) <= INLINE_BYTES:
-        plain = inflate(body, min(INLINE_PLAIN_BYTES, max_bytes))
+        plain = inflate(body, min(INLINE_PLAIN_BYTES, max_bytes), _free)
+        take(len(plain or b""))
     if plain is None:
-        plain = await asyncio.to_thread(inflate, body, max_bytes)
+        plain = await asyncio.to_thread(inflate, body, max_bytes, take)
     if plain is None:
         raise _too_large(max_bytes)
     return plain
 
 
-def gunzip(body: bytes, max_bytes: int) -> bytes | None:
+def gunzip(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
     """Inflate one or more gzip members; None where they hold more than ``max_bytes``. Raises Refusal 400 (not gzip,
     truncated, corrupt).
 
@@ -71,7 +82,10 @@ def gunzip(body: bytes, max_bytes: int) -> bytes | None:
                 if not fed:
                     fed = body[position : position + _SLICE]
                     position += len(fed)
-                part = member.decompress(fed, step)
+                room = min(step, max_bytes - size + 1)
+                take(room)
+                part = member.decompress(fed, room)
+                take(len(part) - room)
                 if not part and not fed and not member.eof:
                     raise Refusal(400, "the gzip body is truncated")
                 fed = member.unconsumed_tail
@@ -86,7 +100,7 @@ def gunzip(body: bytes, max_bytes: int) -> bytes | None:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def unzstd(body: bytes, max_bytes: int) -> bytes | None:
+def unzstd(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
     """Inflate Zstandard frames; None where they hold more than ``max_bytes``. Raises Refusal 400."""
     parts, size, frames, position = [], 0, 0, 0
     try:
@@ -101,6 +115,7 @@ def unzstd(body: bytes, max_bytes: int) -> bytes | None:
                 size += len(part)
                 if size > max_bytes:
                     return None
+                take(len(part))
                 parts.append(part)
             position -= len(frame.unused_data)
             _count(frames)

@@ -1,0 +1,45 @@
+"""How many bytes of request bodies the server holds at once, whoever sends them."""
+
+from __future__ import annotations
+
+import threading
+
+from realhf.trajectory.refusal import Refusal
+
+
+class BodyBudget:
+    """``limit`` bytes for all bodies together, compressed and plain. They are counted as they arrive, not as they are
+    announced, so that nobody holds room by announcing much and sending nothing."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self.refused = 0
+        self.lock = threading.Lock()
+
+
+class BodyShare:
+    """What one request holds of the budget, until ``release``. Bodies are inflated in threads, so any may take."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._held = 0
+        self._released = False
+
+    def take(self, nbytes: int) -> None:
+        """Raises Refusal 503 when so much more does not fit, or when the request has ended meanwhile."""
+        budget = self._budget
+        with budget.lock:
+            if budget.held + nbytes > budget.limit or self._released:
+                budget.refused += 1
+                raise Refusal(503, f"the bodies of all requests together exceed {budget.limit} bytes",
+                              {"Retry-After": "1"})  # fmt: skip
+            budget.held += nbytes
+            self._held += nbytes
+
+    def release(self) -> None:
+        """Give everything back."""
+        with self._budget.lock:
+            self._released = True
+            self._budget.held -= self._held
+            self._held = 0

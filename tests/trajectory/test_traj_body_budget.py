@@ -1,0 +1,106 @@
+"""All bodies together have a bound: whoever sends them, compressed or not. Specification 3.8."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+import zstandard
+
+from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.wire.body import gunzip, unzstd
+from realhf.trajectory.wire.body_budget import BodyBudget, BodyShare
+from tests.trajectory.conftest import running_server, start
+from tests.trajectory.groups import encoded, group
+
+CAP = 1 << 20
+
+
+@pytest.fixture
+def small() -> Iterator[str]:
+    with running_server(max_body_bytes=CAP, max_bodies_bytes=2 * CAP) as url:
+        yield url
+
+
+def half_a_body(url: str, nbytes: int) -> socket.socket:
+    """A connection that announces more than it sends."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    head = f"POST /scored_data HTTP/1.1\r\nHost: {host}\r\nContent-Length: {CAP}\r\n\r\n".encode()
+    connection.sendall(head + b" " * nbytes)
+    return connection
+
+
+def held(api: httpx.Client) -> float:
+    lines = api.get("/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("trajectory_body_bytes "))
+
+
+def wait_until_held(api: httpx.Client, nbytes: int) -> None:
+    for _ in range(2000):
+        if held(api) == nbytes:
+            return
+    raise AssertionError(f"{held(api)} bytes are held, not {nbytes}")
+
+
+def test_bodies_beyond_the_budget_are_tried_again_later(small: str):
+    """They get 503, on which stock clients keep their data; when the others are done, there is room again."""
+    body = encoded(group(4, 5_000))
+    assert 300_000 < len(body) < CAP
+    with httpx.Client(base_url=small) as api, ExitStack() as stack:
+        start(api)
+        for _ in range(2):
+            stack.enter_context(half_a_body(small, CAP - 1000))
+        wait_until_held(api, 2 * (CAP - 1000))
+        refused = api.post("/scored_data", content=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.headers["connection"] == "close"
+        assert api.get("/status").json()["queue_size"] == 0
+        stack.close()
+        wait_until_held(api, 0)
+        assert api.post("/scored_data", content=body).status_code == 200
+        assert "trajectory_bodies_refused_total 1.0" in api.get("/metrics").text
+
+
+def test_what_is_announced_and_not_sent_holds_nothing(small: str):
+    with httpx.Client(base_url=small) as api, ExitStack() as stack:
+        start(api)
+        for _ in range(8):
+            stack.enter_context(half_a_body(small, 10))
+        assert api.post("/scored_data", content=encoded(group(4, 5_000))).status_code == 200
+
+
+def test_what_a_body_inflates_to_counts(small: str):
+    """Several at once, each under the cap, may not exceed the budget together."""
+    bomb = gzip.compress(b" " * (CAP - 1))
+    with httpx.Client(base_url=small) as api, ExitStack() as stack:
+        start(api)
+        stack.enter_context(half_a_body(small, 500_000))
+        wait_until_held(api, 500_000)
+        assert api.post("/scored_data", content=bomb, headers={"Content-Encoding": "gzip"}).status_code == 422
+        stack.enter_context(half_a_body(small, 600_000))
+        wait_until_held(api, 1_100_000)
+        assert api.post("/scored_data", content=bomb, headers={"Content-Encoding": "gzip"}).status_code == 503
+        wait_until_held(api, 1_100_000)
+
+
+@pytest.mark.parametrize("inflate", [gunzip, unzstd])
+def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate: object):
+    plain = bytes(8 << 20)
+    body = gzip.compress(plain) if inflate is gunzip else zstandard.compress(plain)
+    budget = BodyBudget(3 << 20)
+    share, other = BodyShare(budget), BodyShare(budget)
+    with pytest.raises(Refusal) as refusal:
+        inflate(body, 64 << 20, share.take)  # type: ignore[operator]
+    assert refusal.value.status == 503
+    assert 0 <= budget.held <= 3 << 20
+    share.release()
+    other.take(3 << 20)
+    with pytest.raises(Refusal):
+        share.take(0)
+    other.release()
+    assert budget.held == 0
