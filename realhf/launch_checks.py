@@ -16,8 +16,8 @@ DTYPES = ("float32", "bfloat16")
 
 AT_LEAST: dict[str, float] = {
     "total_train_steps": 1, "torch_threads": 0, "ppo.group_size": 1, "ppo.ppo_n_minibatches": 1,
-    "ppo.max_nonfinite_steps": 1, "ppo.entropy_coef": 0, "ppo.max_reward_clip": 0, "gen.max_new_tokens": 1,
-    "mb_spec.n_mbs": 1, "rollout.max_turns": 1,
+    "ppo.sample_reuse": 1, "ppo.max_nonfinite_steps": 1, "ppo.entropy_coef": 0, "ppo.max_reward_clip": 0,
+    "gen.max_new_tokens": 1, "mb_spec.n_mbs": 1, "rollout.max_turns": 1,
     "rollout.max_total_tokens": 1, "rollout.min_group_size": 1, "env.pool_size": 1, "env.max_steps": 1,
     "dataset.train_bs_n_seqs": 1, "evaluation.episodes_per_task": 0, "evaluation.greedy_episodes_per_task": 0,
     "evaluation.every_steps": 0, "exp_ctrl.ckpt_freq_steps": 1, "exp_ctrl.keep": 1,
@@ -129,6 +129,10 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
     if config.rollout.min_group_size > config.ppo.group_size:
         yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than "
                f"ppo.group_size={config.ppo.group_size}")
+    sequences = config.dataset.train_bs_n_seqs * config.ppo.group_size
+    if config.ppo.ppo_n_minibatches > sequences:
+        yield (f"ppo.ppo_n_minibatches={config.ppo.ppo_n_minibatches}: a step has dataset.train_bs_n_seqs times "
+               f"ppo.group_size = {sequences} sequences")
     if config.rpc.dead_after_s <= config.rpc.heartbeat_s:
         yield f"rpc.dead_after_s={config.rpc.dead_after_s}: must be longer than rpc.heartbeat_s"
     if config.recover_mode is RecoverMode.resume and not (run_folder(config) / "checkpoints").is_dir():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from realhf.algorithms.advantages import at_last_token, normalise, return_to_go
 from realhf.algorithms.losses import kl_estimate, token_weights
+from realhf.algorithms.minibatches import minibatches
 from realhf.algorithms.nonfinite import NonFiniteGuard
 from realhf.algorithms.off_policy_statistics import mismatch_statistics, staleness_statistics
 from realhf.algorithms.policy_objective import ADVANTAGES, PROXIMAL, WEIGHTS, PolicyObjective
@@ -29,9 +30,10 @@ class PolicyGradientInterface:
     ``outcome`` (0: valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs`` and
     ``proximal_logprobs``.
 
-    Advantages are computed once per step from the groups (the sequences of one sample); then
-    ``ppo_n_minibatches`` optimizer steps follow. ``temperature`` is the sampling temperature;
-    ``loss_scale_len`` the divisor of ``loss_agg=constant`` where ``ppo`` does not give it.
+    Advantages are computed once per step from the groups (the sequences of one sample); then follow ``sample_reuse``
+    passes of ``ppo_n_minibatches`` optimizer steps, over sequences shuffled by seed, step and pass.
+    ``temperature`` is the sampling temperature; ``loss_scale_len`` the divisor of ``loss_agg=constant`` where ``ppo``
+    does not give it.
 
     A sequence without any advantage contributes nothing to a pure policy gradient, so it is left out of
     the forward and backward pass; the normalisers T and S still count it. With a KL term or an entropy
@@ -100,16 +102,24 @@ class PolicyGradientInterface:
     def _minibatches(self, model: Model, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
         """What is trained, update by update. With several updates the proximal log-probabilities are computed here,
         before the first; with one they are those of its own forward pass."""
-        n = self.options.ppo_n_minibatches
-        parts = [prepared] if n == 1 else prepared.shuffled(context.seed).split_balanced(n)[0]
-        trained = [chosen for part in parts if (chosen := self._trained_part(part)) is not None]
-        missing = self.options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys
-        if missing and len(trained) > 1:
-            return [self._with_proximal(model, part, context) for part in trained]
-        return trained
+        options, parts = self.options, [prepared]
+        if options.n_updates > 1:
+            if options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys:
+                prepared = self._with_proximal(model, prepared, context, only=self._contributes(prepared))
+            parts = [part for number in range(options.sample_reuse)
+                     for part in minibatches(prepared, options.ppo_n_minibatches, (context.seed, number))]
+        return [chosen for part in parts if (chosen := self._trained_part(part)) is not None]
 
-    def _with_proximal(self, model: Model, sample: SequenceSample, context: CallContext) -> SequenceSample:
-        logprobs = model.engine.logprobs(sample, temperature=self._temperature, mb_spec=context.mb_spec)
+    def _with_proximal(
+        self, model: Model, sample: SequenceSample, context: CallContext, only: Tensor | None = None
+    ) -> SequenceSample:
+        """``only`` bool (n sequences,): the others are not scored."""
+        scored = sample
+        if only is not None:
+            tokens = torch.from_numpy(sample.lengths("packed_input_ids").values)
+            mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(only, tokens)
+            scored = replace_keys(sample, per_token={"loss_mask": mask})
+        logprobs = model.engine.logprobs(scored, temperature=self._temperature, mb_spec=context.mb_spec)
         return replace_keys(sample, shifted={PROXIMAL: logprobs})
 
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
@@ -180,11 +190,16 @@ class PolicyGradientInterface:
         weights = token_weights(
             tokens.mask, tokens.sequence, tokens.n_sequences, options.loss_agg, options.loss_scale_len or 1
         )
+        return select_sequences(replace_keys(part, shifted={WEIGHTS: weights}), self._contributes(part))
+
+    def _contributes(self, part: SequenceSample) -> Tensor:
+        """Which sequences have a gradient, bool (n sequences,)."""
+        tokens, options = PredictedTokens.of(part), self.options
         every_token_counts = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
         counts = tokens.mask if every_token_counts else tokens.mask & (part[ADVANTAGES] != 0)
         keep = torch.zeros(tokens.n_sequences, dtype=torch.bool)
         keep[tokens.sequence[counts]] = True
-        return select_sequences(replace_keys(part, shifted={WEIGHTS: weights}), keep)
+        return keep
 
     def state_dict(self) -> dict[str, Any]:
         return {"nonfinite_in_a_row": self._guard.in_a_row}

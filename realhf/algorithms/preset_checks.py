@@ -101,7 +101,7 @@ def _check_ranges(value: Mapping[str, Any], config: PPOConfig) -> None:
         raise ValueError(f"ppo.group_size must be at least 1, got {config.group_size}")
     if config.group_size < 2 and value["adv_estimator"] in _NEEDS_GROUPS:
         raise ValueError(f"ppo.group_size must be at least 2 for adv_estimator {value['adv_estimator']!r}")
-    for name in ("ppo_n_minibatches", "max_nonfinite_steps"):
+    for name in ("ppo_n_minibatches", "sample_reuse", "max_nonfinite_steps"):
         if getattr(config, name) < 1:
             raise ValueError(f"ppo.{name} must be at least 1, got {getattr(config, name)}")
     for name in ("eps_clip", "eps_clip_higher", "kl_ctl", "kl_loss_coef"):

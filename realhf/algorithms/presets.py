@@ -74,9 +74,15 @@ class ResolvedPPO:
     behav_imp_weight_floor: float
     behav_imp_weight_level: str
     ppo_n_minibatches: int
+    sample_reuse: int
     mask_too_long: bool
     max_nonfinite_steps: int
     loss_scale_len: int | None
+
+    @property
+    def n_updates(self) -> int:
+        """Optimizer steps of one train step, if every minibatch has something to train on."""
+        return self.ppo_n_minibatches * self.sample_reuse
 
     @property
     def needs_reference(self) -> bool:
@@ -138,6 +144,7 @@ def resolve(config: PPOConfig | Mapping[str, Any], *, loss_scale_len: int | None
         adv_norm=value["adv_norm"],
         discount=config.discount,
         ppo_n_minibatches=config.ppo_n_minibatches,
+        sample_reuse=config.sample_reuse,
         mask_too_long=config.mask_too_long,
         max_nonfinite_steps=config.max_nonfinite_steps,
         loss_scale_len=_divisor(config, value, loss_scale_len),

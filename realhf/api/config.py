@@ -144,6 +144,7 @@ class PPOConfig:
 
     ``recompute_logprob`` is on by default (with ``prox_logp_method`` recompute) where the ratio is that of a sequence
     (gspo): its clip range is narrower than the difference between the log-probabilities of generator and trainer.
+    A train step makes ``sample_reuse`` passes over its batch, each in ``ppo_n_minibatches`` updates.
     ``loss_scale_len``: the divisor of ``loss_agg=constant`` (drgrpo); None takes the most tokens that the policy can
     sample in an episode. ``mask_too_long`` leaves sequences out that a limit of tokens ended, not one of turns."""
 
@@ -171,6 +172,7 @@ class PPOConfig:
     behav_imp_weight_level: str | None = None
     loss_scale_len: int | None = None
     ppo_n_minibatches: int = 1
+    sample_reuse: int = 1
     reward_scaling: float = 1.0
     reward_bias: float = 0.0
     max_reward_clip: float = 20.0

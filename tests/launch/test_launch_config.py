@@ -70,6 +70,8 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
     (["rollout.max_total_tokens=4096"], "builtin.max_positions=1024"),
     (["rollout.min_group_size=9"], "larger than ppo.group_size=8"),
     (["recover_mode=resume", "fileroot=/tmp/does-not-exist"], "recover_mode=resume: no checkpoint in"),
+    (["ppo.ppo_n_minibatches=129"], "ppo.ppo_n_minibatches=129: a step has dataset.train_bs_n_seqs times"),
+    (["ppo.sample_reuse=0"], "ppo.sample_reuse=0: must be at least 1"),
     (["ppo.algo=grop"], "ppo.algo='grop' is not known; did you mean 'grpo'?"),
     (["ref.workers=[2]"], "[1] of 0..2 hold no model"),
     (["stream.url=localhost:8000"], "stream.url=localhost:8000: give http://host:port"),

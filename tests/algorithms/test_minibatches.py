@@ -1,0 +1,119 @@
+"""Several updates from one batch: how it is cut, and that a ratio which has moved reaches the clip."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
+
+from realhf.algorithms.logprob import LogprobInterface
+from realhf.algorithms.minibatches import minibatches
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.sequences import PredictedTokens
+from realhf.api.model import Model
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+
+
+def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceSample:
+    own = LogprobInterface("packed_logprobs").inference(model, sample, context(tmp_path))[0]
+    return sample.select(sample.keys - {"packed_logprobs"}).update(own)
+
+
+def test_parts_hold_every_sequence_once_and_balance_tokens(rollout_batch: Any) -> None:
+    sample = rollout_batch(GROUPS, [float(i) for i in range(12)])
+    parts = minibatches(sample, 4, (3, 0))
+    assert sorted(r for part in parts for r in part["rewards"].tolist()) == [float(i) for i in range(12)]
+    loads = [part.n_tokens("packed_input_ids") for part in parts]
+    assert max(loads) - min(loads) <= max(map(max, GROUPS))
+    assert max(len(part["rewards"]) for part in parts) > 1
+
+    def rewards(seed: tuple[int, int]) -> list[list[float]]:
+        return [part["rewards"].tolist() for part in minibatches(sample, 4, seed)]
+
+    assert rewards((3, 0)) == rewards((3, 0)) != rewards((3, 1))
+    assert len(minibatches(sample, 20, (0, 0))) == 12
+
+
+def test_the_second_update_clips_what_has_moved_too_far(rollout_batch: Any, tmp_path: Path) -> None:
+    """The loss of the second pass and the tokens it clips, against a loop over the policy after the first."""
+    first_model, model = tiny_actor(lr=3e-2), tiny_actor(lr=3e-2)
+    sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
+    first = PolicyGradientInterface({}).train_step(first_model, sample, context(tmp_path))
+    both = PolicyGradientInterface({"sample_reuse": 2}).train_step(model, sample, context(tmp_path))
+    assert both["n_updates"] == 2 and first["clip_fraction"] == 0 and both["ratio_max"] > 1.2
+
+    current = first_model.engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
+    prepared = PolicyGradientInterface({}).prepare(sample)[0]
+    tokens = PredictedTokens.of(prepared)
+    advantages, losses, clipped, trained = prepared["advantages"], [], 0, 0
+    for sequence in range(12):
+        mine = [t for t in range(len(current)) if tokens.sequence[t] == sequence and tokens.mask[t]]
+        values = []
+        for t in mine:
+            rho, a = math.exp(float(current[t] - sample["packed_logprobs"][t])), float(advantages[t])
+            plain, cut = -a * rho, -a * min(max(rho, 0.8), 1.2)
+            values.append(max(plain, cut))
+            clipped += cut > plain
+            trained += a != 0
+        if mine:
+            losses.append(sum(values) / len(values))
+    assert clipped > 0
+    assert 2 * both["loss"] - first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-3, abs=1e-6)
+    assert both["clip_fraction"] * 2 * trained == pytest.approx(clipped)
+
+
+def test_a_clipped_token_has_no_gradient(rollout_batch: Any, tmp_path: Path) -> None:
+    """Where all ratios lie beyond the clip on the side that it guards, an update changes nothing."""
+    model = tiny_actor()
+    sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
+    advantages = PolicyGradientInterface({}).prepare(sample)[0]["advantages"]
+    moved = {"packed_logprobs": sample["packed_logprobs"] - 0.5 * advantages.sign()}
+    sample = sample.select(sample.keys - {"packed_logprobs"}).update(
+        SequenceSample.from_tensors(sample.ids, moved, {"packed_logprobs": sample.seqlens["packed_logprobs"]}))
+    stats = PolicyGradientInterface({}).train_step(model, sample, context(tmp_path))
+    assert stats["clip_fraction"] == 1 and stats["grad_norm"] == 0
+
+
+def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_not(
+    rollout_batch: Any, tmp_path: Path
+) -> None:
+    def trained(**spec: Any) -> torch.Tensor:
+        model = tiny_actor()
+        sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
+        stats = PolicyGradientInterface({"ppo_n_minibatches": 3, "sample_reuse": 2, "kl_loss_coef": 0.1}).train_step(
+            model, sample, context(tmp_path, **spec))
+        assert stats["n_updates"] == 6 and model.engine.version == 1
+        return weights(model)
+
+    assert torch.equal(trained(), trained())
+    torch.testing.assert_close(trained(max_tokens_per_mb=16), trained(), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"algo": "gspo"}, {"use_decoupled_loss": True, "prox_logp_method": "recompute"}])
+def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(
+    rollout_batch: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    seen: list[tuple[int, SequenceSample]] = []
+    model = tiny_actor()
+    sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
+    before = LogprobInterface("own").inference(model, sample, context(tmp_path))[0]["own"]
+    score, train = model.engine.logprobs, model.engine.train_batch
+
+    def count(given: SequenceSample, **more: Any) -> torch.Tensor:
+        seen.append((len(seen), given))
+        return score(given, **more)
+
+    parts: list[SequenceSample] = []
+    model.engine.logprobs = count  # type: ignore[method-assign]
+    model.engine.train_batch = lambda part, *a, **k: (parts.append(part), train(part, *a, **k))[1]  # type: ignore
+    PolicyGradientInterface({**options, "ppo_n_minibatches": 2, "sample_reuse": 2}).train_step(
+        model, sample, context(tmp_path))
+    assert len(seen) == 1 and len(parts) == 4
+    known = {round(float(value), 5) for value in before}
+    for part in parts:
+        mask = PredictedTokens.of(part).mask
+        assert {round(float(value), 5) for value in part["proximal_logprobs"][mask]} <= known
