@@ -4,6 +4,7 @@
     a call       {call: {service, operation, params}, json_path?, expected? | absent? | output_contains? ...}
     a command    {command: line, json_path?, ...}, in tasks of other makers
     a policy     a resource or call with json_path and allows, refuses, tolerates, wider, owner; see ``policy_check``
+    rights       {rights: {role | user | group: name}, refuses?}; see ``rights_check``
     unchanged    {unchanged: a resource with fields, or a call with json_path}; see ``unchanged_check``
     a list       several of these that must hold together
 
@@ -23,6 +24,7 @@ from realhf.env.iam_policy import PolicyError, parse_grant
 from realhf.env.policy import check_command
 from realhf.env.policy_check import PolicyCheck
 from realhf.env.resource_table import RESOURCES
+from realhf.env.rights_check import KINDS, RightsCheck
 from realhf.env.task import TaskError
 from realhf.env.tracker import is_read
 from realhf.env.unchanged_check import UnchangedCheck
@@ -42,7 +44,7 @@ _POLICY_KEYS = frozenset({"allows", "refuses", "tolerates", "wider", "owner", "j
 _TYPES: Mapping[str, type] = MappingProxyType(
     {"name": str, "attributes": dict, "call": dict, "command": str, "json_path": str, "absent": bool, "loose": bool}
     | {"output_contains": str, "not_contains": str, "allows": list, "refuses": list, "wider": bool, "owner": str}
-    | {"fields": list, "unchanged": dict, "tolerates": list}
+    | {"fields": list, "unchanged": dict, "tolerates": list, "rights": dict}
 )
 _LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan", "search-", "lookup-", "filter-", "ls")
 
@@ -63,6 +65,8 @@ def _parse(data: Any) -> Check:
     for key, kind_of_value in _TYPES.items():
         if not isinstance(data.get(key), kind_of_value | None):
             raise TaskError(f"{key} of a check is not of type {kind_of_value.__name__}")
+    if data.get("rights") is not None:
+        return _rights_check(data)
     if data.get("unchanged") is not None:
         _refuse_unknown(data, {"unchanged", "description"})
         return parse_unchanged(data["unchanged"])
@@ -100,6 +104,16 @@ def _refuse_unknown(data: Mapping[str, Any], known: Set[str]) -> None:
     unknown = set(data) - known
     if unknown:
         raise TaskError(f"check has the unknown key {sorted(unknown)[0]!r}")
+
+
+def _rights_check(data: Mapping[str, Any]) -> RightsCheck:
+    _refuse_unknown(data, {"rights", "refuses", "description"})
+    ((kind, name),) = data["rights"].items() if len(data["rights"]) == 1 else [("", "")]
+    if kind not in KINDS or not isinstance(name, str):
+        raise TaskError(f"rights are those of one {', '.join(KINDS)}")
+    if data.get("refuses") is None:
+        return RightsCheck(kind, name)
+    return RightsCheck(kind, name, tuple(map(parse_grant, data["refuses"])))
 
 
 def _policy_check(data: Mapping[str, Any]) -> PolicyCheck:

@@ -95,12 +95,9 @@ class Grant:
             yield Request(who, what, where, self.context)
 
     def covers(self, request: Request) -> bool:
-        """Whether a policy that allows the request keeps to this grant. A request that carries the grant's context
-        comes from where it should, whoever the policy lets in."""
-        who = not self.principals or any(matches(pattern, request.principal) for pattern in self.principals)
-        where = bool(request.context) and request.context.items() <= self.context.items()
+        """Whether a policy that allows the request keeps to this grant."""
         return (
-            (who or where)
+            (not self.principals or any(matches(pattern, request.principal) for pattern in self.principals))
             and any(matches(pattern, request.action) for pattern in self.actions)
             and any(matches(pattern, request.resource) for pattern in self.resources)
         )

@@ -43,6 +43,12 @@ class PolicyCheck:
         objects = self.source.objects(state, [self.path])
         return any(self.source.fits(found) and self._right(search(self.path, found)) for found in objects)
 
+    def reading(self, state: StateReader) -> Any:
+        """The policies found."""
+        if isinstance(self.source, CallCheck):
+            return search(self.path, self.source.answer(state) or {})
+        return [search(self.path, found) for found in self.source.objects(state, [self.path])]
+
     def _right(self, document: Any) -> bool:
         if document is None or document == "":
             return not self.allowed

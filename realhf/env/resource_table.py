@@ -12,19 +12,22 @@ from typing import Any
 
 from realhf.env.task import ACCOUNT_ID
 
+Extra = tuple[str, Mapping[str, Any], str]
+"""A further call: operation, params and the path to what is kept of the answer."""
+
 
 @dataclass(frozen=True)
 class Lookup:
     """How a kind of resource is read: the describing call, where its object lies in the response, and the field
-    of it that must equal the name. ``extras`` are further calls (operation, params, path): made when an
-    attribute's path names their key, put into the object under it. ``%(path)s`` in their params is what the path
-    finds in it, extras of rows above included when they are named too; without that the extra is null."""
+    of it that must equal the name. ``extras`` are further calls (operation, of another service "ec2:...", params,
+    path): made when an attribute's path names their key, put into the object under it. ``%(path)s`` in their params is
+    what the path finds in it, extras of rows above included; where that is nothing, the extra is null."""
 
     operation: str
     params: Mapping[str, Any]
     root: str = "@"
     name_field: str = ""
-    extras: Mapping[str, tuple[str, Mapping[str, Any], str]] = field(default_factory=dict)
+    extras: Mapping[str, Extra] = field(default_factory=dict)
 
 
 _TOPIC_ARN = f"arn:aws:sns:us-east-1:{ACCOUNT_ID}:%s"
@@ -143,6 +146,13 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
         ("glue", "database"): Lookup("GetDatabase", {"Name": "%s"}, "Database", "Name"),
         ("apigateway", "rest-api"): Lookup("GetRestApis", {}, "items", "name"),
         ("cloudformation", "stack"): Lookup("DescribeStacks", {"StackName": "%s"}, "Stacks", "StackName"),
+        ("acm", "certificate"): Lookup(
+            "ListCertificates",
+            {},
+            "CertificateSummaryList",
+            "DomainName",
+            extras={"Details": ("DescribeCertificate", {"CertificateArn": "%(CertificateArn)s"}, "Certificate")},
+        ),
         ("apigatewayv2", "api"): Lookup(
             "GetApis",
             {},
@@ -152,6 +162,12 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
                 "Authorizers": ("GetAuthorizers", {"ApiId": "%(ApiId)s"}, "Items"),
                 "Routes": ("GetRoutes", {"ApiId": "%(ApiId)s"}, "Items"),
                 "Stages": ("GetStages", {"ApiId": "%(ApiId)s"}, "Items"),
+                "Pools": ("cognito-idp:ListUserPools", {"MaxResults": 60}, "UserPools"),
+                "PoolClients": (
+                    "cognito-idp:ListUserPoolClients",
+                    {"UserPoolId": "%(Pools[?Name=='%s'].Id | [0])s", "MaxResults": 60},
+                    "UserPoolClients",
+                ),
             },
         ),
         ("athena", "work-group"): Lookup(
@@ -162,7 +178,7 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
             extras={
                 "Configuration": ("GetWorkGroup", {"WorkGroup": "%s"}, "WorkGroup.Configuration"),
                 "NamedQueryIds": ("ListNamedQueries", {"WorkGroup": "%s"}, "NamedQueryIds"),
-                "FirstQuery": ("GetNamedQuery", {"NamedQueryId": "%(NamedQueryIds[0])s"}, "NamedQuery"),
+                "Queries": ("BatchGetNamedQuery", {"NamedQueryIds": "%(NamedQueryIds)s"}, "NamedQueries"),
             },
         ),
         ("autoscaling", "group"): Lookup(
@@ -273,6 +289,11 @@ RESOURCES: Mapping[tuple[str, str], Lookup] = MappingProxyType(
             "LoadBalancerName",
             extras={
                 "Listeners": ("DescribeListeners", {"LoadBalancerArn": "%(LoadBalancerArn)s"}, "Listeners"),
+                "Firewalls": (
+                    "ec2:DescribeSecurityGroups",
+                    {"GroupIds": "%(SecurityGroups)s"},
+                    "SecurityGroups[].GroupName",
+                ),
             },
         ),
         ("elbv2", "target-group"): Lookup("DescribeTargetGroups", {"Names": ["%s"]}, "TargetGroups", "TargetGroupName"),

@@ -28,15 +28,16 @@ class UnchangedCheck:
 
     def bound(self, state: StateReader) -> UnchangedCheck:
         """The check that compares with what there is now. Raises TaskError for a resource that does not exist."""
-        reading = self._reading(state)
+        reading = self.reading(state)
         if reading == "[]":
             raise TaskError(f"the task protects {self.source.service} {self.source}, which does not exist")
         return replace(self, before=reading)
 
     def holds(self, state: StateReader) -> bool:
-        return self.before is None or self._reading(state) == self.before
+        return self.before is None or self.reading(state) == self.before
 
-    def _reading(self, state: StateReader) -> str:
+    def reading(self, state: StateReader) -> str:
+        """What is there now, as text."""
         if isinstance(self.source, CallCheck):
             return _text([search(path, self.source.answer(state)) for path in self.paths])
         objects = self.source.objects(state, self.paths)

@@ -25,7 +25,7 @@ from jmespath.functions import Functions, signature
 from realhf.env.command_table import ALLOWED
 from realhf.env.executor import CommandResult
 from realhf.env.policy import check_command
-from realhf.env.resource_table import RESOURCES, Lookup
+from realhf.env.resource_table import RESOURCES, Extra
 from realhf.env.state_client import StateCallError
 
 _ABSENT_CODES = re.compile(r"NotFound|NoSuch|NonExistent|NotExist|^404$|^NotFound$")
@@ -34,10 +34,12 @@ _ABSENT_ANSWERS = frozenset(
     {
         ("athena", "GetWorkGroup", "InvalidRequestException"),
         ("cloudformation", "DescribeStacks", "ValidationError"),
+        ("dynamodb", "ListTagsOfResource", "AccessDeniedException"),
         ("ecs", "DescribeTaskDefinition", "ClientException"),
+        ("secretsmanager", "GetSecretValue", "InvalidRequestException"),
     }
 )
-"""Operations that say "there is none" with a code of many meanings."""
+"""Operations that say "there is none", or none any more, with a code of many meanings."""
 
 
 class _Functions(Functions):
@@ -114,23 +116,25 @@ class ResourceCheck:
         """Whether this object has the attributes."""
         return all(equal(search(path, found), value, loose=self.loose) for path, value in self.attributes.items())
 
+    def reading(self, state: StateReader) -> Any:
+        """The attributes' values as they are, of everything of this name."""
+        return [[search(path, found) for path in self.attributes] for found in self.objects(state)]
+
     def objects(self, state: StateReader, paths: Iterable[str] = ()) -> list[dict[str, Any]]:
         """Everything of this name: most kinds have one at most, but two networks may carry the same tag. What the
         attributes and ``paths`` ask for beyond the object itself is fetched."""
         lookup = RESOURCES[self.service, self.type]
         answer = _response(state, self.service, lookup.operation, lookup.params, self.name)
         found = None if answer is None else jmespath.search(lookup.root, answer)
-        asked = [*self.attributes, *paths]
-        return [self._with_extras(state, lookup, one, asked) for one in _named(found, lookup.name_field, self.name)]
+        extras = _needed(lookup.extras, [*self.attributes, *paths])
+        return [self._with_extras(state, extras, one) for one in _named(found, lookup.name_field, self.name)]
 
-    def _with_extras(
-        self, state: StateReader, lookup: Lookup, found: dict[str, Any], asked: list[str]
-    ) -> dict[str, Any]:
-        for key, (operation, params, path) in lookup.extras.items():
-            if any(re.search(rf"\b{key}\b", attribute) for attribute in asked):
-                params = _with_fields(params, found)
-                extra = None if params is None else _response(state, self.service, operation, params, self.name)
-                found = {**found, key: jmespath.search(path, extra or {})}
+    def _with_extras(self, state: StateReader, extras: Mapping[str, Extra], found: dict[str, Any]) -> dict[str, Any]:
+        for key, (operation, params, path) in extras.items():
+            service, _, operation = operation.rpartition(":")
+            params = _with_fields(_with_name(params, self.name), found)
+            extra = None if params is None else _response(state, service or self.service, operation, params, None)
+            found = {**found, key: jmespath.search(path, extra or {})}
         return found
 
 
@@ -172,6 +176,10 @@ class CallCheck:
     def holds(self, state: StateReader) -> bool:
         return self.wanted.met_by(self.answer(state))
 
+    def reading(self, state: StateReader) -> Any:
+        """What is compared, as it is."""
+        return search(self.wanted.json_path, self.answer(state) or {})
+
     def answer(self, state: StateReader) -> dict[str, Any] | None:
         """None where the resource does not exist."""
         return _response(state, self.service, self.operation, self.params, None)
@@ -189,6 +197,10 @@ class CommandCheck:
         service = check_command(self.command).service
         return "s3" if service in ("s3api", "s3") else service
 
+    def reading(self, state: StateReader) -> Any:
+        """What the command prints."""
+        return state.run(self.command).stdout
+
     def holds(self, state: StateReader) -> bool:
         result = state.run(self.command)
         if result.truncated:
@@ -204,12 +216,15 @@ class CommandCheck:
 
 
 class Check(Protocol):
-    """One thing that must be true of the simulator's state."""
+    """One thing that must be true of the simulator's state. ``reading``: what it looks at, to see whether a request
+    changed anything there."""
 
     @property
     def service(self) -> str: ...
 
     def holds(self, state: StateReader) -> bool: ...
+
+    def reading(self, state: StateReader) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,9 @@ class AllOf:
 
     def holds(self, state: StateReader) -> bool:
         return all(check.holds(state) for check in self.checks)
+
+    def reading(self, state: StateReader) -> Any:
+        return [check.reading(state) for check in self.checks]
 
 
 def of_one_object(checks: Iterable[Check]) -> list[ResourceCheck]:
@@ -277,6 +295,15 @@ def _response(
         raise
 
 
+def _needed(extras: Mapping[str, Extra], paths: list[str]) -> dict[str, Extra]:
+    """The extras that the paths name, and those that these need in turn, which stand above them."""
+    needed: dict[str, Extra] = {}
+    for key, extra in reversed(list(extras.items())):
+        if any(re.search(rf"\b{key}\b", path) for path in [*paths, *(str(params) for _, params, _ in needed.values())]):
+            needed[key] = extra
+    return dict(reversed(list(needed.items())))
+
+
 def _with_name(params: Any, name: str | None) -> Any:
     if name is None:
         return params
@@ -288,8 +315,12 @@ def _with_name(params: Any, name: str | None) -> Any:
 
 
 def _with_fields(params: Any, found: Any) -> Any:
-    """``params`` with every ``%(path)s`` replaced by what the path finds in the object; None if one finds nothing."""
+    """``params`` with every ``%(path)s`` replaced by what the path finds in the object, by its text where it is part
+    of a longer one; None if one finds nothing."""
     if isinstance(params, str):
+        whole = _FIELD.fullmatch(params)
+        if whole:
+            return search(whole[1], found) or None
         values = {path: search(path, found) for path in _FIELD.findall(params)}
         return None if None in values.values() else _FIELD.sub(lambda match: str(values[match[1]]), params)
     if isinstance(params, Mapping):

@@ -119,14 +119,15 @@ SEND = {"principal": "sns.amazonaws.com", "action": "sqs:SendMessage", "resource
     [
         ({"Service": "sns.amazonaws.com"}, None, True),
         ({"Service": "sns.amazonaws.com"}, {"ArnEquals": {"aws:SourceArn": TOPIC}}, True),
-        ("*", {"ArnLike": {"aws:SourceArn": TOPIC}, "StringEquals": {"aws:SourceAccount": "000000000000"}}, True),
+        ({"Service": "sns.amazonaws.com"}, {"ArnLike": {"aws:SourceArn": "arn:aws:sns:*:*:*"}}, True),
+        ("*", {"ArnLike": {"aws:SourceArn": TOPIC}, "StringEquals": {"aws:SourceAccount": "000000000000"}}, False),
         ("*", {"ArnEquals": {"aws:SourceArn": [TOPIC, TOPIC + "2"]}}, False),
         ("*", {"ArnLike": {"aws:SourceArn": "arn:aws:sns:*:*:*"}}, False),
         ("*", None, False),
     ],
 )
 def test_a_condition_may_say_where_a_call_comes_from(principal: Any, condition: Any, no_wider: bool) -> None:
-    """Everybody, as long as it comes from the topic, is how many people write that the topic may send."""
+    """It narrows what a policy gives; it does not make somebody else the one who was meant."""
     for resource in (QUEUE, "*"):
         statement = {"Effect": "Allow", "Principal": principal, "Action": "SQS:SendMessage", "Resource": resource}
         statement |= {"Condition": condition} if condition else {}

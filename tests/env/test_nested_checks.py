@@ -31,7 +31,7 @@ def test_what_hangs_on_an_id_is_found_by_the_name_of_its_owner(slot: Slot) -> No
 def test_an_extra_may_need_what_another_one_found(slot: Slot) -> None:
     slot.reset(1)
     slot.state.call("athena", "CreateWorkGroup", {"Name": "team"})
-    wanted = {"length(NamedQueryIds)": 1, "FirstQuery.QueryString": "SELECT 1"}
+    wanted = {"Queries[].QueryString": ["SELECT 1"]}
     assert not holds(slot, "athena", "work-group", "team", **wanted), "no query, so nothing to ask for by id"
     query = {"Name": "one", "Database": "d", "QueryString": "SELECT 1", "WorkGroup": "team"}
     slot.state.call("athena", "CreateNamedQuery", query)

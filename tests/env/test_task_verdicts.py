@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -174,8 +175,7 @@ def test_policies_in_other_words(episode: Episode, task_id: int) -> None:
         assert play(episode, task, commands) == (True, 1.0), rewrite.__name__
     for rewrite in (refusing, with_more, for_everybody):
         commands = [rewrite(command) for command in task.solution]
-        if task_id != 306 or rewrite is not for_everybody:  # everybody, if it comes from the topic, is a usual way
-            assert not play(episode, task, commands)[0], rewrite.__name__
+        assert not play(episode, task, commands)[0], rewrite.__name__
 
 
 def test_a_function_may_be_called_by_whom_it_should(episode: Episode) -> None:
@@ -191,3 +191,52 @@ def test_a_function_may_be_called_by_whom_it_should(episode: Episode) -> None:
     assert played(episode, 301, *commands[:-1], second, permit) < 1, "and by nobody else"
     refused = [commands[0].replace("Allow", "Deny"), *commands[1:]]
     assert played(episode, 301, *refused) < 1
+
+
+def after(first: str, commands: Sequence[str]) -> list[str]:
+    """The commands after another one; their captures follow them."""
+    return [first, *(re.sub(r"\$\{step(\d+)", lambda step: f"${{step{int(step[1]) + 1}", line) for line in commands)]
+
+
+def test_a_namesake_is_in_nobodys_way(episode: Episode) -> None:
+    """The network of the task is found beside another one with the same tag, and has to have everything itself."""
+    task = instantiate(311, SEED)
+    tag = f'--tag-specifications "ResourceType=vpc,Tags=[{{Key=Name,Value={task.params["name"]}}}]"'
+    commands = after(f"aws ec2 create-vpc --cidr-block 10.99.0.0/16 {tag}", task.solution)
+    assert play(episode, task, commands) == (True, 1.0)
+    alike = after(f"aws ec2 create-vpc --cidr-block {task.params['net']}.0.0/16 {tag}", task.solution)
+    elsewhere = [line.replace("step2:Vpc", "step1:Vpc") if "security-group " in line else line for line in alike]
+    assert elsewhere != alike and not play(episode, task, elsewhere)[0], "the firewall is in the other network"
+
+
+@pytest.mark.parametrize("task_id", [221, 301])
+def test_nobody_becomes_an_administrator_by_the_way(episode: Episode, task_id: int) -> None:
+    task = instantiate(task_id, SEED)
+    kind, place = "role", 1
+    who = f"--{kind}-name {task.params['name']}"
+    for right, wide in (("logs:PutLogEvents", False), ("*", True), ("iam:*", True)):
+        put = f"aws iam put-{kind}-policy {who} --policy-name more --policy-document '{policy(allow(right, '*'))}'"
+        lines = [*task.solution[:place], put, *after("", task.solution[place:])[1:]]
+        assert play(episode, task, lines)[0] is not wide
+    attach = f"aws iam attach-{kind}-policy {who} --policy-arn arn:aws:iam::aws:policy/AdministratorAccess"
+    assert not play(episode, task, [*task.solution[:place], attach, *after("", task.solution[place:])[1:]])[0]
+
+
+def test_what_belongs_together_is_looked_up_together(episode: Episode) -> None:
+    """A load balancer's own firewall, the app client that an API accepts, the check that asks the right path."""
+    task = instantiate(313, SEED)
+    other = 'aws ec2 create-security-group --group-name other --description other --vpc-id "${setup1:Vpc.VpcId}"'
+    lines = after(other, task.solution)
+    assert play(episode, task, lines) == (True, 1.0)
+    assert not play(episode, task, [re.sub(r"(--security-groups \$\{step)2", r"\g<1>1", line) for line in lines])[0]
+    task = instantiate(320, SEED)
+    stranger = [
+        line.replace("${step2:UserPoolClient.ClientId}", "1h57kf5cpq17m0eml12EXAMPLE") for line in task.solution
+    ]
+    assert not play(episode, task, stranger)[0]
+    task = instantiate(314, SEED)
+    wrong = "aws route53 create-health-check --caller-reference wrong --health-check-config "
+    wrong += f"Type=HTTP,FullyQualifiedDomainName=www.{task.params['name']}.example,Port=80"
+    assert play(episode, task, after(wrong, task.solution)) == (True, 1.0)
+    by_mail = [line.replace("--validation-method DNS", "--validation-method EMAIL") for line in task.solution]
+    assert not play(episode, task, by_mail)[0]
