@@ -31,11 +31,13 @@ from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES
 from realhf.env.executor import CommandResult, OutputLimits, SimulatorLost
 from realhf.env.pool import MiniStackPool
 from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack
+from tests.env.red_team_web import WEB_ATTACKS, WEB_ROWS, WebRange
 
 SECRET = "canary-content-7f3a"
 LIMITS = OutputLimits(timeout_s=3.0)
 _HOST_WORDS = ("Traceback (most recent", "realhf-env-", "site-packages", sys.prefix, sys.base_prefix)
 _TRIGGER_S = 0.15
+_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class FiringRange:
             found.append("the sibling changed")
         if not self.slot.ministack.alive():
             found.append("the simulator died")
+        else:  # past the policy it may be busy for seconds with a service that it does not know
+            self.slot.ministack.wait_healthy(_PATIENCE_S)
         after = self.slot.executor.run("aws s3api list-buckets --query Buckets[].Name")
         if not after.success or json.loads(after.stdout) != ["survivor"]:
             found.append("the session is not usable, or its world was reset")
@@ -195,10 +199,34 @@ def main() -> int:
                 for attack, one in bad:
                     print(f"row {row}: {attack.command[:150]!r}: {one}", file=sys.stderr)
             target.close()
-        Console(width=150).print(pool.containment(), table, f"{len(ATTACKS)} attacks, {wrong} not as expected")
+        wrong += _play_pages(pool, table)
+        count = len(ATTACKS) + len(WEB_ATTACKS)
+        Console(width=150).print(pool.containment(), table, f"{count} attacks, {wrong} not as expected")
     finally:
         pool.stop()
     return 1 if wrong else 0
+
+
+def _play_pages(pool: MiniStackPool, table: Table) -> int:
+    """Add the rows of web pages to the table; how many attacks did not end as expected."""
+    target, wrong = WebRange(pool), 0
+    try:
+        for row, title in WEB_ROWS.items():
+            attacks = [attack for attack in WEB_ATTACKS if attack.row == row]
+            observed = [target.attempt(attack) for attack in attacks]
+            bad = [(attack, *seen) for attack, seen in zip(attacks, observed, strict=True)
+                   if seen != (attack.expected, ())]  # fmt: skip
+            wrong += len(bad)
+            effects = ", ".join(effect for _, found in observed for effect in found)
+            table.add_row(str(row), title, str(len(attacks)), _tally(f"HTTP {a.expected}" for a in attacks),
+                          _tally(f"HTTP {status}" for status, _ in observed), "", effects or "none",
+                          style="red" if bad else "")  # fmt: skip
+            for attack, status, found in bad:
+                print(f"row {row}: {attack.method} {attack.to}{attack.path} {attack.headers}: {status} {found}",
+                      file=sys.stderr)  # fmt: skip
+    finally:
+        target.close()
+    return wrong
 
 
 def _tally(words: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from realhf.env.pool import MiniStackPool, Slot
 from realhf.env.tasks.loader import instantiate
 from tests.env.red_team import FiringRange
 from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS
+from tests.env.red_team_web import WEB_ATTACKS, WebRange
 
 pytestmark = pytest.mark.sim
 
@@ -42,6 +43,16 @@ def test_every_spelling_of_a_row(firing_range: FiringRange, row: int) -> None:
     for attack in attacks:
         observed = firing_range.attempt(attack)
         assert (observed.door, observed.effects) == (attack.expected, ()), (attack.command[:300], observed)
+
+
+def test_what_web_pages_send(pool: MiniStackPool) -> None:
+    """To the environment server and to the port of a simulator: nothing is leased, played or changed."""
+    target = WebRange(pool)
+    try:
+        for attack in WEB_ATTACKS:
+            assert target.attempt(attack) == (attack.expected, ()), attack
+    finally:
+        target.close()
 
 
 def test_the_range_sees_effects(firing_range: FiringRange) -> None:
