@@ -6,33 +6,35 @@ sets, counters) survives it, and would tell one episode about another.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 _PACKAGE = "ministack"
 _PLAIN = (str, bytes, int, float, bool, type(None))
 _SWITCHES_THAT_ARE_OBJECTS = frozenset({("ministack.services.stepfunctions", "_sfn_mock_config")})
-_KEPT = frozenset({
-    ("ministack.services.cloudformation.wait_conditions", "_generation"),  # a wait of before a reset must notice it
-    ("ministack.services.lambda_svc", "_poller_started"),  # its thread runs on
-})  # fmt: skip
+_RUNNING = re.compile(r"_started$|^_inflight_total$|^_generation$")
+"""What tells of threads and waits that outlive a reset; to forget them would start them twice."""
 
 
 class ModuleSwitches:
     """The plain values (numbers, texts, flags) that MiniStack's modules hold at the moment this is made."""
 
     def __init__(self) -> None:
-        self._taken = {key: value for key, value in _settings() if key not in _KEPT}
+        self._taken = dict(_settings())
 
     def restore(self) -> list[str]:
-        """Put back what changed; its names."""
+        """Put back what changed; its names. Where there was nothing and is an object now (a thread, a lock), that was
+        made when first needed, and stays."""
         changed = []
         for (module, name), value in self._taken.items():
             names = vars(sys.modules[module])
-            if names.get(name) is not value:
-                if names.get(name) != value or type(names[name]) is not type(value):
-                    changed.append(f"{module}.{name}")
-                names[name] = value
+            now = names.get(name)
+            if now is value or (value is None and not _is_plain(now)):
+                continue
+            if type(now) is not type(value) or now != value:
+                changed.append(f"{module}.{name}")
+            names[name] = value
         return changed
 
     def values(self) -> dict[str, str]:
@@ -46,7 +48,9 @@ def _settings() -> list[tuple[tuple[str, str], Any]]:
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
             for name, value in vars(contents).items():
                 key = (module, name)
-                if not name.startswith("__") and (_is_plain(value) or key in _SWITCHES_THAT_ARE_OBJECTS):
+                if name.startswith("__") or _RUNNING.search(name):
+                    continue
+                if _is_plain(value) or key in _SWITCHES_THAT_ARE_OBJECTS:
                     found.append((key, value))
     return found
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from realhf.env.http_grammar import RequestHead
 
-KEPT = 5000
+KEPT = 2000
+TARGET_CHARS = 500
+"""Kept of a request's target."""
 _SCOPE = re.compile(rb"Credential=[^/,]*/[0-9]+/[^/,]*/([a-z0-9-]+)/aws4_request")
 _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
 _FORM_BYTES = 4096
@@ -45,7 +47,7 @@ class ParsedRequests:
         self.count += 1
         scope = _SCOPE.search(head.field(b"authorization"))
         self._recent.append(ParsedRequest(
-            self.count, entrance, head.method, head.target.decode("ascii"),
+            self.count, entrance, head.method, head.target[:TARGET_CHARS].decode("ascii"),
             scope[1].decode() if scope else "", _operation(head, body),
         ))  # fmt: skip
 
