@@ -56,7 +56,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         to_plain(watched_config.env)
     # What the workers will read, without the sections that watch who reads them.
     plain = to_plain(spec)
-    check_effects(composed.overridden, reads, config.experiment, IDLE_REASONS)
+    check_effects(composed, reads, IDLE_REASONS)
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)

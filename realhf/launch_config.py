@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -19,10 +19,14 @@ GROUPS = ("experiment", "model", "env", "scheduler")
 
 
 class Composed(NamedTuple):
-    """A configuration and the dotted options that the command line set."""
+    """A configuration, and who set which dotted options: the command line (``overridden``), YAML files of the
+    experiment (``written``: option to file), and the choices ``model=``, ``env=``, ``scheduler=`` (``chosen``: choice
+    to its options)."""
 
     config: ExperimentConfig
     overridden: tuple[str, ...]
+    written: Mapping[str, str]
+    chosen: Mapping[str, tuple[str, ...]]
 
 
 class Argument(NamedTuple):
@@ -46,16 +50,68 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIG_DIR) -> C
                  if key != "experiment_path"]
     config = _compose(overrides, config_dir, user_file)
     config.experiment_path = str(user_file) if user_file else None
-    return Composed(config, tuple(_mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS))
+    overridden = tuple(_mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
+    chosen = {f"{group}={given[group]}": tuple(yaml_options(config_dir / group / f"{given[group]}.yaml"))
+              for group in GROUPS[1:] if group in given}  # fmt: skip
+    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{given['experiment']}.yaml"
+    written = _written(config, own)
+    undone = {name for name in yaml_options(own) if name not in written}
+    elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
+    return Composed(config, tuple(name for name in overridden if name not in undone),
+                    {name: file for name, file in written.items() if name not in elsewhere}, chosen)
 
 
-def option_names(kind: type = ExperimentConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def yaml_options(path: Path) -> dict[str, Any]:
+    """The dotted options that a YAML file sets itself, with their values; {} if there is no such file."""
+    import yaml
+
+    known = {name for name, _ in option_names()}
+
+    def flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and name not in known:
+                yield from flat(value, f"{name}.")
+            else:
+                yield name, value
+
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: value for name, value in flat(content or {}, "") if name in known}
+
+
+def _written(config: ExperimentConfig, own: Path) -> dict[str, str]:
+    """What YAML files of the experiment set: its own, and those that it builds on, of which only values are known that
+    differ from the library's. What one file sets and another, or the command line, sets back to the library's value is
+    as if nobody had set it."""
+    options = yaml_options(own)
+    written = dict.fromkeys(options, own.name)
+    builds_on = own.exists() and re.search(r"(?m)^defaults:", own.read_text("utf-8")) is not None
+    for name, default in option_names():
+        value = _option(config, name)
+        if value != default:
+            written.setdefault(name, f"what {own.name} builds on")
+        elif name in options and (builds_on or value != options[name]):
+            del written[name]
+    return written
+
+
+def _option(config: ExperimentConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def option_names() -> Iterator[tuple[str, Any]]:
     """Every dotted option with its default, in the order of the dataclasses."""
-    defaults = kind()
-    for field in fields(kind):
-        value = getattr(defaults, field.name)
+    return _options_of(ExperimentConfig(), "")
+
+
+def _options_of(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in fields(section):
+        value = getattr(section, field.name)
         if is_dataclass(value):
-            yield from option_names(type(value), f"{prefix}{field.name}.")
+            yield from _options_of(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", value
 

@@ -1,7 +1,8 @@
-"""Options without effect: what the command line set and nobody read while the experiment was built.
+"""Options without effect: what the command line or the experiment's YAML set and nobody read while it was built.
 
 An experiment file reads the options it needs from a *watched* configuration. An option of an experiment
-section that was set and not read does nothing, and saying so is kinder than obeying in silence.
+section that was set and not read does nothing, and saying so is kinder than obeying in silence. A choice such as
+``model=`` serves many experiments: of its options, one must be read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.launch_config import Composed
 
 T = TypeVar("T")
 
@@ -46,16 +48,23 @@ def _watch(section: T, prefix: str, reads: set[str]) -> T:
 
 
 def check_effects(
-    overridden: Iterable[str], reads: set[str], experiment: str, reasons: Mapping[str, str]
+    composed: Composed, reads: set[str], reasons: Mapping[str, str]
 ) -> None:
     """Raise ConfigError for options that were set and not read. ``reasons`` maps a prefix of an option
     to the words that explain why it is not read."""
-    idle = [name for name in overridden
-            if name not in reads and name not in LAUNCHER_OPTIONS and not name.startswith(LAUNCHER_SECTIONS)]
-    if not idle:
-        return
+    experiment = composed.config.experiment
+
+    def idle(names: Iterable[str]) -> list[str]:
+        return [name for name in names
+                if name not in reads and name not in LAUNCHER_OPTIONS and not name.startswith(LAUNCHER_SECTIONS)]
+
     lines = []
-    for name in idle:
+    for name in (*idle(composed.overridden), *idle(composed.written)):
         why = next((f": {text}" for prefix, text in reasons.items() if name.startswith(prefix)), "")
-        lines.append(f"option {name} has no effect in experiment {experiment}{why}")
-    raise ConfigError("\n".join(lines))
+        where = f" (set in {composed.written[name]})" if name in composed.written else ""
+        lines.append(f"option {name} has no effect in experiment {experiment}{why}{where}")
+    for choice, options in composed.chosen.items():
+        if options and idle(options) == list(options):
+            lines.append(f"{choice} has no effect in experiment {experiment}: it reads none of {', '.join(options)}")
+    if lines:
+        raise ConfigError("\n".join(lines))

@@ -1,0 +1,88 @@
+"""Options without effect are refused wherever they are written: in the experiment's YAML, in one that it builds on, in
+a choice of which nothing is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from realhf.api.config import ConfigError
+from realhf.launch import main
+from realhf.launch_build import build_experiment
+from realhf.launch_config import CONFIG_DIR, choices, compose_config, experiment_names, help_text
+
+TOY = Path(__file__).with_name("toy_experiment.py")
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Path:
+    """A copy of the configurations, to be added to."""
+    shutil.copytree(CONFIG_DIR, tmp_path / "configs")
+    return tmp_path / "configs"
+
+
+def write(configs: Path, experiment: str, text: str) -> None:
+    path = configs / "experiment" / f"{experiment}.yaml"
+    path.write_text((path.read_text() if path.exists() else "# @package _global_\n") + text)
+
+
+def build(configs: Path, *arguments: str) -> None:
+    build_experiment(compose_config(list(arguments), configs))
+
+
+def test_in_the_yaml_of_an_experiment_of_the_house(configs: Path):
+    write(configs, "sft_aws", "rollout:\n  max_turns: 3\nstream: {port: 8000}\n")
+    with pytest.raises(ConfigError) as refused:
+        build(configs, "experiment=sft_aws")
+    assert str(refused.value).splitlines() == [
+        "option rollout.max_turns has no effect in experiment sft_aws (set in sft_aws.yaml)",
+        "option stream.port has no effect in experiment sft_aws: this run starts no trajectory server (set in "
+        "sft_aws.yaml)",
+    ]
+
+
+def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path: Path, capsys):
+    shutil.copy(TOY, tmp_path / "mine.py")
+    (tmp_path / "mine.yaml").write_text(TOY.with_suffix(".yaml").read_text().replace("toy_experiment", "mine")
+                                        + "ppo: {group_size: 4}\n")
+    arguments = [f"+experiment_path={tmp_path / 'mine.py'}", "mode=check"]
+    assert main(arguments) == 2
+    assert "option ppo.group_size has no effect in experiment mine (set in mine.yaml)" in capsys.readouterr().err
+    assert main([*arguments, "ppo.group_size=8"]) == 0, "the command line sets it back to the library's value"
+
+
+def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs: Path):
+    write(configs, "reinforce_aws", "")
+    (configs / "experiment" / "reinforce_aws.yaml").write_text(
+        "# @package _global_\ndefaults: [grpo_aws, _self_]\nexperiment: reinforce_aws\nppo: {algo: rloo}\n"
+        "stream: {wait_s: 9}\n")  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
+        build(configs, "experiment=reinforce_aws", "ppo.kl_loss_coef=null")
+    said = "option stream.wait_s has no effect in experiment reinforce_aws (set in reinforce_aws.yaml)"
+    assert str(refused.value) == said
+    (configs / "experiment" / "other.yaml").write_text("# @package _global_\nstream: {wait_s: 9}\n")
+    text = "# @package _global_\ndefaults: [other, _self_]\nexperiment: sft_aws\n"
+    (configs / "experiment" / "sft_aws.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"stream\.wait_s has no effect .* \(set in what sft_aws.yaml builds on\)"):
+        build(configs, "experiment=sft_aws")
+    (configs / "experiment" / "sft_aws.yaml").write_text(text + "stream: {wait_s: 900.0}\n")
+    build(configs, "experiment=sft_aws")
+
+
+def test_a_choice_of_which_nothing_is_read(configs: Path):
+    (configs / "model" / "streamed.yaml").write_text("# @package _global_\nstream: {wait_s: 9}\n")
+    with pytest.raises(ConfigError, match=r"^model=streamed has no effect .*: it reads none of stream"):
+        build(configs, "experiment=sft_aws", "model=streamed")
+
+
+@pytest.mark.parametrize("experiment", experiment_names())
+def test_what_is_shipped_has_effect(experiment: str):
+    build(CONFIG_DIR, f"experiment={experiment}")
+    for model in choices("model"):
+        build(CONFIG_DIR, f"experiment={experiment}", f"model={model}")
+
+
+def test_the_help_shows_the_defaults_of_the_section_that_an_option_stands_in():
+    assert "  warm_start.optimizer.lr=0.0025" in help_text() and "  actor.optimizer.lr=1e-06" in help_text()
