@@ -112,8 +112,9 @@ class PriorityCurriculum(Curriculum):
         weakness = 1.0 - self.success_rate(template_id)
         return rule.weak * weakness + rule.due * self._due(record) + rule.recent * recent
 
-    def _due(self, record: TemplateRecord) -> bool:
-        return record.graduated and self._episodes - record.reference >= record.interval
+    def _due(self, record: TemplateRecord, before: int = 0) -> bool:
+        """Whether a re-test is due now, or was ``before`` the last recorded episodes."""
+        return record.graduated and self._episodes - before - record.reference >= record.interval
 
     def _choose(self, count: int) -> list[int]:
         earlier = set(self._tiers[: self._tier_index])
@@ -126,7 +127,7 @@ class PriorityCurriculum(Curriculum):
         return [ranked[index % len(ranked)] for index in range(count)]
 
     def _learn(self, template_id: int, record: TemplateRecord, result: float) -> None:
-        rule, due = self.rule, self._due(record)
+        rule, due = self.rule, self._due(record, before=1)
         record.results = [*record.results, result][-rule.window :]
         mastered = record.attempts >= rule.mastery_attempts and self.success_rate(template_id) >= rule.mastery_rate
         if not mastered:

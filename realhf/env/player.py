@@ -1,7 +1,8 @@
 """The blocking side of a session: picks the task and plays episodes on one slot.
 
-Never writes to a curriculum: a trainer sends its task with the reset, and without one a template is drawn
-at random (environment spec 2.1, trainer mode and local mode).
+Never writes to a curriculum: a trainer sends its task with the reset. Without one, every training template is as likely
+as any other, because a server that learned from what its clients report could be led astray by one of them
+(environment spec 2.1, trainer mode and local mode).
 """
 
 from __future__ import annotations

@@ -78,6 +78,19 @@ def test_mastery_and_spaced_repetition() -> None:
     assert schedule()[0] == 0, "no longer mastered"
 
 
+def test_a_result_counts_as_a_re_test_only_where_one_was_due_when_the_task_was_chosen() -> None:
+    curriculum = PriorityCurriculum(0)
+    record(curriculum, 1, 1.0, 1.0, 1.0)
+    record(curriculum, 2, 0.0, 0.0)
+    assert curriculum.get_stats()["spaced_rep_due"] == []
+    record(curriculum, 1, 1.0)
+    assert curriculum._records[1].interval == 3, "the third episode since is this one itself"
+    record(curriculum, 2, 0.0)
+    assert curriculum.get_stats()["spaced_rep_due"] == [1]
+    record(curriculum, 1, 1.0)
+    assert curriculum._records[1].interval == 6
+
+
 def test_window_of_ten() -> None:
     curriculum = PriorityCurriculum(0)
     record(curriculum, 1, *[1.0] * 5, *[0.0] * 10)
