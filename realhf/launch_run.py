@@ -26,8 +26,8 @@ from realhf.scheduler.failure import describe
 from realhf.scheduler.process_control import adopt_orphans
 
 RESULTS = ("checkpoints", "metrics.jsonl", "evaluations.json", "summary.json", "episodes.txt", "nonfinite.jsonl",
-           "tensorboard", "policy", "logs", "learning.png", "time.png", "async.png", "timeline.png", "trace",
-           "trace.json", "report.html", "trajectory", "journal", "stream", "weights")
+           "tensorboard", "wandb_id", "policy", "logs", "learning.png", "time.png", "async.png", "timeline.png",
+           "trace", "trace.json", "report.html", "trajectory", "journal", "stream", "weights")
 
 
 class Interrupted(Exception):

@@ -145,8 +145,10 @@ class PolicyGradientInterface:
         )
         stats = {
             "reward_mean": float(scores[valid].double().mean()) if bool(valid.any()) else 0.0,
+            "reward_std": float(scores[valid].double().std()) if int(valid.sum()) > 1 else 0.0,
             "groups_with_signal": float(signal.sum()),
             "n_groups": float(len(torch.unique(tokens.group))),
+            **_length_statistics(sample, tokens, valid),
             "n_sequences": float(tokens.n_sequences),
             "n_invalid": float((~valid).sum()),
             "n_tokens": float(mask.sum()),
@@ -212,6 +214,18 @@ def _valid(sample: SequenceSample) -> Tensor:
     if "outcome" not in sample.keys:
         return torch.ones(len(sample["rewards"]), dtype=torch.bool)
     return sample["outcome"].cpu() == 0
+
+
+def _length_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: Tensor) -> dict[str, float]:
+    """Sampled tokens of valid sequences, and the fraction of those that a limit of tokens ended."""
+    blank = torch.zeros(tokens.n_sequences, dtype=torch.int64)
+    count = blank.index_add(0, tokens.sequence, tokens.mask.long())[valid]
+    if not len(count):
+        return {}
+    found = {"response_tokens_mean": float(count.double().mean()), "response_tokens_max": float(count.max())}
+    if "seq_no_eos_mask" in sample.keys:
+        found["too_long_fraction"] = float(_truncated(sample)[valid].double().mean())
+    return found
 
 
 def _truncated(sample: SequenceSample) -> Tensor:

@@ -38,7 +38,8 @@ def conversation_tokens(messages: Sequence[dict[str, Any]], chat: TemplateChat) 
 
 
 class ChatDataset:
-    """The worker's side: rows of a JSONL file, tokenised once."""
+    """The worker's side: rows of a JSONL file, tokenised once. Raises ValueError when one is longer than
+    ``max_tokens``: cut, it would teach commands without their ends."""
 
     def __init__(
         self, path: str, tokenizer: Any, *, max_tokens: int = 1024,
@@ -49,7 +50,13 @@ class ChatDataset:
         with Path(path).open(encoding="utf-8") as lines:
             for line in lines:
                 ids, mask = conversation_tokens(json.loads(line)["messages"], chat)
-                self._rows.append((ids[:max_tokens], mask[:max_tokens]))
+                self._rows.append((ids, mask))
+        lengths = [len(ids) for ids, _ in self._rows]
+        above = sum(length > max_tokens for length in lengths)
+        if above:
+            raise ValueError(f"{path}: {above} of {len(lengths)} conversations are longer than "
+                             f"rollout.max_total_tokens={max_tokens} (the longest has {max(lengths)} tokens): raise "
+                             "it, or leave them out")
 
     def __len__(self) -> int:
         return len(self._rows)

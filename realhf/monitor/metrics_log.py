@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from realhf.api.config import MonitorConfig
 from realhf.monitor.tensorboard import TensorBoardWriter
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_id"
 
 
 class MetricsLog:
@@ -25,7 +27,7 @@ class MetricsLog:
         self._tensorboard = (
             TensorBoardWriter(run_dir / "tensorboard", completed_steps + 1) if config.tensorboard else None
         )
-        self._wandb = _start_wandb(run_dir, run_name) if config.wandb else None
+        self._wandb = _start_wandb(run_dir, run_name, resumed=completed_steps > 0) if config.wandb else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **metrics}
@@ -36,6 +38,13 @@ class MetricsLog:
             self._tensorboard.write(step, metrics)
         if self._wandb:
             self._wandb.log(dict(metrics), step=step)
+
+    def note(self, step: int, figures: Mapping[str, float]) -> None:
+        """Figures that do not come with every step, for TensorBoard and wandb only."""
+        if self._tensorboard:
+            self._tensorboard.write(step, figures)
+        if self._wandb:
+            self._wandb.log(dict(figures), step=step)
 
     def close(self) -> None:
         if self._tensorboard:
@@ -59,9 +68,14 @@ def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
     os.replace(partial, path)
 
 
-def _start_wandb(run_dir: Path, run_name: str) -> Any:
+def _start_wandb(run_dir: Path, run_name: str, *, resumed: bool) -> Any:
+    """A run that goes on is the same run there: its id stays in the run folder."""
     try:
         import wandb  # type: ignore[import-not-found]
     except ImportError:
         raise RuntimeError("monitor.wandb=true, but wandb is not installed: pip install 'realhf[wandb]'") from None
-    return wandb.init(dir=str(run_dir), name=run_name, project="realhf", resume="allow")
+    known = run_dir / WANDB_ID_FILE
+    if not resumed or not known.is_file():
+        known.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return wandb.init(dir=str(run_dir), name=run_name, project="realhf", id=known.read_text(encoding="utf-8").strip(),
+                      resume="allow")

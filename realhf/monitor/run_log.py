@@ -55,6 +55,9 @@ class RunLog:
     def evaluation(self, step: int, report: dict[str, Any]) -> None:
         """A held-out evaluation after ``step`` steps."""
         self.evaluations.add(step, report)
+        self._metrics.note(step, {f"evaluation/{way}/{group}/success": float(entry["success"])
+                                  for way, groups in report.items() for group, entry in groups.items()
+                                  if "success" in entry})
         when = "before training" if step == 0 else f"after step {step}"
         self._events.emit("evaluation", when=when, report=report)
 

@@ -208,3 +208,18 @@ def test_rounding_of_the_generator_clips_no_sequence(rollout_batch: Any, tmp_pat
         clipped[recompute] = stats["clip_fraction"]
         assert stats["mismatch_abs"] > 1e-3, "the mismatch is still reported"
     assert clipped[None] == 0 and clipped[False] > 0.2
+
+
+def test_lengths_and_spread_of_a_batch_are_reported(rollout_batch: Any) -> None:
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
+    cut = SequenceSample.from_tensors(sample.ids, {"seq_no_eos_mask": torch.arange(12) % 4 == 0},
+                                      {"seq_no_eos_mask": [[1] * 3] * 4})
+    stats = PolicyGradientInterface({}).prepare(sample.update(cut))[1]
+    masks = sample["loss_mask"].split([n for group in GROUPS for n in group])
+    sampled = [int(mask[1:].sum()) for mask, outcome in zip(masks, OUTCOME, strict=True) if outcome == 0]
+    assert stats["response_tokens_mean"] == pytest.approx(sum(sampled) / 11)
+    assert stats["response_tokens_max"] == max(sampled)
+    assert stats["too_long_fraction"] == pytest.approx(2 / 11), "the third cut sequence is not valid"
+    valid = [r for r in REWARDS if r == r]
+    mean = sum(valid) / 11
+    assert stats["reward_std"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in valid) / 10))

@@ -56,3 +56,11 @@ def test_the_masters_side_needs_no_torch() -> None:
 
     code = "import sys, realhf.data.chat_dataset; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_conversation_that_is_too_long_is_refused_and_not_cut(demos: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demos.parent / "policy")
+    length = ChatDataset(str(demos), tokenizer).load(["x"], [0]).n_tokens("packed_input_ids")
+    ChatDataset(str(demos), tokenizer, max_tokens=length)
+    with pytest.raises(ValueError, match=f"5 of 5 .* rollout.max_total_tokens={length - 1} .*longest has {length} tok"):
+        ChatDataset(str(demos), tokenizer, max_tokens=length - 1)

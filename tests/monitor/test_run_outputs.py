@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,34 @@ def test_a_log_gets_few_lines_of_quick_steps_and_the_last_one():
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) < 50
     assert "step 1/400" in lines[0] and "step 400/400" in lines[-1]
+
+
+class FakeWandb:
+    """Takes what a run would send."""
+
+    def __init__(self) -> None:
+        self.started: list[dict] = []
+        self.logged: list[tuple[int, dict]] = []
+
+    def init(self, **settings: object) -> FakeWandb:
+        self.started.append(settings)
+        return self
+
+    def log(self, figures: dict, step: int) -> None:
+        self.logged.append((step, figures))
+
+    def finish(self) -> None: ...
+
+
+def test_a_resumed_run_is_the_same_run_at_wandb_and_held_out_success_reaches_it(tmp_path: Path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = MonitorConfig(tensorboard=False, wandb=True)
+    for completed in (0, 5, 0):
+        log = RunLog(tmp_path, config, EventStream(io.StringIO()), completed_steps=completed, total_steps=9)
+        log.evaluation(completed, report(0.5))
+        log.close()
+    first, resumed, afresh = [settings["id"] for settings in fake.started]
+    assert first == resumed != afresh
+    assert fake.logged[1] == (5, {"evaluation/sampled/overall/success": 0.5, "evaluation/sampled/warmup/success": 0.5,
+                                  "evaluation/greedy/overall/success": 0.5})
