@@ -3,7 +3,8 @@
 Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame, lens_offset,
 sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths travel as int64
 (values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB and more in a frame of
-their own without a copy, all other buffers share frame 1 at 64-byte steps. Nothing is ever cast.
+their own without a copy, all other buffers share frame 1 at 64-byte steps. Nothing is ever cast. Metadata that would
+make the header large (transcripts) goes into a frame of its own, ``metadata_frame`` (``bulky_metadata``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
 from realhf.api.lengths import IntArray, Lengths
 from realhf.api.sample import SequenceSample
+from realhf.transport.bulky_metadata import INLINE_BYTES, pack_metadata, unpack_metadata
 from realhf.transport.envelope import MAX_HEADER_BYTES, field, unpack_map
 from realhf.transport.errors import CodecError, ProtocolError
 
@@ -74,6 +76,9 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
     if data is None:
         fields["meta_only"] = True
     header = cast(bytes, msgpack.packb(fields))
+    if len(header) > INLINE_BYTES:
+        frames.append(pack_metadata(sample.metadata))
+        header = cast(bytes, msgpack.packb({**fields, "metadata": {}, "metadata_frame": len(frames) + 1}))
     encoded = [header, shared.frame(), *frames]
     _check_limits([memoryview(frame).nbytes for frame in encoded])
     return encoded
@@ -89,6 +94,8 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
         if header.get("fmt") != FORMAT:
             raise CodecError(f"sample format {header.get('fmt')!r}, expected {FORMAT}")
         ids, metadata = field(header, "ids", list), field(header, "metadata", dict)
+        if "metadata_frame" in header:
+            metadata = unpack_metadata(_whole(views, field(header, "metadata_frame", int)), len(ids))
         meta_only = header.get("meta_only", False)
         known: dict[bytes | tuple[int, int, int], Lengths] = {}
         entries = [_Entry.read(item, len(ids), views, bool(meta_only), known) for item in field(header, "keys", list)]
@@ -216,6 +223,12 @@ def _slice(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, ke
     if offset < 0 or offset + nbytes > views[frame].nbytes:
         raise CodecError(f"key {key!r}: bytes {offset}..{offset + nbytes} of a frame of {views[frame].nbytes} bytes")
     return views[frame][offset : offset + nbytes]
+
+
+def _whole(views: Sequence[memoryview], frame: int) -> memoryview:
+    if not 1 <= frame < len(views):
+        raise CodecError(f"metadata in frame {frame} of {len(views)}")
+    return views[frame]
 
 
 def _lengths(raw: bytes, sequences: int, key: str) -> Lengths:
