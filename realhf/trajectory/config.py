@@ -84,9 +84,11 @@ class TrajectoryConfig:
     lease_timeout_s: float | None = _row("seconds after which an unacknowledged batch goes to another trainer", float)
     send_timeout_s: float | None = _row("seconds that a response may take to go out", float)
     delivery: str | None = _row("at_least_once, or at_most_once: a batch is gone when it is handed out", str)
-    max_queue_groups: int | None = _row("groups held before pushes get 503 (0: no limit)", int)
-    max_queue_bytes: int | None = _row("bytes held before pushes get 503 (0: no limit)", int)
+    max_queue_groups: int | None = _row("groups held before pushes get 503 (0: no limit); those in quarantine count, "
+                                        "and go first", int)  # fmt: skip
+    max_queue_bytes: int | None = _row("bytes held before pushes get 503 (0: no limit), likewise", int)
     quarantine_bytes: int | None = _row("bytes kept in quarantine; the oldest go first", int)
+    max_quarantine_groups: int | None = _row("groups kept in quarantine; the oldest go first", int)
     buffer_expiry_s: float | None = _row("seconds that a group of an odd size waits for others", float)
     max_buffered_groups: int | None = _row("groups of odd sizes held for one environment", int)
     replay_ttl_s: float | None = _row("seconds that idempotency keys and ended leases are remembered", float)

@@ -103,6 +103,11 @@ def _present(state: TrajectoryState, batch: Batch) -> LeaseRecord | None:
     return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
 
 
+def present_groups(state: TrajectoryState, now: float, batch: Batch) -> list[GroupRecord]:
+    """The groups of a batch as they are now: their payloads may have moved since it was formed."""
+    return [state.groups.get(group.id, group) for group in batch.groups]
+
+
 def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozenset[PayloadRef]) -> None:
     """Some payloads of a batch cannot be read any more: those groups go to quarantine, the others back to the queue,
     so that nobody is held up by them for ever."""

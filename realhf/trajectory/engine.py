@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from realhf.trajectory import maintenance, registry
+from realhf.trajectory.compaction import Compactor
 from realhf.trajectory.options import StateOptions
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.state import TrajectoryState
@@ -24,6 +25,8 @@ from realhf.trajectory.store.base import OutcomeUnknown, StateLost, Store, Store
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSE_AFTER_FAILURE_S = 0.5
+PAUSE_AFTER_FAILED_COMPACTION_S = 60.0
+"""Its failure refuses the requests of the same round, so it is not tried again soon."""
 ATTEMPTS = 5
 """How often a round is begun anew when another instance took the write lock away."""
 CLOSE_DEADLINE_S = 15.0
@@ -206,10 +209,15 @@ class Engine:
         return results
 
     async def _tidy(self) -> None:
+        compactor, compact_from = Compactor(self), 0.0
         while True:
             await asyncio.sleep(self._tidy_every_s)
             try:
                 while await self.read(maintenance.due):
                     await self.write(maintenance.tidy)
+                if self._clock() >= compact_from:
+                    compact_from = self._clock() + PAUSE_AFTER_FAILED_COMPACTION_S
+                    await compactor.run()
+                    compact_from = 0.0
             except StoreFailure as error:
                 logger.warning("housekeeping waits: %s", error)

@@ -37,7 +37,7 @@ def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
         selected = _select(state, state.with_stale, now)
     if isinstance(selected, Selected):
         _charge(state, selected)
-        return selected.groups
+        return [state.groups[group.id] for group in selected.groups]
     return selected
 
 
@@ -56,7 +56,7 @@ def _set_stale_aside(state: TrajectoryState) -> bool:
 
 def _release(state: TrajectoryState, members: list[GroupRecord]) -> None:
     """A set lost a member: each of the others stands for itself now."""
-    for member in members:
+    for member in (state.groups[each.id] for each in members):
         alone = msgspec.structs.replace(member, bundle=None, order=state.next_order())
         reason = unservable_reason(state, member.size)
         if reason:

@@ -43,6 +43,7 @@ class StateOptions:
     max_queue_groups: int = 0
     max_queue_bytes: int = DEFAULT_QUEUE_BYTES
     quarantine_bytes: int = DEFAULT_QUARANTINE_BYTES
+    max_quarantine_groups: int = 100_000
     buffer_expiry_s: float = 3600.0
     max_buffered_groups: int = 4096
     replay_ttl_s: float = 3600.0

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from realhf.trajectory.mixbuffer import find_set
-from realhf.trajectory.quarantine import isolate, unservable_reason
+from realhf.trajectory.quarantine import isolate, make_room, unservable_reason
 from realhf.trajectory.records import EnvRecord, GroupRecord, Payload, PayloadRef, Place
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.registry import check_epoch, heartbeat
@@ -62,7 +62,7 @@ def _take(
 
 
 def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Raise Refusal 503 if so much more does not fit; never 4xx, because stock clients drop their data then."""
+    """Make room for so much more, or raise Refusal 503; never 4xx, because stock clients drop their data then."""
     options = state.options
     full = (options.max_queue_groups and state.waiting_groups + groups > options.max_queue_groups) or (
         options.max_queue_bytes and state.waiting_bytes + nbytes > options.max_queue_bytes
@@ -72,6 +72,7 @@ def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
         wait = "1" if random.random() < 0.7 else "2"
         raise Refusal(503, f"the queue is full: {state.waiting_groups} groups, {state.waiting_bytes} bytes",
                       {"Retry-After": wait})  # fmt: skip
+    make_room(state, groups, nbytes)
 
 
 def _route(

@@ -25,10 +25,27 @@ def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
     state.put("groups", group.id, msgspec.structs.replace(
         group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason))  # fmt: skip
     state.counters[f"quarantined:{reason}"] += 1
-    dropped = 0
-    while state.quarantine_bytes > state.options.quarantine_bytes and state.quarantine:
-        state.delete("groups", next(iter(state.quarantine)))
-        dropped += 1
+    _drop_oldest(state, len(state.quarantine) - state.options.max_quarantine_groups,
+                 state.quarantine_bytes - state.options.quarantine_bytes)  # fmt: skip
+
+
+def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
+    """What is in quarantine counts as held, and goes before a push is refused: drop the oldest until so much more is
+    within the bounds of the queue."""
+    options = state.options
+    total_groups = state.waiting_groups + len(state.quarantine) + groups
+    total_bytes = state.waiting_bytes + state.quarantine_bytes + nbytes
+    _drop_oldest(state, total_groups - options.max_queue_groups if options.max_queue_groups else 0,
+                 total_bytes - options.max_queue_bytes if options.max_queue_bytes else 0)  # fmt: skip
+
+
+def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
+    """Delete at least so many groups and bytes from quarantine, as far as there are, and count them."""
+    dropped, freed = 0, 0
+    while state.quarantine and (dropped < groups or freed < nbytes):
+        group = next(iter(state.quarantine.values()))
+        state.delete("groups", group.id)
+        dropped, freed = dropped + 1, freed + group.payload.nbytes
     if dropped:
         run = state.run
         state.put_run(msgspec.structs.replace(run, quarantine_dropped=run.quarantine_dropped + dropped))

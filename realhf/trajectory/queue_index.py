@@ -75,7 +75,8 @@ class Lane:
 
 class QueueIndex:
     """Queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals. Every call costs amortised O(1), views
-    O(environments + sizes)."""
+    O(environments + sizes). Records that it gives out say which groups are meant; the payload of a group may have moved
+    since it was added, so that whoever wants it asks the state for the record."""
 
     def __init__(self) -> None:
         self.groups = 0

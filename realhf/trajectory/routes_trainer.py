@@ -12,6 +12,7 @@ from realhf.trajectory.auth import Role
 from realhf.trajectory.batch_response import BatchResponse
 from realhf.trajectory.delivery import Batch, NoBatch, PullRequest
 from realhf.trajectory.models import Lease, PolicyVersion, Registration
+from realhf.trajectory.records import Payload
 from realhf.trajectory.refusal import Refusal, invalid
 from realhf.trajectory.service import Service, answer, idempotency
 from realhf.trajectory.store.base import PayloadLost
@@ -94,9 +95,8 @@ def _pull_request(request: Request) -> PullRequest:
 async def _respond(service: Service, request: Request, batch: Batch) -> BatchResponse:
     """Read and encode a leased batch; whatever fails before it is out gives the batch back."""
     msgpack, coding = _accepted(request)
-    payloads = [group.payload for group in batch.groups]
     try:
-        data = await service.engine.store.read(payloads)
+        payloads, data = await _payloads(service, batch)
         pieces, used = await encode_batch(payloads, data, msgpack=msgpack, coding=coding,
                                           level=service.config.gzip_level)  # fmt: skip
     except PayloadLost:
@@ -118,6 +118,19 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
         service.start(service.engine.write(delivery.mark_sent if sent else delivery.mark_lost, batch))
 
     return BatchResponse(pieces, headers, report)
+
+
+async def _payloads(service: Service, batch: Batch) -> tuple[list[Payload], list[bytes]]:
+    """Payloads of a batch and their bytes. Raises PayloadLost if they are in no place where they ever were."""
+    groups = batch.groups
+    while True:
+        payloads = [group.payload for group in groups]
+        try:
+            return payloads, await service.engine.store.read(payloads)
+        except PayloadLost:
+            groups = await service.engine.read(delivery.present_groups, batch)
+            if [group.payload for group in groups] == payloads:
+                raise
 
 
 def _accepted(request: Request) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ from realhf.trajectory.auth import Role
 from realhf.trajectory.models import Requeue
 from realhf.trajectory.refusal import Refusal
 from realhf.trajectory.service import Service, answer
-from realhf.trajectory.store.base import PayloadLost, StoreFailure
+from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.encode import encode_group
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
 
@@ -58,13 +58,10 @@ def _stock(routes: APIRouter, service: Service) -> None:
     async def latest_example(request: Request) -> Response:
         """The last group that entered the queue."""
         msgpack = any(kind in request.headers.get("accept", "").lower() for kind in MSGPACK_TYPES)
-        group = await engine.read(views.latest)
-        if group is None:
+        found = await service.latest()
+        if found is None:
             return answer({name: [] for name in _NO_EXAMPLE})
-        try:
-            [data] = await engine.store.read([group.payload])
-        except PayloadLost:
-            return answer({name: [] for name in _NO_EXAMPLE})
+        group, data = found
         return Response(await encode_group(group.payload, data, msgpack=msgpack),
                         media_type=MSGPACK_TYPES[0] if msgpack else "application/json")  # fmt: skip
 

@@ -11,12 +11,14 @@ from isal import isal_zlib
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realhf.trajectory import replays
+from realhf.trajectory import replays, views
 from realhf.trajectory.auth import Tokens
 from realhf.trajectory.config import TrajectoryConfig
 from realhf.trajectory.engine import Engine
 from realhf.trajectory.metrics import Metrics
+from realhf.trajectory.records import GroupRecord
 from realhf.trajectory.refusal import invalid
+from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.store.open import open_store
 from realhf.trajectory.wire.body_budget import BodyBudget
 from realhf.trajectory.wire.offload import Offload
@@ -51,6 +53,18 @@ class Service:
             task.cancel()
         await self.engine.close()
         await self.offload.close()
+
+    async def latest(self) -> tuple[GroupRecord, bytes] | None:
+        """The latest example and its bytes, or None if there is none, or none any more."""
+        tried = None
+        while (group := await self.engine.read(views.latest)) is not None and group.payload != tried:
+            tried = group.payload
+            try:
+                [data] = await self.engine.store.read([tried])
+            except PayloadLost:
+                continue
+            return group, data
+        return None
 
     def start(self, work: Any) -> None:
         """Let something run to its end beside the requests."""

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from realhf.trajectory.options import StateOptions
 from realhf.trajectory.queue_index import QueueIndex
 from realhf.trajectory.records import (
@@ -20,6 +22,7 @@ from realhf.trajectory.records import (
     EnvRecord,
     GroupRecord,
     LeaseRecord,
+    PayloadRef,
     Place,
     Record,
     Replay,
@@ -130,6 +133,24 @@ class TrajectoryState:
                 self.discard(old.payload.ref)
         if self._recording:
             self._changes.rows[(table, key)] = None
+
+    def move_payload(self, key: int, old: PayloadRef, new: PayloadRef) -> bool:
+        """A payload lies elsewhere now; the group keeps its place in every order. False if nobody refers to the old
+        place any more. The queue's own copy of the record is not touched: see ``QueueIndex``."""
+        group, latest = self.groups.get(key), self.run.latest
+        is_latest = latest is not None and latest.id == key and latest.payload.ref == old
+        if group is not None and group.payload.ref == old:
+            moved = _moved(group, new)
+            self.groups[key] = moved
+            for held in (self.quarantine, self.stale, self.buffers.get(group.env_id, {})):
+                if key in held:
+                    held[key] = moved
+            self._changes.rows[("groups", key)] = moved
+        elif not is_latest:
+            return False
+        if latest is not None and is_latest:
+            self.put_run(msgspec.structs.replace(self.run, latest=_moved(latest, new)))
+        return True
 
     def discard(self, *refs: Any) -> None:
         """Give staged payloads up that no record refers to (any more)."""
@@ -252,6 +273,10 @@ class TrajectoryState:
             queued = (group for group in self.groups.values() if group.place is Place.QUEUE and not group.reason)
             self._versions = [(group.policy_version, group.order, group.id) for group in queued]
             heapq.heapify(self._versions)
+
+
+def _moved(group: GroupRecord, ref: PayloadRef) -> GroupRecord:
+    return msgspec.structs.replace(group, payload=msgspec.structs.replace(group.payload, ref=ref))
 
 
 def _place_of(record: Record) -> tuple[str, Key]:

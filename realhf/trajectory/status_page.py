@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
         """What the status page shows."""
         engine = service.engine
         body = await engine.read(_overview)
-        body["example"] = await _example(service, await engine.read(views.latest), tokenizer)
+        body["example"] = await _example(await service.latest(), tokenizer)
         return answer(body | {"store": engine.store.name, "strict": service.config.strict})
 
     return routes
@@ -82,11 +82,11 @@ def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def _example(service: Service, group: GroupRecord | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The latest group in short: scores, lengths, and texts where a tokenizer was given."""
-    if group is None:
+    if latest is None:
         return None
-    [data] = await service.engine.store.read([group.payload])
+    group, data = latest
     whole = msgspec.json.decode(await encode_group(group.payload, data, msgpack=False))
     rows = whole["tokens"][:_MAX_SEQUENCES]
     try:

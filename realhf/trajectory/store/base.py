@@ -6,7 +6,7 @@ returns. Source: trajectory specification 3.11.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,6 +58,20 @@ def empty_snapshot() -> Snapshot:
     return {table: [] for table in TABLES}
 
 
+class Files(Protocol):
+    """Files of payloads that go as a whole, each with a number."""
+
+    def wasteful(self, held_bytes: int) -> bool:
+        """Whether the files take much more than the payloads in use do."""
+        ...
+
+    def file_of(self, payload: Payload) -> int: ...
+
+    def sparse(self, used: Mapping[int, int]) -> list[int]:
+        """Files of which no more than half is in use, the emptiest first; ``used``: bytes in use of each."""
+        ...
+
+
 class Store(Protocol):
     """One medium. Every method is called from the event loop and does its slow work elsewhere. ``shared``: other
     processes may write too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``. ``reloads``: the
@@ -66,6 +80,11 @@ class Store(Protocol):
     shared: bool
     reloads: bool
     name: str
+
+    @property
+    def files(self) -> Files | None:
+        """What may have to be compacted; None: nothing ever."""
+        ...
 
     async def open(self) -> Snapshot:
         """Everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""

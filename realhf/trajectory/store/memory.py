@@ -13,6 +13,7 @@ class MemoryStore:
 
     shared = False
     reloads = False
+    files = None
     name = "memory"
 
     async def open(self) -> Snapshot:

@@ -109,6 +109,7 @@ class RedisStore:
 
     shared = True
     reloads = True
+    files = None
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)

@@ -19,6 +19,7 @@ SEGMENT_BYTES = 64 << 20
 _OFFSET_BITS = 40
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _MAX_BUFFERS = 512
+_SLACK_FILES = 2
 _SPARE_FILES = 4
 """Emptied files that are written again instead of new ones: their pages are there already."""
 
@@ -36,7 +37,7 @@ class Segments:
         self._live: Counter[int] = Counter()
         self._staged: set[int] = set()
         self._n_staged: Counter[int] = Counter()
-        self._known: set[int] = set()
+        self._sizes: dict[int, int] = {}
         self._handles: dict[int, int] = {}
         self._waiting: dict[int, bytes] = {}
         self._files = threading.Lock()
@@ -52,9 +53,9 @@ class Segments:
         unused = [path for segment, path in found.items() if not self._live[segment]]
         for path in (*unused, *self._folder.glob("*.spare")):
             path.unlink(missing_ok=True)
-        self._known = {segment for segment in found if self._live[segment]}
+        self._sizes = {segment: path.stat().st_size for segment, path in found.items() if self._live[segment]}
         self._active, self._end = max([self._active, *found], default=0) + 1, 0
-        self._known.add(self._active)
+        self._sizes[self._active] = 0
 
     def recount(self, payloads: Iterable[Payload]) -> None:
         """Take the live references from what was committed. Whatever of it was staged was kept after all."""
@@ -77,10 +78,10 @@ class Segments:
         for payload in payloads:
             if self._end and self._end + len(payload) > self._limit:
                 self._active, self._end = self._active + 1, 0
-                self._known.add(self._active)
             ref = self._active << _OFFSET_BITS | self._end
             self._waiting[ref] = payload
             self._end += len(payload)
+            self._sizes[self._active] = self._end
             self._staged.add(ref)
             self._n_staged[self._active] += 1
             refs.append(ref)
@@ -166,12 +167,25 @@ class Segments:
                 self._waiting.pop(ref, None)
             else:
                 self._live[ref >> _OFFSET_BITS] -= 1
-        empty = [segment for segment in self._known
+        empty = [segment for segment in self._sizes
                  if segment != self._active and self._live[segment] <= 0 and self._n_staged[segment] <= 0]  # fmt: skip
         for segment in empty:
-            self._known.remove(segment)
+            del self._sizes[segment]
             del self._live[segment], self._n_staged[segment]
         return empty
+
+    def wasteful(self, held_bytes: int) -> bool:
+        """Whether the files take more than twice what is in use, and a few files beyond that."""
+        return sum(self._sizes.values()) > 2 * held_bytes + _SLACK_FILES * self._limit
+
+    def file_of(self, payload: Payload) -> int:
+        return self._locate(payload)[0]
+
+    def sparse(self, used: Mapping[int, int]) -> list[int]:
+        """Files of which no more than half is in use, the emptiest first, but for the one that is being written."""
+        candidates = (segment for segment, size in self._sizes.items()
+                      if segment != self._active and 0 < used.get(segment, 0) <= size // 2)  # fmt: skip
+        return sorted(candidates, key=lambda segment: used[segment])
 
     def remove(self, segments: Sequence[int]) -> None:
         """Put files aside to be written again, or delete them; that takes a while, so not on the event loop."""

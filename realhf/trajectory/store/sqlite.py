@@ -23,7 +23,7 @@ import msgspec
 from isal import isal_zlib
 
 from realhf.trajectory.records import TABLES, GroupRecord, LeaseRecord, Payload, PayloadRef, Place, RunRecord
-from realhf.trajectory.store.base import Changes, PayloadLost, Snapshot, StoreFailure, empty_snapshot
+from realhf.trajectory.store.base import Changes, Files, PayloadLost, Snapshot, StoreFailure, empty_snapshot
 from realhf.trajectory.store.segments import SEGMENT_BYTES, Segments
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ class SqliteStore:
         self._database: sqlite3.Connection | None = None
         self._logged = 0
         self._checkpoint: asyncio.Future[None] | None = None
+
+    @property
+    def files(self) -> Files:
+        return self._segments
 
     async def open(self) -> Snapshot:
         """Lock the folder and read everything back. Raises StoreFailure."""
