@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class StallError(RuntimeError):
-    """Nothing moved for ``stall_fail_s``; the message says who waits for whom."""
+    """Nothing moved and nothing was at work for ``stall_fail_s``; the message says who waits for whom."""
 
 
 class FunctionExecutor:
@@ -195,16 +195,22 @@ class FunctionExecutor:
             await asyncio.gather(*everything, return_exceptions=True)
 
     async def _watch(self, step: int) -> None:
-        """Report a stall, and end it after ``stall_fail_s`` (0: never)."""
-        warned_at = 0.0
+        """Report a stall, and end it after ``stall_fail_s`` (0: never). A call that runs is no stall, however long it
+        takes: it has a deadline of its own."""
+        warned_at = at_work = 0.0
         while True:
             await asyncio.sleep(min(self._stall_warn_s, self._stall_fail_s or self._stall_warn_s) / 4)
-            idle = time.monotonic() - self._progress
-            if self._stall_fail_s and idle >= self._stall_fail_s:
+            now = time.monotonic()
+            at_work = now if self._at_work() else at_work
+            idle = now - self._progress
+            if self._stall_fail_s and now - max(self._progress, at_work) >= self._stall_fail_s:
                 raise StallError(self.explain(step, idle))
             if idle >= self._stall_warn_s and self._progress > warned_at:
                 warned_at = time.monotonic()
                 _log.warning(self.explain(step, idle))
+
+    def _at_work(self) -> bool:
+        return self.loader.busy or any(call.activity != WAITS for call in self.calls.values())
 
     def explain(self, step: int, idle_s: float) -> str:
         """Who waits for what, one line per call."""

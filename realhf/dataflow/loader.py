@@ -25,6 +25,11 @@ class StepLoader(Protocol):
     @property
     def activity(self) -> str: ...
 
+    @property
+    def busy(self) -> bool:
+        """Whether it waits for what has a deadline of its own and will therefore end."""
+        ...
+
     async def run(self, first_step: int) -> None:
         """For the whole run; closes the buffer's input when there is no more."""
         ...
@@ -61,6 +66,7 @@ class Loader:
         self._drawn: dict[int, list[SourceItem]] = {}
         self._restored: dict[int, list[SourceItem]] = {}
         self.activity = "idle"
+        self.busy = False
 
     async def run(self, first_step: int) -> None:
         """Load step after step until the source is exhausted, then close the buffer's input."""
@@ -105,7 +111,11 @@ class Loader:
             # Before the call: what an interrupted call may have stored is cleared with the rest.
             self._storage.record(ids, self._keys, self._worker)
             payload = {"ids": ids, "values": values, "metadata": metadata}
-            reply = await self._caller.call(self._worker, "load", payload, timeout_s=self._timeout_s, step=step)
+            self.busy = True
+            try:
+                reply = await self._caller.call(self._worker, "load", payload, timeout_s=self._timeout_s, step=step)
+            finally:
+                self.busy = False
             if len(given) < len(self._keys):
                 meta = meta.update(self._of_dataset(reply, items[0]).select(set(self._keys) - set(given)))
         await self._buffer.put_batch(meta, cohort=step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from realhf.api.sample import SequenceSample
@@ -26,12 +26,18 @@ class StreamLoader:
 
     def __init__(
         self, source: CohortSource, buffer: AsyncIOSequenceBuffer, storage: StorageMap, *, worker: str,
-        keys: Sequence[str], steps_in_flight: int = 1,
+        keys: Sequence[str], steps_in_flight: int = 1, busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source, self._buffer, self._storage = source, buffer, storage
         self._worker, self._keys = worker, tuple(keys)
         self._free = asyncio.Semaphore(steps_in_flight)
         self._waits_for: int | None = None
+        self._busy = busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether samples are in play, or what they wait for is on its way."""
+        return self._busy()
 
     @property
     def activity(self) -> str:
