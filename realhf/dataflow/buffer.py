@@ -34,14 +34,16 @@ from realhf.dataflow.buffer_types import (
     Waiter,
 )
 from realhf.dataflow.ready_queue import ReadyQueue
+from realhf.dataflow.recent_ids import REMEMBERED, RecentIds
 from realhf.dataflow.sample_table import SampleTable
 from realhf.dataflow.space_queue import SpaceQueue
 
 
 class AsyncIOSequenceBuffer:
     """``max_size`` bounds the resident samples. ``partial_final`` decides about a tail smaller than a call's
-    ``n_seqs`` after ``close_input``: ``serve`` it or ``drop`` it. ``on_retire`` is called with every set of
-    samples that leaves, evicted or dropped. The attributes are for reports; change state by the methods."""
+    ``n_seqs`` after ``close_input``: ``serve`` it or ``drop`` it. ``remembered`` bounds the ids of samples that left
+    and are still known as duplicates. ``on_retire`` is called with every set of samples that leaves, evicted or
+    dropped. The attributes are for reports; change state by the methods."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class AsyncIOSequenceBuffer:
         max_size: int,
         steps_in_flight: int = 1,
         partial_final: str = "serve",
+        remembered: int | None = None,
         on_retire: Callable[[Retired], None] | None = None,
     ) -> None:
         if max_size < steps_in_flight * graph.n_seqs:
@@ -57,6 +60,8 @@ class AsyncIOSequenceBuffer:
             raise ValueError(f"max_size={max_size} cannot hold {steps_in_flight} step(s): needs {need}")
         if partial_final not in ("serve", "drop"):
             raise ValueError(f"partial_final is {partial_final!r}, not 'serve' or 'drop'")
+        if remembered is not None and remembered < max_size:
+            raise ValueError(f"remembered={remembered} is less than max_size={max_size}")
         self.graph = graph
         self.max_size = max_size
         self.partial_final = partial_final
@@ -76,7 +81,7 @@ class AsyncIOSequenceBuffer:
         self._next_lease = 0
         self._next_birth = 0
         self.space = SpaceQueue(max_size, self.__len__)
-        self._retired_ids: set[str] = set()
+        self._retired = RecentIds(max(REMEMBERED, 4 * max_size) if remembered is None else remembered)
         self.closed: str | None = None
         self.failure: BaseException | None = None
         self.put_total = 0
@@ -140,8 +145,8 @@ class AsyncIOSequenceBuffer:
         if missing:
             raise ValueError(f"samples lack dataset keys {missing}, so no call could ever take them")
         ids = meta.ids
-        if not (self.table.slot_of.keys().isdisjoint(ids) and self._retired_ids.isdisjoint(ids)):
-            known = [i for i in ids if i in self.table.slot_of or i in self._retired_ids]
+        if not (self.table.slot_of.keys().isdisjoint(ids) and self._retired.isdisjoint(ids)):
+            known = [i for i in ids if i in self.table.slot_of or i in self._retired]
             raise DuplicateSampleError(f"{len(known)} samples were put before: {known[:5]}")
 
     def _insert(self, meta: SequenceSample, births: Sequence[int] | None, cohort: int, version: int) -> None:
@@ -164,10 +169,6 @@ class AsyncIOSequenceBuffer:
                 queue.push(order, table.serial[slots], slots)
         for station in self.stations.values():
             self._serve(station)
-
-    def start_epoch(self) -> None:
-        """Forget the ids of retired samples: from now on they may be put again."""
-        self._retired_ids.clear()
 
     # ---- getting
 
@@ -365,7 +366,7 @@ class AsyncIOSequenceBuffer:
             del self.cohort_sizes[cohort]
             for station in self.stations.values():
                 station.queues.pop(cohort, None)
-        self._retired_ids.update(retired.ids)
+        self._retired.add(retired.ids)
         if dropped is None:
             self.evicted_total += len(slots)
         else:

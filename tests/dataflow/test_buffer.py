@@ -244,14 +244,26 @@ async def test_what_must_not_be_put_or_amended() -> None:
         make(max_size=7, steps_in_flight=2)
 
 
-async def test_a_retired_id_is_a_duplicate_until_the_next_epoch() -> None:
-    buffer = make()
-    await buffer.put_batch(meta_of(ids(0, 4)))
-    buffer.drop(ids(0, 4), "test")
+async def test_what_is_kept_of_retired_samples_is_bounded_and_what_may_come_again_is_a_duplicate() -> None:
+    buffer = make(max_size=8, remembered=24)
+    for first in range(0, 400, 4):
+        await buffer.put_batch(meta_of(ids(first, first + 4)))
+        buffer.drop(ids(first, first + 4), "test")
+        assert len(buffer._retired) <= 24
+    for known in ("s399", "s380"):
+        with pytest.raises(DuplicateSampleError):
+            await buffer.put_batch(meta_of([known]))
+    with pytest.raises(ValueError, match="remembered=7"):
+        make(max_size=8, remembered=7)
+
+
+async def test_the_ids_of_very_many_samples_are_remembered() -> None:
+    buffer = make(max_size=2048)
+    for first in range(0, 20_480, 2048):
+        await buffer.put_batch(meta_of(ids(first, first + 2048)))
+        buffer.drop(ids(first, first + 2048), "test")
     with pytest.raises(DuplicateSampleError):
         await buffer.put_batch(meta_of(["s0"]))
-    buffer.start_epoch()
-    await buffer.put_batch(meta_of(["s0"]))
 
 
 async def test_the_wait_is_explained() -> None:
