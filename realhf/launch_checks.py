@@ -26,7 +26,7 @@ AT_LEAST: dict[str, float] = {
     "actor.optimizer.weight_decay": 0, "env.step_latency_ms": 0, "env.fault_rate": 0,
     "async_rl.max_head_offpolicyness": 0, "async_rl.n_rollout_workers": 1, "async_rl.n_generation_workers": 1,
     "async_rl.generation_threads": 1, "async_rl.recover_retries": 0, "async_rl.on_failure.retries": 0,
-    "async_rl.on_failure.max_attempts": 1, "async_rl.niceness": 0,
+    "async_rl.on_failure.max_attempts": 1, "async_rl.on_failure.max_deaths": 1, "async_rl.niceness": 0,
 }
 POSITIVE = ("actor.optimizer.lr", "warm_start.optimizer.lr", "gen.temperature", "rollout.message_timeout_s",
             "stream.wait_s", "async_rl.rollout_deadline_s", "async_rl.pause_timeout_s", "rpc.connect_timeout_s",

@@ -269,11 +269,12 @@ class FailureConfig:
     """What a rollout worker does about a rollout that failed. policy: ``minimum_group`` plays it again ``retries``
     times, then leaves it out if at least rollout.min_group_size others are valid; ``retry`` wants the whole group;
     ``fail_fast`` ends the run. A sample whose group did not come about is given back and admitted again, at most
-    ``max_attempts`` times."""
+    ``max_attempts`` times. max_deaths: a sample is given up when the worker that played it has died so often."""
 
     policy: str = "minimum_group"
     retries: int = 2
     max_attempts: int = 3
+    max_deaths: int = 3
 
 
 @dataclass

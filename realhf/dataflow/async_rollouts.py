@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,12 @@ class AsyncRollouts:
     """Make it with ``open``, before the executor; ``start`` the rollouts, ``after_step`` every step, ``hold`` them for
     an evaluation, ``close`` at the end."""
 
-    def __init__(self, plan: RolloutPlan, caller: GenerationCaller, source: DataSource, ledger: RolloutLedger) -> None:
+    def __init__(
+        self, plan: RolloutPlan, caller: GenerationCaller, source: DataSource, ledger: RolloutLedger,
+        warn: Callable[[str], None] = _log.warning,
+    ) -> None:
         options = plan.spec.options
-        self._plan, self._caller, self._ledger = plan, caller, ledger
+        self._plan, self._caller, self._ledger, self._warn = plan, caller, ledger, warn
         eta = options.max_head_offpolicyness
         consumed = plan.completed_steps * plan.batch_size
         self._supply = TaskSupply(source, plan.batch_size)
@@ -86,9 +89,11 @@ class AsyncRollouts:
             version=plan.completed_steps, accepted=consumed, consumed=consumed)  # fmt: skip
         drop = options.staleness_policy == "drop"
         rules = RolloutRules(plan.total_steps * plan.batch_size, options.rollout_deadline_s,
-                             options.on_failure.max_attempts, options.on_failure.policy == "fail_fast", drop)
+                             options.on_failure.max_attempts, options.on_failure.policy == "fail_fast", drop,
+                             options.on_failure.max_deaths)
         self.control = RolloutControl(self._supply, ledger, self._staleness,
-                                      StragglerGate(plan.batch_size, eta, wait=not drop), rules, discard=self._discard)
+                                      StragglerGate(plan.batch_size, eta, wait=not drop), rules, discard=self._discard,
+                                      warn=warn)
         self._service = RolloutService(self.control, plan.run_id)
         self._weights = WeightUpdates(
             caller, plan.trainer, plan.spec.role, on_version=self.control.set_version, on_failed=self._not_loaded,
@@ -103,11 +108,14 @@ class AsyncRollouts:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     @classmethod
-    async def open(cls, plan: RolloutPlan, caller: GenerationCaller, source: DataSource) -> AsyncRollouts:
-        """Go on from the journal in ``plan.folder``, if there is one. Raises JournalError, RpcError, or ValueError
-        where the journal and the checkpoint are of different histories."""
+    async def open(
+        cls, plan: RolloutPlan, caller: GenerationCaller, source: DataSource,
+        warn: Callable[[str], None] = _log.warning,
+    ) -> AsyncRollouts:
+        """Go on from the journal in ``plan.folder``, if there is one. ``warn`` is told what a person has to know.
+        Raises JournalError, RpcError, or ValueError where the journal and the checkpoint are of different histories."""
         ledger, recovery = RolloutLedger.open(plan.folder, completed_steps=plan.completed_steps, archive=plan.archive)
-        rollouts = cls(plan, caller, source, ledger)
+        rollouts = cls(plan, caller, source, ledger, warn)
         await rollouts._open_stream()
         if recovery is not None:
             await rollouts._recover(recovery)
@@ -152,7 +160,8 @@ class AsyncRollouts:
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StreamLoader:
         """Fills the executor's buffer."""
         keys = buffer.graph.required_dataset_keys()
-        return StreamLoader(self.control, buffer, storage, worker=self._plan.trainer, keys=keys)
+        return StreamLoader(self.control, buffer, storage, worker=self._plan.trainer, keys=keys,
+                            busy=lambda: self.control.in_play > 0 or self._weights.busy)
 
     # ---- workers
 
@@ -162,6 +171,8 @@ class AsyncRollouts:
             self._weights.joined(info.name)
         elif "env" in info.endpoints:
             self._env[info.name] = info.endpoints["env"]
+            for name in self._rollout_workers if self._playing else ():
+                self._spawn(self._play(name))
         elif info.kind == ROLLOUT:
             self._rollout_workers[info.name] = f"{info.name}:{info.pid}"
             if self._playing:
@@ -187,9 +198,10 @@ class AsyncRollouts:
         await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
 
     async def _play(self, name: str) -> None:
-        """Once for every process, as long as it plays: two at once would share sessions and cache rows."""
+        """Once for every process, as long as it plays: two at once would share sessions and cache rows. Without an
+        environment nobody plays until there is one."""
         incarnation = self._rollout_workers.get(name)
-        if incarnation is None or incarnation in self.control.workers or not self._playing:
+        if incarnation is None or incarnation in self.control.workers or not (self._playing and self._env):
             return
         self.control.worker_joined(incarnation)
         env = [url for _, url in sorted(self._env.items())]
@@ -219,7 +231,7 @@ class AsyncRollouts:
         if self._weights.versions.keys() == {worker}:
             self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))
         else:
-            _log.error("%s did not load the weights and is sent away: %s", worker, error)
+            self._warn(f"{worker} did not load the weights and is sent away: {error}")
             self._caller.dismiss(worker, f"it did not load the weights: {error}")
 
     async def _watch(self) -> None:

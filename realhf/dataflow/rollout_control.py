@@ -8,6 +8,7 @@ only waiting, for capacity, for samples and for the disk, is asynchronous.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from realhf.dataflow.straggler_gate import StragglerGate
 from realhf.dataflow.task_supply import Task, TaskSupply, item_map
 from realhf.transport.codec import decode_sample
 
+_log = logging.getLogger(__name__)
 LATE_S = 30.0
 """A worker that does not answer so long after a sample's deadline has lost it."""
 
@@ -38,14 +40,16 @@ class RolloutsFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """``total``: samples that the run trains in all; ``max_attempts``: failures after which a sample is given up;
-    ``fail_fast``: the first failure ends the run; ``drop``: stale samples are dropped, not waited for."""
+    """``total``: samples that the run trains in all; ``max_attempts``: failures, and ``max_deaths``: deaths of the
+    process that plays it, after which a sample is given up; ``fail_fast``: the first failure ends the run; ``drop``:
+    stale samples are dropped, not waited for."""
 
     total: int
     deadline_s: float
     max_attempts: int
     fail_fast: bool = False
     drop: bool = False
+    max_deaths: int = 3
 
 
 @dataclass
@@ -57,7 +61,8 @@ class _Open:
 
 
 class RolloutControl:
-    """``discard(ids)`` is told of accepted samples that will never be trained. A worker is known by a name of its
+    """``discard(ids)`` is told of accepted samples that will never be trained, ``warn(text)`` of samples that are given
+    up. A worker is known by a name of its
     incarnation, so that a successor is not taken for it.
 
     It stands in for the source of the executor: ``record`` and ``stats``.
@@ -66,8 +71,10 @@ class RolloutControl:
     def __init__(
         self, supply: TaskSupply, ledger: RolloutLedger, staleness: StalenessManager, gate: StragglerGate,
         rules: RolloutRules, *, discard: Callable[[Sequence[str]], None],
+        warn: Callable[[str], None] = _log.warning,
     ) -> None:
         self._supply, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
+        self._warn = warn
         self.staleness, self._gate = staleness, gate
         self._workers: set[str] = set()
         self._open: dict[str, _Open] = {}
@@ -89,11 +96,12 @@ class RolloutControl:
         self._workers.add(worker)
 
     def worker_left(self, worker: str, reason: str) -> None:
-        """Its samples are played again by others; this does not count as a failure of theirs."""
+        """Its samples are played again by others. This is no failure of theirs, but one of them may be the cause: those
+        that the next death would end are not played together, so that one which kills again does so by itself."""
         self._workers.discard(worker)
         for sample_id in [i for i, entry in self._open.items() if entry.worker == worker]:
             self.lost_attempts += 1
-            self._return(sample_id, "worker_died", reason, failed=False)
+            self._return(sample_id, "worker_died", f"{worker}: {reason}", died=True)
         self._wake()
 
     def worker_stopped(self, worker: str) -> None:
@@ -104,6 +112,11 @@ class RolloutControl:
     def workers(self) -> list[str]:
         """Those that play or could."""
         return sorted(self._workers)
+
+    @property
+    def in_play(self) -> int:
+        """Samples that a worker has; each has a deadline."""
+        return len(self._open)
 
     async def stopped(self) -> None:
         """Until no worker plays. Raises what ``fail`` was given."""
@@ -147,13 +160,15 @@ class RolloutControl:
         leases: list[RolloutLease] = []
         records: list[Record] = []
         exhausted_before = self._supply.exhausted
+        suspected = any(entry.task.suspect and entry.worker == worker for entry in self._open.values())
         while len(leases) < count and self.capacity > 0:
             draws_before = self._supply.draws
-            task = self._supply.take()
+            task = self._supply.take(suspects=not suspected)
             if task is None:
                 break
             if self._supply.draws > draws_before:
                 records.append(self._draw_with(task))
+            suspected = suspected or task.suspect
             lease = self._lease(task, worker)
             records.append(Admit(lease.id, lease.attempt, lease.version, lease.order, worker, item_map(task.item)))
             leases.append(lease)
@@ -188,20 +203,22 @@ class RolloutControl:
         if self._rules.fail_fast:
             text = f"sample {sample_id}: {outcome}: {message} (async_rl.on_failure.policy=fail_fast)"
             self.fail(RolloutsFailed(text))
-        self._return(sample_id, outcome, message, failed=True)
+        self._return(sample_id, outcome, message)
         self._wake()
 
     def expire(self) -> None:
         """Take back what was not answered long after its deadline."""
         now = time.monotonic()
         for sample_id in [i for i, entry in self._open.items() if entry.expires < now]:
-            self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}", failed=True)
+            self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}")
         self._wake()
 
-    def _return(self, sample_id: str, outcome: str, message: str, *, failed: bool) -> None:
+    def _return(self, sample_id: str, outcome: str, message: str, *, died: bool = False) -> None:
         entry = self._open.pop(sample_id)
-        task = replace(entry.task, attempt=entry.attempt + 1, failures=entry.task.failures + failed)
-        final = task.failures >= self._rules.max_attempts
+        deaths = entry.task.deaths + died
+        task = replace(entry.task, attempt=entry.attempt + 1, failures=entry.task.failures + (not died), deaths=deaths,
+                       suspect=deaths >= max(1, self._rules.max_deaths - 1))
+        final = task.failures >= self._rules.max_attempts or task.deaths >= self._rules.max_deaths
         self.staleness.reject()
         self._gate.forget(sample_id)
         reject = Reject(sample_id, entry.attempt, outcome, message[:1000], final)
@@ -212,9 +229,11 @@ class RolloutControl:
         self._ledger.append(reject, Draw(self._supply.state()))
         self.given_up += 1
         self._in_vain += 1
+        tally = f"{task.failures} failed attempts and {task.deaths} deaths of the process that played it"
+        self._warn(f"sample {sample_id} is given up after {tally}, at last {outcome}: {message[:300]}")
         if self._in_vain >= MAX_IN_VAIN:
-            self.fail(RolloutsFailed(f"the last {self._in_vain} samples failed {self._rules.max_attempts} times each, "
-                                     f"{sample_id} at last by {outcome}: {message[:300]}"))
+            self.fail(RolloutsFailed(f"the last {self._in_vain} samples were all given up, {sample_id} after {tally}, "
+                                     f"at last by {outcome}: {message[:300]}"))
 
     # ---- the stream
 
@@ -233,7 +252,7 @@ class RolloutControl:
             self.refused += not duplicate
             return DUPLICATE if duplicate else REFUSED
         if arrival.error:
-            self._return(arrival.id, "malformed", arrival.error, failed=True)
+            self._return(arrival.id, "malformed", arrival.error)
             return REFUSED
         meta = _with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
         del self._open[arrival.id]

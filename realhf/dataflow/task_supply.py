@@ -14,12 +14,15 @@ from realhf.api.source import DataSource, SampleResult, SourceItem
 @dataclass(frozen=True)
 class Task:
     """A sample that waits to be admitted. ``attempt`` counts from 0, ``failures`` those attempts that failed through
-    the rollout's own fault (not through a process that died); ``order`` is None before the first admission."""
+    the rollout's own fault, ``deaths`` those in which the process died that played it; ``suspect``: it must not be
+    played beside another such; ``order`` is None before the first admission."""
 
     item: SourceItem
     attempt: int = 0
     failures: int = 0
     order: int | None = None
+    deaths: int = 0
+    suspect: bool = False
 
 
 @dataclass
@@ -35,21 +38,23 @@ class TaskSupply:
     draws: int = 0
     drawn: deque[SourceItem] = field(default_factory=deque)
     _returned: list[tuple[int, str, Task]] = field(default_factory=list)
+    _suspects: list[tuple[int, str, Task]] = field(default_factory=list)
 
     @property
     def returned(self) -> int:
         """Samples that came back and wait."""
-        return len(self._returned)
+        return len(self._returned) + len(self._suspects)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to take, and the source has said that it has no more."""
-        return self.exhausted and not self.drawn and not self._returned
+        return self.exhausted and not self.drawn and not self.returned
 
-    def take(self) -> Task | None:
-        """The next task; None when the source has no more."""
-        if self._returned:
-            return heapq.heappop(self._returned)[-1]
+    def take(self, *, suspects: bool = True) -> Task | None:
+        """The next task, ``suspects`` among them or not; None when the source has no more."""
+        waiting = [heap for heap in (self._returned, self._suspects if suspects else None) if heap]
+        if waiting:
+            return heapq.heappop(min(waiting, key=lambda heap: heap[0][:2]))[-1]
         if not self.drawn and not self.exhausted:
             items = self.source.next_batch(self.batch_size)
             self.exhausted = len(items) < self.batch_size
@@ -59,7 +64,8 @@ class TaskSupply:
 
     def give_back(self, task: Task) -> None:
         """It is to be played again."""
-        heapq.heappush(self._returned, (-1 if task.order is None else task.order, task.item.id, task))
+        heap = self._suspects if task.suspect else self._returned
+        heapq.heappush(heap, (-1 if task.order is None else task.order, task.item.id, task))
 
     def record(self, results: Sequence[SampleResult]) -> None:
         """Tell the source, once per sample."""

@@ -16,6 +16,8 @@ from realhf.transport.service_client import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
 """Errors of living workers after which a request is given up."""
+_DEATHS = 4
+"""So many workers may a request lose; it may be what kills them, and the next must be spared."""
 _RECONNECT_S = 1.0
 """So long after its connection broke, a worker that is still registered is tried again."""
 
@@ -31,7 +33,7 @@ class _Worker:
 class GenerationClient:
     """A ``TokenSource`` over all generation workers of the roster. A slot stays with the worker that holds its keys and
     values; a new one goes to the worker with the fewest tokens in hand. A worker that dies loses nothing: the request
-    holds all tokens so far and is sent to another, within ``timeout_s`` of its start."""
+    holds all tokens so far and is sent to another, within ``timeout_s`` of its start and a few times at most."""
 
     def __init__(self, name: str, run_id: str, *, timeout_s: float) -> None:
         self._name, self._run_id, self._timeout_s = name, run_id, timeout_s
@@ -54,6 +56,7 @@ class GenerationClient:
     async def generate(self, request: GenRequest) -> GenOutput:
         """The rest of a turn. Raises GenerationFailed."""
         deadline, failures = time.monotonic() + self._timeout_s, 0
+        lost: set[str] = set()
         fields = [request.slot, list(request.token_ids), request.sampled, request.seed, request.min_version]
         while True:
             endpoint = await self._endpoint(request.slot, deadline)
@@ -62,9 +65,12 @@ class GenerationClient:
             try:
                 left = max(0.0, deadline - time.monotonic())
                 return GenOutput(*await worker.client.request("generate", fields, timeout_s=left))
-            except PeerLost:
-                self.rerouted += 1
+            except PeerLost as error:
                 self._drop(endpoint, worker)
+                lost.add(endpoint)
+                if len(lost) == _DEATHS:
+                    raise GenerationFailed(f"{_DEATHS} generation workers died while they had it: {error}") from error
+                self.rerouted += 1
             except ServiceError as error:
                 failures += 1
                 if failures == _ATTEMPTS:

@@ -44,12 +44,15 @@ async def make(tmp_path: Path) -> AsyncIterator[Any]:
         drop = rules.get("drop", False)
         made = RolloutControl(TaskSupply(CountingSource(limit), batch), ledger, staleness,
                               StragglerGate(batch, eta, wait=not drop),
-                              RolloutRules(total, 600.0, 2, **rules), discard=discarded.extend)  # fmt: skip
+                              RolloutRules(total, 600.0, 2, **rules), discard=discarded.extend,
+                              warn=warned.append)  # fmt: skip
+        made.warned = warned  # pyright: ignore[reportAttributeAccessIssue]
         made.worker_joined(W0)
         made.worker_joined(W1)
         return made
 
     discarded: list[str] = []
+    warned: list[str] = []
     control.discarded = discarded  # pyright: ignore[reportFunctionMemberAccess]
     yield control
     for ledger in ledgers:
@@ -111,7 +114,7 @@ async def test_only_the_worker_and_the_attempt_that_hold_a_sample_can_end_it(mak
 
 
 async def test_deaths_are_no_failures_but_failures_are_counted(make: Any) -> None:
-    control = make()
+    control = make(max_deaths=9)
     (given,) = await lease(control)
     for attempt in range(5):
         control.worker_left(W0, "killed")
@@ -125,6 +128,39 @@ async def test_deaths_are_no_failures_but_failures_are_counted(make: Any) -> Non
     assert control.given_up == 1 and control.lost_attempts == 5 and control.staleness.running == 0
     (other,) = await lease(control)
     assert other.id != given.id
+
+
+async def test_a_sample_that_kills_whoever_plays_it_is_given_up_aloud_and_those_beside_it_are_not(make: Any) -> None:
+    control = make(batch=4, eta=1, concurrent=8, total=8)
+    deaths, played = 0, set()
+    while len(played) < 8:
+        for worker in (W0, W1):
+            leases = await control.allocate(worker, 3, 0.0) or []
+            if any(given.id == "s0" for given in leases):
+                deaths += 1
+                control.worker_left(worker, "killed by SIGSEGV")
+                control.worker_joined(worker)
+                continue
+            for given in leases:
+                assert await control.arrived([arrival(given)]) == [ACCEPTED]
+                played.add(given.id)
+    assert deaths == 3 and control.given_up == 1 and played == {f"s{i}" for i in range(1, 9)}
+    (text,) = control.warned
+    assert "sample s0 is given up" in text and "3 deaths" in text and ": killed by SIGSEGV" in text
+
+
+async def test_samples_that_the_next_death_would_end_are_not_played_together(make: Any) -> None:
+    control = make(batch=4, eta=1, concurrent=8)
+    for _ in range(2):
+        lost = [given.id for given in await lease(control, 3)]
+        assert lost == ["s0", "s1", "s2"]
+        control.worker_left(W0, "killed")
+        control.worker_joined(W0)
+    assert [given.id for given in await lease(control, 3, W1)] == ["s0", "s3", "s4"]
+    assert [given.id for given in await lease(control, 2)] == ["s1", "s5"]
+    assert [given.id for given in await lease(control, 2, W1)] == ["s6", "s7"], "not s2, as it has s0"
+    control.rejected(W1, "s0", 2, "env_error", "gone")
+    assert [given.id for given in await lease(control, 2, W1)] == ["s0", "s8"], "a failure is no death"
 
 
 async def test_a_worker_that_stops_holds_nothing_back(make: Any) -> None:

@@ -98,6 +98,20 @@ async def test_requests_of_a_worker_that_dies_go_to_another(client: Any, engines
         task.cancel()
 
 
+async def test_a_request_that_loses_one_worker_after_another_is_given_up() -> None:
+    client = GenerationClient("me", "run", timeout_s=20.0)
+    asking = asyncio.create_task(client.generate(GenRequest(0, [1])))
+    for number in range(4):
+        engine = FakeEngine(number)
+        engine.open = False
+        client.update({"generation/0": engine.endpoint})
+        assert await asyncio.to_thread(engine.arrived.wait, 10)
+        await asyncio.to_thread(engine.server.close)
+    with pytest.raises(GenerationFailed, match="4 generation workers died while they had it"):
+        await asyncio.wait_for(asking, 10)
+    client.close()
+
+
 async def test_without_a_worker_a_request_waits_for_one_to_join(engines: list[FakeEngine]) -> None:
     client = GenerationClient("me", "run", timeout_s=20.0)
     waiting = asyncio.create_task(client.generate(GenRequest(0, [1])))
