@@ -54,6 +54,8 @@ class MasterWorker:
                               on_death=self._left, on_join=self._joined, on_left=self._left)
         self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
         self._model_workers = [f"model_worker/{index}" for index in range(self._spec.n_model_workers)]
+        # The launcher starts successors of these: their death is no reason to wait for them no longer.
+        self._replaceable = {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
         self._wall_before = 0.0
         self._saved_step = 0
@@ -135,7 +137,8 @@ class MasterWorker:
             self._spec.run_dir / "journal", self._run_id, self._plan.rpc.control_timeout_s,
             self._plan.rpc.call_timeout_s, archive=rollout.options.keep_journal)  # fmt: skip
         source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
-        rollouts = await AsyncRollouts.open(plan, self._rpc, source)
+        rollouts = await AsyncRollouts.open(plan, self._rpc, source,
+                                            lambda text: self._events.emit("warning", text=text))
         for info in list(self._rpc.roster.values()):
             rollouts.joined(info)
         return rollouts
@@ -145,6 +148,8 @@ class MasterWorker:
             self._rollouts.joined(info)
 
     def _left(self, name: str, reason: str) -> None:
+        if name in self._replaceable:
+            self._rpc.expect(name)
         if self._rollouts is not None:
             self._rollouts.left(name, reason)
 
@@ -248,6 +253,8 @@ class MasterWorker:
 
     async def _evaluation_report(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
         """The same seed every time: before and after are compared on the same instances."""
+        if self._spec.needs_env and self._replaceable:
+            await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
         worker = f"model_worker/{self._spec.models[evaluation.role].workers[0]}"
         payload = {
             "role": evaluation.role, "interface": evaluation.interface, "args": dict(evaluation.args),

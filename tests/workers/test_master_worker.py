@@ -1,8 +1,83 @@
-"""What the master refuses to resume."""
+"""What the master does before the first step, and what it refuses to resume."""
+
+import asyncio
+import io
+import threading
+from pathlib import Path
 
 import pytest
 
-from workers.master_worker import check_same_models
+from realhf.launch_build import build_experiment
+from realhf.launch_config import compose_config
+from realhf.monitor.events import EventStream
+from realhf.transport.errors import WorkerDied
+from realhf.transport.rpc_worker import RpcWorker
+from workers.master_worker import MasterWorker, check_same_models
+
+
+class Start:
+    """The start of an asynchronous run up to the first weights; its workers are threads that do nothing, but the model
+    worker loads until ``loaded`` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={folder}",
+                                                 "rpc.connect_timeout_s=30"]))
+        built.spec.run_dir.mkdir(parents=True)
+        self.master = MasterWorker(built.plan(built.spec, 0.0), "run", EventStream(io.StringIO()))
+        self.loading, self.loaded = threading.Event(), threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    def join(self, name: str) -> RpcWorker:
+        kind, _, index = name.partition("/")
+        worker = RpcWorker(name, kind, int(index), "run", self.master._rpc.endpoint,
+                           ordered={"initialize": self._load} if kind == "model_worker" else {}, connect_timeout_s=20)
+        self.threads.append(threading.Thread(target=worker.run))
+        self.threads[-1].start()
+        return worker
+
+    def _load(self, payload: object) -> dict[str, object]:
+        self.loading.set()
+        self.loaded.wait(20)
+        return {}
+
+
+@pytest.mark.parametrize("name", ["generation/0", "rollout_worker/0", "env/0"])
+async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_not_end_the_start(
+    tmp_path: Path, name: str
+) -> None:
+    start = Start(tmp_path)
+    rpc = start.master._rpc
+    await rpc.start()
+    workers = {each: start.join(each) for each in ("model_worker/0", "generation/0", "rollout_worker/0", "env/0")}
+    await rpc.wait_for(workers, 20)
+    ready = asyncio.create_task(start.master._workers_ready())
+    assert await asyncio.to_thread(start.loading.wait, 20)
+    rpc.fail_worker(name, "killed by SIGKILL")
+    workers[name].stop()
+    start.loaded.set()
+    await asyncio.sleep(0.1)
+    assert not ready.done()
+    start.join(name)
+    await asyncio.wait_for(ready, 20)
+    await rpc.close()
+    for thread in start.threads:
+        await asyncio.to_thread(thread.join, 20)
+
+
+async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_path: Path) -> None:
+    start = Start(tmp_path)
+    rpc = start.master._rpc
+    await rpc.start()
+    worker = start.join("model_worker/0")
+    ready = asyncio.create_task(start.master._workers_ready())
+    assert await asyncio.to_thread(start.loading.wait, 20)
+    rpc.fail_worker("model_worker/0", "killed by SIGKILL")
+    with pytest.raises(WorkerDied, match=r"model_worker/0.*killed by SIGKILL"):
+        await asyncio.wait_for(ready, 20)
+    worker.stop()
+    start.loaded.set()
+    await rpc.close()
+    await asyncio.to_thread(start.threads[0].join, 20)
 
 
 def test_a_checkpoint_is_not_continued_with_another_reference() -> None:
