@@ -103,7 +103,7 @@ def make_pool(config: ServerConfig) -> MiniStackPool | RealAwsPool:
     if config.backend_type == "aws":
         return RealAwsPool(config.allow_real_aws, config.allow_file, config.limits, aws_endpoints())
     return MiniStackPool(config.pool_size, config.ministack_base_port, sandbox=config.containment, limits=config.limits,
-                         lambda_mode=config.lambda_mode)  # fmt: skip
+                         lambda_mode=config.lambda_mode, may_lack=config.missing_layers)  # fmt: skip
 
 
 def _follow_master(server: EnvServer, master: str, run_id: str, name: str) -> None:

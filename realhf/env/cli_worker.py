@@ -15,16 +15,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from realhf.env import sandbox, seccomp
+from realhf.env import sandbox
 from realhf.env.cli_frames import frame, read_frame
+from realhf.env.process_guard import ProcessGuard
 from realhf.env.refusal import RefusedRequest
-from realhf.env.vfs import MAX_FILE_BYTES, MAX_FILES, VirtualFolder
+from realhf.env.vfs import MAX_FILES, VirtualFolder
 from realhf.env.warm_cli import WarmCli
 
 RUNAWAY_BYTES = 8 << 20
 MAX_RESIDENT_BYTES = 300 << 20
-_ADDRESS_BYTES = 2 << 30
-_CPU_S = 120
 _WRITES_PER_COMMAND = 2 * MAX_FILES
 
 
@@ -76,7 +75,7 @@ class CliWorker:
 
     _statm = -1
 
-    def serve(self, request: dict[str, Any], fds: list[int], read_roots: tuple[str, ...]) -> None:
+    def serve(self, request: dict[str, Any], fds: list[int], guard: ProcessGuard) -> None:
         """Contain this process, then answer until the owner closes the channel. ``fds``: channel, connection."""
         channel, connection = (socket.socket(fileno=fd) for fd in fds)
         self.cli.connection.attach(connection)
@@ -85,14 +84,8 @@ class CliWorker:
         os.chdir(folder)
         files = VirtualFolder(Path(folder))
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
-        sandbox.forbid_new_privileges()
-        seccomp.install()
-        sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=64, address_bytes=_ADDRESS_BYTES,
-                                cpu_s=_CPU_S)  # fmt: skip
         budget = sandbox.WriteBudget(0)
-        guard = sandbox.AuditGuard(read_roots, (folder,), self._denied, budget)
-        guard.install()
-        sandbox.prove_containment()
+        guard.apply(folder, self._denied, budget)
         self.refusals.clear()
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:

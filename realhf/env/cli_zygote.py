@@ -1,7 +1,7 @@
 """Zygote of the CLI workers: imports the AWS CLI, builds everything once, then forks workers on request.
 
-Run by ``ForkServer`` as ``python -m realhf.env.cli_zygote <control fd> <account> <network>``. It never executes
-agent input.
+Run by ``ForkServer`` as ``python -m realhf.env.cli_zygote <control fd> <account> <network> <layers that may
+be missing>``. It never executes agent input.
 """
 
 from __future__ import annotations
@@ -12,28 +12,38 @@ import socket
 import sys
 from typing import Any
 
-from realhf.env import sandbox, seccomp
+from realhf.env import sandbox
 from realhf.env.cli_worker import CliWorker
 from realhf.env.command_table import ALLOWED
+from realhf.env.containment_probe import PROBE, run_probe
 from realhf.env.fork_server import serve_forks
+from realhf.env.process_guard import ProcessGuard
+from realhf.env.vfs import MAX_FILE_BYTES
+
+_OPEN_FILES = 64
+_ADDRESS_BYTES = 2 << 30
+_CPU_S = 120
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    account, mode = sys.argv[2:]
+    account, mode, may_lack = sys.argv[2:]
     sys.argv = ["aws"]  # argparse names the program after it
     isolated = sandbox.without_network(mode)
     worker = CliWorker(account)
     worker.cli.preload(ALLOWED)
     mimetypes.init()
-    roots = sandbox.package_roots()
+    guard = ProcessGuard(MAX_FILE_BYTES, _OPEN_FILES, _ADDRESS_BYTES, _CPU_S, frozenset(may_lack.split(",")))
     gc.collect()
     gc.freeze()
 
     def child(request: dict[str, Any], fds: list[int]) -> None:
-        worker.serve(request, fds, roots)
+        if PROBE in request:
+            run_probe(guard, request[PROBE], fds)
+        else:
+            worker.serve(request, fds, guard)
 
-    serve_forks(control, {"ready": True, "isolated": isolated, "filtered": seccomp.available()}, child)
+    serve_forks(control, {"ready": True, "isolated": isolated}, child)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from realhf.env import bubblewrap
+from realhf.env.process_guard import BUBBLEWRAP, FILTER, HOOKS, LAYERS, LIMITS, NETWORK
 
 SANDBOX_MODES = ("auto", "bwrap", "plain")
 LAMBDA_MODES = ("stub", "sandbox")
@@ -16,14 +17,14 @@ LAMBDA_MODES = ("stub", "sandbox")
 class Containment:
     """``program``: bubblewrap, when simulators and CLI workers live under it; ``broker``: when Lambda code does.
 
-    ``no_network`` and ``filtered`` are what the processes reported themselves."""
+    ``no_network`` is what the zygotes reported; ``observed``: what was tried of each layer, and how it ended."""
 
     sandbox: str
     lambda_mode: str
     program: Path | None = None
     broker: Path | None = None
     no_network: bool = False
-    filtered: bool = False
+    observed: Mapping[str, str] = field(default_factory=dict)
     tested: Sequence[str] = field(default_factory=tuple)
 
     @classmethod
@@ -44,18 +45,29 @@ class Containment:
         """For the zygotes: ``outer`` (bubblewrap took the network away), ``auto`` (try), ``plain``."""
         return "outer" if self.program else "plain" if self.sandbox == "plain" else "auto"
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Those that are claimed, and so are tried."""
+        optional = {NETWORK: self.no_network, BUBBLEWRAP: self.program is not None}
+        return tuple(layer for layer in LAYERS if optional.get(layer, True))
+
     def statement(self) -> str:
-        """What is active and what is not, for the log at start."""
+        """What is active, as it was observed, and what is not, for the log at start."""
         bubble = "on: read-only system, private /tmp, own pids" if self.program else "off"
         if self.program is None and self.sandbox == "auto":
             bubble += " (not installed or not permitted); so LAMBDA=sandbox and hosts beyond loopback are off"
         code = "runs in bubblewrap: no network, no process, 2 s CPU, 128 MB" if self.broker else "never runs (stub)"
+        network = "none" if self.no_network else "the host's, stopped by hooks and filter alone"
         lines = {
-            "audit hooks and resource limits": "on",
-            "system call filter": "on: no new process, program or socket" if self.filtered else "off (unknown machine)",
-            "network": "none" if self.no_network else "the host's, stopped by hooks and filter alone",
-            "bubblewrap": bubble,
+            "audit hooks": self._observed(HOOKS),
+            "system call filter": self._observed(FILTER),
+            "resource limits": self._observed(LIMITS),
+            "network": f"{network}; {self._observed(NETWORK)}" if self.no_network else network,
+            "bubblewrap": f"{bubble}; {self._observed(BUBBLEWRAP)}" if self.program else bubble,
             "Lambda code": code,
             "self-test": "; ".join(self.tested) or "not run",
         }
         return "containment:" + "".join(f"\n  {name}: {value}" for name, value in lines.items())
+
+    def _observed(self, layer: str) -> str:
+        return self.observed.get(layer, "not tried")

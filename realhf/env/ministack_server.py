@@ -1,8 +1,8 @@
 """Zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
 
-Run by ``ForkServer`` as ``python -m realhf.env.ministack_server <control fd> <network> <root>``. Every simulator
-believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot; its real
-port is that of the listening socket it is given, bound by the owner to 127.0.0.1.
+Run by ``ForkServer`` as ``python -m realhf.env.ministack_server <control fd> <network> <root> <layers that may be
+missing>``. Every simulator believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the
+same in every slot; its real port is that of the listening socket it is given, bound by the owner to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ import botocore.session
 import uvloop
 from botocore.exceptions import DataNotFoundError
 
-from realhf.env import sandbox, seccomp
+from realhf.env import sandbox
 from realhf.env.asgi_http import AsgiApp, HttpConnection
 from realhf.env.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
+from realhf.env.containment_probe import PROBE, run_probe
 from realhf.env.fork_server import serve_forks
 from realhf.env.lambda_gate import LambdaGate
 from realhf.env.module_switches import ModuleSwitches
 from realhf.env.owner_channel import ENVIRONMENT, OWNER, serve_owner
 from realhf.env.parsed_requests import ParsedRequests
+from realhf.env.process_guard import ProcessGuard
 from realhf.env.simulator_entrances import owner_app, port_app
 from realhf.env.xml_repair import repaired
 
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 _ADDRESS_BYTES = 4 << 30
 _LOG_BYTES = 4 << 20
+_OPEN_FILES = 1024
 
 
 class SeededRandomness:
@@ -185,6 +188,7 @@ async def _serve(
 
 def main() -> None:
     control, mode, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
+    guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, _ADDRESS_BYTES, may_lack=frozenset(sys.argv[4].split(",")))
     randomness = SeededRandomness()
     randomness.install()
     deferred = _import_modules()
@@ -198,6 +202,9 @@ def main() -> None:
     gc.freeze()
 
     def child(request: dict[str, Any], fds: list[int]) -> None:
+        if PROBE in request:
+            run_probe(guard, request[PROBE], fds)
+            return
         listener, log, owner = socket.socket(fileno=fds[0]), fds[1], socket.socket(fileno=fds[2])
         sandbox.redirect_standard_streams(log)
         os.close(log)
@@ -206,18 +213,14 @@ def main() -> None:
         os.environ["TMPDIR"] = request["folder"]
         os.makedirs(request["folder"], exist_ok=True)
         os.chdir(request["folder"])
-        sandbox.forbid_new_privileges()
-        seccomp.install()
-        sandbox.limit_resources(file_bytes=_LOG_BYTES, open_files=1024, address_bytes=_ADDRESS_BYTES)
-        sandbox.AuditGuard(read_roots=sandbox.package_roots(), write_roots=(request["folder"],)).install()
-        sandbox.prove_containment()
+        guard.apply(request["folder"])
         randomness.seed(0)
         for thread in deferred:
             thread.start()
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
             runner.run(_serve(app, randomness, listener, owner))
 
-    serve_forks(control, {"ready": True, "isolated": isolated, "filtered": seccomp.available()}, child)
+    serve_forks(control, {"ready": True, "isolated": isolated}, child)
     shutil.rmtree(root, ignore_errors=True)  # an owner that was killed could not
 
 

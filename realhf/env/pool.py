@@ -13,12 +13,15 @@ from typing import IO, Any
 
 from realhf.env.bubblewrap import housekept, sandboxed
 from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES, Containment
+from realhf.env.containment_check import SIMULATORS, WORKERS, judge, probe_layers
+from realhf.env.containment_probe import Attempt
 from realhf.env.executor import OutputLimits, SimulatorLost
 from realhf.env.fork_server import ForkServer
 from realhf.env.health_loop import HealthLoop
 from realhf.env.lease_book import EXHAUSTED, LeaseBook, SlotState
 from realhf.env.ministack_process import MiniStackProcess, not_up, zygote_environment
-from realhf.env.self_test import self_test
+from realhf.env.process_guard import LAYERS
+from realhf.env.self_test import NotContained, self_test
 from realhf.env.slot import ACCOUNT, START_TIMEOUT_S, Slot
 from realhf.env.state_client import ClientFactory
 
@@ -35,7 +38,8 @@ class MiniStackPool:
 
     ``sandbox``: ``auto`` (bubblewrap where it works), ``bwrap`` (or do not start), ``plain`` (audit hooks, the
     system call filter and resource limits alone). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``.
-    Raises ValueError for other words."""
+    ``may_lack``: layers (``process_guard.LAYERS``) without which it starts all the same. Raises ValueError for other
+    words."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class MiniStackPool:
         sandbox: str = "auto",
         limits: OutputLimits | None = None,
         lambda_mode: str = "stub",
+        may_lack: frozenset[str] = frozenset(),
     ) -> None:
         if size < 1:
             raise ValueError(f"pool size must be at least 1, got {size}")
@@ -55,6 +60,9 @@ class MiniStackPool:
         self.slots: list[Slot] = []
         self._base_port = base_port
         self._modes = (sandbox, lambda_mode)
+        if unknown := may_lack - set(LAYERS):
+            raise ValueError(f"may_lack names {', '.join(sorted(unknown))}; layers are {', '.join(LAYERS)}")
+        self._may_lack = may_lack
         self._limits = limits or OutputLimits()
         self._lock = threading.Lock()
         self._counters = {"acquired": 0, "exhausted": 0, "respawns": 0, "scrubs": 0, "scrub_seconds": 0.0}
@@ -87,12 +95,13 @@ class MiniStackPool:
             zygote.start()
         for zygote, name in zip(self._zygotes, ("MiniStack", "the AWS CLI", "the Lambda broker"), strict=False):
             self._await(zygote, name)
+        contained.observed = judge(self._probe(root, contained), contained.layers, self._may_lack)
         for slot in self.slots:
             slot.ministack.start()
         for slot in self.slots:
             slot.ministack.wait_healthy(START_TIMEOUT_S)
             slot.start()
-        # All slots are forks of the zygotes, and each proves its own hooks at its start: one is enough here.
+        # All slots are forks of the zygotes, and each proves its own hooks at its start: one of each is enough.
         contained.tested = self_test(self.slots[0].ministack, root, contained.lambda_mode)
         if self._modes[0] == "auto" and contained.program is None:
             logger.warning("bubblewrap does not work here: simulators and CLI workers see the host's files and are "
@@ -111,9 +120,11 @@ class MiniStackPool:
                         housekept(sandboxed(contained.program, writable=[files]), root)]  # fmt: skip
         assert self._log is not None
         mode = contained.network_mode
-        environment = zygote_environment(simulators)
-        parent = ForkServer("realhf.env.ministack_server", self._log, environment, [mode, str(root)], prefixes[0])
-        workers = ForkServer("realhf.env.cli_zygote", self._log, worker_environment(), [ACCOUNT, mode], prefixes[1])
+        environment, may_lack = zygote_environment(simulators), ",".join(sorted(self._may_lack))
+        parent = ForkServer("realhf.env.ministack_server", self._log, environment, [mode, str(root), may_lack],
+                            prefixes[0])  # fmt: skip
+        workers = ForkServer("realhf.env.cli_zygote", self._log, worker_environment(), [ACCOUNT, mode, may_lack],
+                             prefixes[1])  # fmt: skip
         self._zygotes = [parent, workers]
         broker = None
         if contained.broker is not None:
@@ -128,17 +139,26 @@ class MiniStackPool:
         self._book = LeaseBook(self.slots)
         self._health = HealthLoop(self._book, tuple(self.slots))
 
+    def _probe(self, root: Path, contained: Containment) -> dict[str, list[Attempt]]:
+        probed: dict[str, ForkServer] = dict(zip((SIMULATORS, WORKERS), self._zygotes, strict=False))
+        try:
+            return probe_layers(probed, root, contained.layers)
+        except NotContained as error:
+            raise NotContained(f"{error}\n{self._log_tail()}") from error
+
+    def _log_tail(self) -> str:
+        assert self._log is not None
+        self._log.seek(0)
+        return self._log.read()[-2000:].decode("utf-8", "replace")
+
     def _await(self, zygote: ForkServer, name: str) -> None:
-        assert self._log is not None and self._containment is not None
+        assert self._containment is not None
         try:
             greeting = zygote.wait_ready(2 * START_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
-            self._log.seek(0)
-            tail = self._log.read()[-2000:].decode("utf-8", "replace")
-            raise RuntimeError(not_up(name, error, tail)) from error
+            raise RuntimeError(not_up(name, error, self._log_tail())) from error
         if "isolated" in greeting:
             self._containment.no_network = greeting["isolated"]
-            self._containment.filtered = greeting["filtered"]
 
     def containment(self) -> str:
         """The layers that are active, for the log at start. Raises RuntimeError before ``start``."""

@@ -14,6 +14,7 @@ from typing import Any
 from realhf.env.command_result import OutputLimits
 from realhf.env.injected_faults import DEFAULT_KINDS, InjectedFaults
 from realhf.env.loopback import is_loopback_host
+from realhf.env.process_guard import LAYERS
 
 PREFIX = "AWS_RL_ENV_"
 _CLIENT_ONLY = frozenset({"URL"})
@@ -82,6 +83,8 @@ class ServerConfig:
     enable_chaos: bool = _setting(True, "disturb episodes of the higher tiers, unless a reset says chaos=false")
     lambda_mode: str = _setting("stub", "Lambda code: stub (a fixed answer, nothing runs) or sandbox (in bubblewrap)")
     sandbox: str = _setting("auto", "containment of the simulators: auto, bwrap (or no start) or plain")
+    may_lack: str = _setting("", "layers of containment (with commas: hooks, filter, limits, network, bubblewrap) "
+                                 "without which the server starts all the same")  # fmt: skip
     web: str = _setting("auto", "playground at /web: auto (with pool_size 1 only), dedicated (always) or off")
     web_ministack_port: int = _setting(4565, "port of the playground's own simulator; 0: any free port")
     web_solutions: bool = _setting(False, "the playground shows canonical solutions")
@@ -113,6 +116,10 @@ class ServerConfig:
         if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
             raise ConfigError(f"{_named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
                               f"({self.ministack_base_port} to {last})")  # fmt: skip
+        if self.may_lack and self.backend_type == "aws":
+            raise ConfigError(f"{_named('may_lack')} has no effect with {_named('backend_type')} aws")
+        if unknown := self.missing_layers - set(LAYERS):
+            raise ConfigError(f"{_named('may_lack')} names {', '.join(sorted(unknown))}; known: {', '.join(LAYERS)}")
         if not is_loopback_host(self.host):
             self._check_open_host()
         self._check_simulated()
@@ -126,6 +133,8 @@ class ServerConfig:
             raise ConfigError(f"{where}; it needs {_named('token')}")
         if self.sandbox == "plain":
             raise ConfigError(f"{where}; it needs {_named('sandbox')} auto or bwrap")
+        if self.may_lack:
+            raise ConfigError(f"{where}; no layer may be missing then ({_named('may_lack')})")
 
     def _check_simulated(self) -> None:
         try:
@@ -144,6 +153,11 @@ class ServerConfig:
     def limits(self) -> OutputLimits:
         """Of every command."""
         return OutputLimits(self.cmd_timeout_s, self.max_stdout_bytes, self.max_stderr_bytes, self.max_command_bytes)
+
+    @property
+    def missing_layers(self) -> frozenset[str]:
+        """Layers of containment that may be missing."""
+        return frozenset(filter(None, (name.strip() for name in self.may_lack.split(","))))
 
     @property
     def web_mounted(self) -> bool:

@@ -44,7 +44,7 @@ def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RE
 def _game(config: ServerConfig) -> Game:
     def make_pool() -> MiniStackPool:
         return MiniStackPool(1, config.web_ministack_port, sandbox=config.containment, limits=config.limits,
-                             lambda_mode=config.lambda_mode)  # fmt: skip
+                             lambda_mode=config.lambda_mode, may_lack=config.missing_layers)  # fmt: skip
 
     def make_player(slot: Any) -> EpisodePlayer:
         return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos)

@@ -1,0 +1,123 @@
+"""Containment is what was tried at the start, layer by layer; a layer that fails to hold stops the start."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realhf.env import seccomp
+from realhf.env.containment import Containment
+from realhf.env.containment_check import judge
+from realhf.env.containment_probe import Attempt
+from realhf.env.pool import MiniStackPool
+from realhf.env.process_guard import LAYERS
+from realhf.env.self_test import NotContained
+
+pytestmark = pytest.mark.sim
+
+_CHILD = r"""
+import json, os, socket, sys
+from realhf.env import sandbox, seccomp
+from realhf.env.containment_probe import run_probe
+from realhf.env.process_guard import ProcessGuard
+channel, request, without = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+if without == "filter":
+    seccomp.install = lambda: False
+if without == "hooks":
+    sandbox.AuditGuard.install = lambda guard: None
+if without == "limits":
+    sandbox.limit_resources = lambda **limits: None
+if without != "network" and not sandbox.leave_network():
+    sys.exit("no network namespace")
+run_probe(ProcessGuard(1 << 20, 64, 4 << 30), request, [channel])
+"""
+
+
+def attempts(tmp_path: Path, without: str) -> list[Attempt]:
+    """What a process could do that applied every layer but one. There is no bubblewrap around it."""
+    (tmp_path / "host").write_text("content")
+    with socket.create_server(("127.0.0.1", 0)) as canary:
+        request = {"port": canary.getsockname()[1], "file": str(tmp_path / "host"), "made": str(tmp_path / "made"),
+                   "folder": str(tmp_path), "layers": LAYERS}  # fmt: skip
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            done = subprocess.run([sys.executable, "-c", _CHILD, str(theirs.fileno()), json.dumps(request), without],
+                                  pass_fds=(theirs.fileno(),), capture_output=True, text=True, timeout=60,
+                                  check=False)  # fmt: skip
+            if "no network namespace" in done.stderr:
+                pytest.skip("this kernel gives no network namespace")
+            assert done.returncode == 0, done.stderr
+            answer = json.loads(ours.recv(1 << 16)[4:])
+    return [Attempt(**attempt) for attempt in answer["attempts"]]
+
+
+@pytest.mark.skipif(not seccomp.available(), reason="the system calls of this machine are not known")
+@pytest.mark.parametrize("without", ["filter", "hooks", "limits", "network", "nothing"])
+def test_each_layer_is_seen_to_be_missing_by_its_own_acts(tmp_path: Path, without: str) -> None:
+    """Only the layer that is left out fails, and bubblewrap, which is not there: no other layer stands in for it."""
+    found = attempts(tmp_path, without)
+    assert {attempt.layer for attempt in found} == set(LAYERS)
+    assert {attempt.layer for attempt in found if not attempt.stopped} == {"bubblewrap", without} - {"nothing"}
+    for layer in {without, "bubblewrap"} & set(LAYERS):
+        assert not any(attempt.stopped for attempt in found if attempt.layer == layer), found
+
+
+def test_a_layer_that_does_not_hold_stops_the_start_unless_it_is_named() -> None:
+    found = {"CLI workers": [Attempt("hooks", "fork", True, "denied"), Attempt("filter", "fork", False, "possible")]}
+    with pytest.raises(NotContained, match=r"'filter' does not hold: CLI workers could fork.*--may-lack"):
+        judge(found, ("hooks", "filter"), frozenset())
+    lines = judge(found, ("hooks", "filter"), frozenset({"filter"}))
+    assert lines["hooks"] == "holds; tried and stopped: fork"
+    assert lines["filter"].startswith("DOES NOT HOLD, and may be missing: CLI workers could fork")
+
+
+def test_a_layer_that_was_not_tried_is_not_believed() -> None:
+    found = {"simulators": [Attempt("filter", "fork", True, "EPERM")], "CLI workers": []}
+    with pytest.raises(NotContained, match="CLI workers were not tried"):
+        judge(found, ("filter",), frozenset())
+
+
+def test_a_network_that_is_claimed_to_be_gone_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zygotes are told that something around them took the network away, and nothing did."""
+    monkeypatch.setattr(Containment, "network_mode", "outer")
+    pool = MiniStackPool(1, sandbox="plain")
+    with pytest.raises(NotContained, match="'network' does not hold: simulators could connect to the host"):
+        pool.start()
+    assert not pool.slots
+
+
+def test_what_is_printed_was_observed(pool: MiniStackPool) -> None:
+    statement = pool.containment()
+    for layer in ("audit hooks", "system call filter", "resource limits"):
+        assert f"{layer}: holds; tried and stopped: " in statement
+    assert Containment.decide("plain", "stub").statement().count("not tried") == 3
+
+
+def test_a_process_does_not_go_on_without_its_filter() -> None:
+    """The result of installing the system call filter is looked at in every worker."""
+    script = """
+import sys
+from realhf.env import seccomp
+from realhf.env.process_guard import ProcessGuard
+seccomp.install = lambda: False
+guard = ProcessGuard(1 << 20, 64, 4 << 30, may_lack=frozenset(sys.argv[1:]))
+try:
+    guard.apply("/tmp")
+except RuntimeError as error:
+    print(error)
+"""
+    said = []
+    for layers in ((), ("filter",)):
+        command = [sys.executable, "-c", script, *layers]
+        said.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    assert said == ["the system call filter could not be installed\n", ""]
+
+
+def test_other_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="may_lack names moat"):
+        MiniStackPool(1, may_lack=frozenset({"moat"}))
