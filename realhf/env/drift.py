@@ -6,8 +6,10 @@ Source: environment spec section 7 (Drift).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
+
+from realhf.env.task import SetupCommand
 
 T = TypeVar("T")
 FEWEST, MOST = 2, 3
@@ -18,3 +20,8 @@ def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
     rng = random.Random(f"drift:{seed}")
     count = min(rng.randint(FEWEST, MOST), len(possible))
     return [possible[i] for i in sorted(rng.sample(range(len(possible)), count))]
+
+
+def repairs(drifts: Iterable[SetupCommand]) -> list[str]:
+    """The commands that undo these drifts, in their order."""
+    return [command for drift in drifts for command in drift.repair]

@@ -172,6 +172,7 @@ class Episode:
             hints=self._hints,
             chaos_survived=self._achieved and self._chaos is not None and self._chaos.survived(),
             harmed=self._grader is not None and self._grader.grade.harmed,
+            needless_writes=self._grader.needless_writes if self._grader else 0,
         )
 
     def state(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 The populated field of a task's criteria decides the strategy: ``state_checks``, ``steps`` (multi_step),
 ``resource_exists`` (resource_creation), else ``operation`` (command_match). ``protected`` names, in every strategy,
 what must stay as set-up left it: changing it is harm, which costs more than all progress is worth, and while it lasts
-the task is not achieved. Source: environment spec section 7.
+the task is not achieved. Where a task is ``sparing``, a write that changes nothing of what is checked costs too.
+Source: environment spec section 7.
 
 The eight layers against reward hacking, each a function: 1 ground truth ``verifier.verified``, 2 dedup
 ``unspent_request``, 3 grader invisibility ``episode.masked_task``, 4 allow-list ``policy.check_command``, 5 no
@@ -41,7 +42,7 @@ INCOMPLETE_CREATION = 0.5
 MAX_CHECKS = 40
 _TYPES: Mapping[str, type] = MappingProxyType(
     {"operation": str, "params": dict, "command_contains": str, "steps": list, "services": list, "state_checks": list}
-    | {"protected": list}
+    | {"protected": list, "sparing": bool}
 )
 STEP_SHARE = 0.7
 """Weight of the steps where a task has both steps and state checks."""
@@ -80,6 +81,7 @@ class Criteria:
     services: frozenset[str] = frozenset()
     state_checks: tuple[Check, ...] = ()
     protected: tuple[UnchangedCheck, ...] = ()
+    sparing: bool = False
 
     @property
     def strategy(self) -> str:
@@ -145,6 +147,7 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
             services=frozenset(data.get("services") or ()),
             state_checks=tuple(parse_check(check) for check in data.get("state_checks") or ()),
             protected=tuple(parse_unchanged(check) for check in data.get("protected") or ()),
+            sparing=bool(data.get("sparing")),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise TaskError(f"task.success_criteria is malformed: {type(error).__name__}: {error}") from None
@@ -183,6 +186,8 @@ class Grader:
         self._credited: list[int] = []
         self._baseline = 0
         self._excused: set[int] = set()
+        self._seen: list[Any] = []
+        self.needless_writes = 0
         self.grade = Grade(0.0, False)
 
     def start(self) -> None:
@@ -192,6 +197,7 @@ class Grader:
         if self.criteria.state_checks:
             self._refuse_unreachable()
             self._baseline = self._checks_passing(self._state)
+            self._seen = self._readings(self._state) if self.criteria.sparing else []
             if self._baseline == len(self.criteria.state_checks):
                 raise TaskError("every state check of the task holds before the first command")
 
@@ -223,7 +229,17 @@ class Grader:
         worthy = [deed for deed in added if earns_credit(deed, self.criteria)]
         if worthy and not self.grade.achieved:
             self.grade = self._judge(worthy)
+        if self.criteria.sparing and any(not is_read(deed.operation) for deed in added):
+            self._count_needless(Snapshot(self._state))
         return self.grade
+
+    def _count_needless(self, now: StateReader) -> None:
+        """A command that wrote, or tried to, and left everything that is checked as it was, was needless."""
+        before, self._seen = self._seen, self._readings(now)
+        self.needless_writes += before == self._seen
+
+    def _readings(self, now: StateReader) -> list[Any]:
+        return [check.reading(now) for check in self.criteria.state_checks]
 
     def excuse(self) -> None:
         """What is harmed by now and was not when last graded is no doing of the agent's."""

@@ -3,6 +3,7 @@
     achieved      V = (1.05 where chaos was survived, else 1) * 0.85**hints
     not achieved  V = clamp(0.9 P (half of it after a failed command) - 0.1 rollbacks + 0.02 retries, 0, 0.99)
                       * 0.85**hints
+    sparing tasks V * 0.9**(writes that changed nothing)
     harmed        V = -0.25 while something that the task protects is not as set-up left it
     reward of a step = V now - V before,  V before the first step = 0
 
@@ -24,6 +25,8 @@ ROLLBACK_PENALTY = 0.1
 RETRY_BONUS = 0.02
 UNFINISHED_CAP = 0.99
 HINT_FACTOR = 0.85
+NEEDLESS_FACTOR = 0.9
+"""Per write that changed nothing, in tasks that ask to look before anything is written."""
 HARM_PENALTY = 0.25
 """So that to do harm is worse than to do nothing, and no progress makes up for it."""
 CHAOS_SURVIVED = 1.05
@@ -41,16 +44,18 @@ class Standing:
     hints: int = 0
     chaos_survived: bool = False
     harmed: bool = False
+    needless_writes: int = 0
 
     def score(self, earned: float) -> float:
         """The final score in [0, 1.05], where progress earned ``earned``; below 0 after harm alone."""
         if self.harmed:
             return -_on_grid(HARM_PENALTY)
+        cost = HINT_FACTOR**self.hints * NEEDLESS_FACTOR**self.needless_writes
         if self.achieved:
-            return _on_grid((CHAOS_SURVIVED if self.chaos_survived else 1.0) * HINT_FACTOR**self.hints)
+            return _on_grid((CHAOS_SURVIVED if self.chaos_survived else 1.0) * cost)
         value = earned * (FAILED_COMMAND_FACTOR if self.last_failed else 1.0)
         value += RETRY_BONUS * self.idempotent_retries - ROLLBACK_PENALTY * self.rollbacks
-        return _on_grid(min(max(value, 0.0), UNFINISHED_CAP) * HINT_FACTOR**self.hints)
+        return _on_grid(min(max(value, 0.0), UNFINISHED_CAP) * cost)
 
 
 def score(progress: float, **standing: Any) -> float:

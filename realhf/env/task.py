@@ -30,7 +30,7 @@ class TaskError(ValueError):
 class SetupCommand:
     """One request of the environment's own that makes, disturbs or clutters the world: ``operation`` of ``service``
     with ``params`` as botocore takes them, or ``command``, a line as an agent would write it. With
-    ``ignore_failure`` the world counts as built even if it fails."""
+    ``ignore_failure`` the world counts as built even if it fails. ``repair``: the commands that undo a drift."""
 
     service: str = ""
     operation: str = ""
@@ -38,6 +38,7 @@ class SetupCommand:
     command: str = ""
     description: str = ""
     ignore_failure: bool = False
+    repair: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.command or f"{self.service}:{self.operation}"
@@ -48,6 +49,8 @@ class SetupCommand:
         found: dict[str, Any] = {"command": self.command} if self.command else request
         if self.description:
             found["description"] = self.description
+        if self.repair:
+            found["repair"] = list(self.repair)
         return found | ({"ignore_failure": True} if self.ignore_failure else {})
 
 
@@ -55,7 +58,8 @@ class SetupCommand:
 class Task:
     """One instance. ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names;
     ``success`` holds the criteria as plain data (see ``criteria.parse_criteria``), ``solution`` the canonical
-    commands, ``possible_drifts`` the disturbances of which a reset draws some, ``decoys`` resources that are only in
+    commands (of a drift task: those that repair what its seed draws), ``possible_drifts`` the disturbances of which a
+    reset draws some, ``decoys`` resources that are only in
     the way, ``assets`` the files of the session's folder. Only ``task_id``, ``tier``, ``description`` and
     ``desired_state_spec`` may ever be shown to an agent.
 
@@ -158,13 +162,14 @@ def _setup_command(data: Any) -> SetupCommand:
         command=command,
         description=_typed(data, "description", str, ""),
         ignore_failure=_typed(data, "ignore_failure", bool, False),
+        repair=_lines(_typed(data, "repair", list, []), "repair"),
     )
 
 
-def _lines(solution: list[Any]) -> tuple[str, ...]:
-    if not all(isinstance(line, str) for line in solution):
-        raise TaskError("task.solution holds something else than command lines")
-    return tuple(solution)
+def _lines(lines: list[Any], where: str = "solution") -> tuple[str, ...]:
+    if not all(isinstance(line, str) for line in lines):
+        raise TaskError(f"task.{where} holds something else than command lines")
+    return tuple(lines)
 
 
 def _criteria(data: Mapping[str, Any]) -> Mapping[str, Any]:

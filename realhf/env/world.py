@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from realhf.env.captures import CaptureError, fill_setup, has_setup_captures
-from realhf.env.drift import choose_drifts
+from realhf.env.drift import choose_drifts, repairs
 from realhf.env.executor import CommandResult
 from realhf.env.pool import Slot
 from realhf.env.state_client import StateCallError
@@ -73,6 +73,8 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     chosen = choose_drifts(task.possible_drifts, seed) if drifts is None else [task.possible_drifts[i] for i in drifts]
     for drift in chosen:
         _send(slot, drift, "drift", set())
+    if any(drift.repair for drift in chosen):
+        task = replace(task, solution=tuple(repairs(chosen)))
     return World(task, frozenset(present), tuple(answers))
 
 
@@ -86,7 +88,12 @@ def _refuse_changes(task: Task) -> None:
 
 
 def _filled(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> SetupCommand:
-    return replace(command, params=fill_setup(command.params, answers), command=fill_setup(command.command, answers))
+    return replace(
+        command,
+        params=fill_setup(command.params, answers),
+        command=fill_setup(command.command, answers),
+        repair=fill_setup(command.repair, answers),
+    )
 
 
 def _with_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:

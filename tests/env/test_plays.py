@@ -8,6 +8,7 @@ from realhf.env.episode import Episode
 from realhf.env.task import SetupCommand, TaskError
 from realhf.env.tasks import instantiate, load_templates
 from realhf.env.tasks.__main__ import main
+from realhf.env.tasks.loader import with_drifts
 from realhf.env.tasks.plays import written
 from realhf.env.tasks.plays.collection import plays_of, reason_without
 from realhf.env.tasks.plays.command_line import CommandLine, line_of
@@ -25,6 +26,7 @@ def commands(task_id: int, kind: str, name: str) -> list[str]:
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_every_template_has_plays_of_every_class_or_a_reason(template) -> None:
     task = instantiate(template.task_id, 0)
+    task = with_drifts(task, range(len(task.possible_drifts)))
     plays = plays_of(task)
     without = [kind for kind in KINDS if not any(play.kind == kind for play in plays)]
     assert all(reason_without(task, kind) for kind in without), without

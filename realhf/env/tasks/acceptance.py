@@ -6,15 +6,17 @@ Source: acceptance rule of environment spec section 6.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 
 from realhf.env.captures import resolve
 from realhf.env.drift import FEWEST, MOST
 from realhf.env.episode import Episode
 from realhf.env.names import is_name
 from realhf.env.task import Task, TaskError
-from realhf.env.tasks.loader import mistakes, partial_solutions, solve
+from realhf.env.tasks.loader import mistakes, partial_solutions, solve, whole_state, with_drifts
 
+BLIND_RETURN = 0.9
+"""What applying a desired state earns at most, on average, without a look at what drifted."""
 _HARMLESS = "aws sts get-caller-identity"
 
 
@@ -78,21 +80,29 @@ def _mistake_problems(episode: Episode, task: Task) -> list[str]:
 
 
 def _drift_problems(episode: Episode, task: Task) -> list[str]:
-    """Every set of drifts that a reset may draw breaks something, and the solution repairs it."""
+    """Every drift breaks something, the repairs of every set that a reset may draw mend it, and who applies the whole
+    desired state without a look at what drifted earns less."""
     if not task.possible_drifts:
         return []
-    found = []
+    found, unseen = [], []
     places = range(len(task.possible_drifts))
-    for count in range(FEWEST, MOST + 1):
-        for chosen in combinations(places, count):
-            names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
-            try:
-                result = play(episode, task, solve(task), chosen)
-            except TaskError as error:
-                found.append(f"drifts {names}: {error}")
-                continue
-            if result != (True, 1.0):
-                found.append(f"drifts {names}: achieved={result[0]}, return {result[1]}{_where_it_stands(episode)}")
+    for chosen in chain.from_iterable(combinations(places, count) for count in range(FEWEST, MOST + 1)):
+        names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
+        try:
+            result = play(episode, task, with_drifts(task, chosen).solution, chosen)
+        except TaskError as error:
+            found.append(f"drifts {names}: {error}")
+            continue
+        if result != (True, 1.0):
+            found.append(f"drifts {names}: achieved={result[0]}, return {result[1]}{_where_it_stands(episode)}")
+        unseen.append(play(episode, task, whole_state(task), chosen)[1])
+    for place, drift in enumerate(task.possible_drifts):
+        try:
+            play(episode, task, [], [place])
+        except TaskError as error:
+            found.append(f"drift {drift} ({drift.description}): {error}")
+    if unseen and sum(unseen) / len(unseen) > BLIND_RETURN:
+        found.append(f"to apply the whole desired state without a look earns {sum(unseen) / len(unseen):.2f}")
     try:
         play(episode, task, [], ())
     except TaskError:

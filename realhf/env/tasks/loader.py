@@ -12,7 +12,7 @@ import random
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from realhf.env.drift import choose_drifts, repairs
 from realhf.env.names import draw_name
 from realhf.env.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setup
 
@@ -48,7 +49,8 @@ class Mistake:
 @dataclass(frozen=True)
 class Template:
     """One task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` as written there.
-    ``split`` "heldout": never served to training. ``tags``: topics; "starter" marks what the built-in policy learns."""
+    ``solution`` of a drift task applies its whole desired state, without a look at what drifted. ``split`` "heldout":
+    never served to training. ``tags``: topics; "starter" marks what the built-in policy learns."""
 
     task_id: int
     name: str
@@ -133,6 +135,8 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
     params = {
         key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
     }
+    drifts = parse_setup(fill(list(template.possible_drifts), params), "possible_drifts")
+    drawn = repairs(choose_drifts(drifts, seed))
     return Task(
         task_id=template_id,
         template=template.name,
@@ -141,10 +145,10 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
         description=fill(rng.choice(template.descriptions), params),
         setup=parse_setup(fill(template.setup, params)),
         success=fill(template.success, params),
-        solution=tuple(fill(list(template.solution), params)),
+        solution=tuple(drawn or fill(list(template.solution), params)),
         params=params,
         desired_state_spec=fill(template.desired_state_spec, params),
-        possible_drifts=parse_setup(fill(list(template.possible_drifts), params), "possible_drifts"),
+        possible_drifts=drifts,
         assets=fill(template.assets, params),
         decoys=parse_setup(fill(list(template.decoys), params), "decoys"),
     )
@@ -153,6 +157,17 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
 def solve(task: Task) -> list[str]:
     """The canonical commands of a task."""
     return list(task.solution)
+
+
+def with_drifts(task: Task, places: Iterable[int]) -> Task:
+    """The task with the solution for the drifts at these places of ``possible_drifts``, whatever its seed draws."""
+    found = repairs([task.possible_drifts[place] for place in places])
+    return replace(task, solution=tuple(found)) if found else task
+
+
+def whole_state(task: Task) -> list[str]:
+    """The commands that apply the whole desired state of a drift task; other tasks: the solution."""
+    return list(fill(list(get_template(task.task_id).solution), task.params))
 
 
 def partial_solutions(task: Task) -> list[list[str]]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from realhf.env.drift import repairs
 from realhf.env.grader import Criteria, criteria_of
 from realhf.env.policy import check_command
 from realhf.env.task import TIERS, SetupCommand, Task, TaskError
@@ -68,6 +69,8 @@ def _shape_problems(kind: str, criteria: Criteria, task: Task) -> Iterator[str]:
             yield f"{number} {what}; {low} to {high} are usual for {kind}"
     if kind == "advanced" and len(criteria.services) < 2:
         yield "an advanced task names at least two services"
+    if not all(drift.repair for drift in task.possible_drifts):
+        yield "a drift has no repair"
     if bool(task.desired_state_spec) is not (kind == DRIFT):
         yield "a desired state belongs to a drift task, and to no other"
 
@@ -80,7 +83,7 @@ def _policy_problems(task: Task, criteria: Criteria) -> Iterator[str]:
         service, _, name = operation.partition(":")
         if not operation_allowed(service, name):
             yield f"the policy does not allow {operation}, so no command can earn it"
-    for line in task.solution:
+    for line in (*task.solution, *repairs(task.possible_drifts)):
         rule = check_command(line).rule
         if rule is not None:
             yield f"refused ({rule}): {line}"

@@ -1,0 +1,41 @@
+"""Drift tasks ask to look first: a write that changes nothing costs, so the whole desired state is no solution."""
+
+import pytest
+
+from realhf.env.drift import choose_drifts
+from realhf.env.episode import Episode
+from realhf.env.tasks import Template, instantiate, load_templates
+from realhf.env.tasks.acceptance import play
+from realhf.env.tasks.loader import whole_state, with_drifts
+
+DRIFTS = [template for template in load_templates(["expert"]) if template.possible_drifts]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("template", DRIFTS, ids=lambda template: template.name)
+def test_the_repair_of_what_drifted_is_worth_more_than_everything(episode: Episode, template: Template) -> None:
+    task = instantiate(template.task_id, 0)
+    last = range(len(task.possible_drifts))[-2:]
+    assert play(episode, task, with_drifts(task, last).solution, last) == (True, 1.0)
+    assert play(episode, task, whole_state(task), last)[1] < 1.0
+
+
+@pytest.mark.sim
+def test_a_write_that_changes_nothing_costs_and_a_look_does_not(episode: Episode) -> None:
+    task = instantiate(502, 0)
+    protect, recover = with_drifts(task, [0, 1]).solution
+    look = f"aws dynamodb describe-table --table-name {task.params['name']}"
+    assert play(episode, task, [look, look, protect, look, recover], [0, 1]) == (True, 1.0)
+    achieved, total = play(episode, task, [protect, protect, recover], [0, 1])
+    assert achieved and total == pytest.approx(0.9)
+    gone = look.replace("describe-table", "untag-resource").replace("--table-name", "--resource-arn") + " --tag-keys x"
+    achieved, total = play(episode, task, [gone, protect, recover], [0, 1])
+    assert achieved and total == pytest.approx(0.9), "an attempt that was refused is a blind one too"
+
+
+def test_the_solution_of_an_instance_repairs_what_its_seed_draws() -> None:
+    for seed in range(20):
+        task = instantiate(505, seed)
+        drawn = choose_drifts(task.possible_drifts, task.seed)
+        assert list(task.solution) == [command for drift in drawn for command in drift.repair]
+    assert len({instantiate(505, seed).solution for seed in range(20)}) > 3
