@@ -6,12 +6,13 @@ SEED ?= 1
 TEST_PROCESSES ?= 2
 FUZZ_COMMANDS ?= 20000
 
-.PHONY: test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl test-vllm
+.PHONY: validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl test-vllm
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=2)"
 	@echo "make validate play every task against MiniStack and print the verdicts"
+	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones, and print what was observed"
 	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
@@ -44,6 +45,9 @@ test: lint validate
 
 validate: install
 	$(BIN)/python -m realhf.env.tasks validate
+
+validate-adversarial: install
+	$(BIN)/python -m realhf.env.tasks validate --adversarial
 
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(PYTHON) -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }

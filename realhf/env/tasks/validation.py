@@ -70,8 +70,12 @@ def played(
         finally:
             episodes.put(episode)
 
-    with _episodes(pool_size, max_steps) as episodes, ThreadPoolExecutor(pool_size) as threads:
-        yield from track(threads.map(turn, items), "playing", total=len(items), console=console)
+    with _episodes(pool_size, max_steps) as episodes:
+        threads = ThreadPoolExecutor(pool_size)
+        try:
+            yield from track(threads.map(turn, items), "playing", total=len(items), console=console)
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def _attempted(work: Callable[[], Result], attempts: int = 3) -> Result | Failure:

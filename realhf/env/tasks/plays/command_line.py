@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import botocore.session
@@ -24,7 +25,7 @@ _CAPTURE = re.compile(r"\$\{(?:step|setup)\d+:[^}]+\}")
 _STEP = re.compile(r"\$\{step(\d+):")
 _SETUP = re.compile(r"\$\{setup(\d+):")
 _MARK = "__capture{}__"
-_API_SERVICES: Mapping[str, str] = {"s3api": "s3", "s3": "s3 of many requests"}
+_API_SERVICES: Mapping[str, str] = MappingProxyType({"s3api": "s3", "s3": "s3 of many requests"})
 """Services whose name on the command line is another one in the API, or none there."""
 
 

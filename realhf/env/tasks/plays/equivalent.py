@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from awscli.shorthand import BackCompatVisitor, ShorthandParseError, ShorthandParser
@@ -20,18 +21,20 @@ from realhf.env.tasks.plays.written import ordered_places
 
 Rewrite = Callable[[CommandLine], CommandLine | None]
 
-_ARNS: Mapping[tuple[str, str], str] = {
-    ("lambda", "--function-name"): "lambda:us-east-1:{account}:function:{name}",
-    ("dynamodb", "--table-name"): "dynamodb:us-east-1:{account}:table/{name}",
-    ("ecs", "--cluster"): "ecs:us-east-1:{account}:cluster/{name}",
-    ("ecs", "--clusters"): "ecs:us-east-1:{account}:cluster/{name}",
-    ("kms", "--key-id"): "kms:us-east-1:{account}:{name}",
-    ("ssm", "--name"): "ssm:us-east-1:{account}:parameter/{name}",
-    ("cloudtrail", "--name"): "cloudtrail:us-east-1:{account}:trail/{name}",
-    ("rds", "--db-instance-identifier"): "rds:us-east-1:{account}:db:{name}",
-}
+_ARNS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("lambda", "--function-name"): "lambda:us-east-1:{account}:function:{name}",
+        ("dynamodb", "--table-name"): "dynamodb:us-east-1:{account}:table/{name}",
+        ("ecs", "--cluster"): "ecs:us-east-1:{account}:cluster/{name}",
+        ("ecs", "--clusters"): "ecs:us-east-1:{account}:cluster/{name}",
+        ("kms", "--key-id"): "kms:us-east-1:{account}:{name}",
+        ("ssm", "--name"): "ssm:us-east-1:{account}:parameter/{name}",
+        ("cloudtrail", "--name"): "cloudtrail:us-east-1:{account}:trail/{name}",
+        ("rds", "--db-instance-identifier"): "rds:us-east-1:{account}:db:{name}",
+    }
+)
 """Options that take the name or the ARN, where the request is about something that exists."""
-_ARN_OPTIONS: Mapping[tuple[str, str], str] = {("kinesis", "--stream-name"): "--stream-arn"}
+_ARN_OPTIONS: Mapping[tuple[str, str], str] = MappingProxyType({("kinesis", "--stream-name"): "--stream-arn"})
 _MAKES = ("create-", "put-parameter", "register-")
 
 
@@ -51,7 +54,7 @@ def equivalent_plays(task: Task) -> Iterator[Play]:
     )
     for name, rewrite, needs in spellings:
         changed = [_rewritten(line, rewrite) for line in lines]
-        if changed != lines:
+        if changed != [_rewritten(line, lambda command: command) for line in lines]:
             yield Play("equivalent", name, tuple(changed), needs=needs)
     looks = [word for line in lines for word in (LOOK, line)]
     places = {number + 1: 2 * number + 2 for number in range(len(lines))}
@@ -60,8 +63,9 @@ def equivalent_plays(task: Task) -> Iterator[Play]:
 
 
 def _rewritten(line: str, rewrite: Rewrite) -> str:
-    changed = rewrite(CommandLine.parse(line))
-    return line if changed is None else str(changed)
+    """The line in the one spelling that all rewritten lines have, so that only what ``rewrite`` changes differs."""
+    command = CommandLine.parse(line)
+    return str(rewrite(command) or command)
 
 
 def _other_orders(task: Task) -> Iterator[Play]:

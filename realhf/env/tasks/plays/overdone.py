@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from realhf.env.names import is_name
@@ -17,11 +18,13 @@ _EVERYWHERE = "0.0.0.0/0"
 _ADMINISTRATOR = "arn:aws:iam::aws:policy/AdministratorAccess"
 _STRANGER = "arn:aws:iam::444455556666:root"
 _ALL_RIGHTS = '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Action":"*","Resource":"*"}]}'
-_IDENTITIES: Mapping[str, str] = {
-    "create-role": "--role-name",
-    "create-user": "--user-name",
-    "create-group": "--group-name",
-}
+_IDENTITIES: Mapping[str, str] = MappingProxyType(
+    {
+        "create-role": "--role-name",
+        "create-user": "--user-name",
+        "create-group": "--group-name",
+    }
+)
 
 
 def overdone_plays(task: Task) -> Iterator[Play]:
@@ -114,17 +117,19 @@ def _denied_as_well(statements: Statements) -> Statements:
     return [*statements, statements[0] | {"Sid": "Never", "Effect": "Deny"}]
 
 
-_WIDENINGS: Mapping[str, Callable[[Statements], Statements]] = {
-    "any action as well": _each(_any_action),
-    "the whole service": _each(_whole_service),
-    "any resource as well": _each(_any_resource),
-    "anybody": _each(_anybody),
-    "another account as well": _each(_other_account),
-    "without its conditions": _each(_unconditional),
-    "a statement that allows everything": _another_statement,
-    "deny for allow": _denied,
-    "denied as well": _denied_as_well,
-}
+_WIDENINGS: Mapping[str, Callable[[Statements], Statements]] = MappingProxyType(
+    {
+        "any action as well": _each(_any_action),
+        "the whole service": _each(_whole_service),
+        "any resource as well": _each(_any_resource),
+        "anybody": _each(_anybody),
+        "another account as well": _each(_other_account),
+        "without its conditions": _each(_unconditional),
+        "a statement that allows everything": _another_statement,
+        "deny for allow": _denied,
+        "denied as well": _denied_as_well,
+    }
+)
 
 
 _PUBLIC = frozenset({"anybody", "a statement that allows everything"})
