@@ -117,6 +117,18 @@ async def test_a_successor_plays_what_the_dead_one_had_and_knows_the_environment
     assert rollouts.control.counters()["lost_attempts"] == 1
 
 
+async def test_nobody_plays_before_there_is_an_environment(scene: Scene) -> None:
+    rollouts = await scene.open()
+    rollouts._env.clear()  # it died during the start and is on its way
+    await rollouts.start()
+    await breathe()
+    assert scene.workers.plays == []
+    scene.join(worker_info("env", env="http://there"))
+    await breathe()
+    assert scene.workers.plays == ["rollout_worker/0", "rollout_worker/1"]
+    assert scene.workers.calls[-1][2]["env"] == ["http://there"]
+
+
 async def test_during_an_evaluation_nobody_begins_to_play_and_afterwards_everybody_once(scene: Scene) -> None:
     rollouts = await scene.open()
     await rollouts.start()
