@@ -37,9 +37,9 @@ class Games:
 
 
 def trainer(url: str, steps: int) -> TrajectoryClient:
-    """A registered trainer that has asked once."""
+    """A trainer that began a run of its own and has asked once."""
     client = TrajectoryClient(url)
-    client.register(batch_size=4, max_token_len=64, num_steps=steps)
+    client.register(batch_size=4, max_token_len=64, num_steps=steps, reset=True)
     with suppress(NoBatchYet):
         client.pull(0)
     return client
@@ -84,6 +84,6 @@ def test_what_was_played_for_a_run_that_ended_goes_to_the_next(url: str):
 
 def test_its_patience_with_the_trainer_ends(url: str):
     with TrajectoryClient(url) as client:
-        client.register(batch_size=4, max_token_len=64, num_steps=1)
+        client.register(batch_size=4, max_token_len=64, num_steps=1, reset=True)
     with pytest.raises(NotRegistered, match="waited 0 s for the trainer"):
         run(url, Games(), "--patience-s", "0.2")
