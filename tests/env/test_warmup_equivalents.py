@@ -62,7 +62,10 @@ def test_another_question(episode: Episode, task_id: int, command: str) -> None:
 
 
 def test_a_duplicate_and_a_harmless_command_earn_nothing(episode: Episode) -> None:
-    task = instantiate(303, 0)
+    task = instantiate(324, 0)
     episode.reset(task)
-    assert episode.step(fill("aws s3api create-bucket --bucket {name}-code", task.params)).reward == 0
+    create = "aws dynamodb create-table --table-name {name} --billing-mode PAY_PER_REQUEST "
+    create += "--key-schema AttributeName=id,KeyType=HASH --attribute-definitions AttributeName=id,AttributeType=S"
+    met = episode.step(fill(create, task.params))
+    assert "ResourceInUseException" in met.observation["error"] and met.reward == 0
     assert episode.step("aws sts get-caller-identity").reward == 0
