@@ -106,15 +106,13 @@ class Grant:
 def parse_policy(document: Any, owner: str = "") -> tuple[Statement, ...]:
     """The statements of a policy, given as an object or as its JSON text. ``owner``: the ARN of the resource that the
     policy hangs on; there ``*`` means no more than that resource. Raises PolicyError."""
-    if len(document if isinstance(document, str) else repr(document)) > MOST_CHARACTERS:
-        raise PolicyError("the policy is longer than AWS permits")
-    if isinstance(document, str):
-        try:
-            document = json.loads(document)
-        except (ValueError, RecursionError):
-            raise PolicyError("the policy is not JSON") from None
+    try:
+        text = document if isinstance(document, str) else json.dumps(document, default=str)
+        document = json.loads(text) if len(text) <= MOST_CHARACTERS else None
+    except (ValueError, RecursionError):
+        raise PolicyError("the policy is not JSON") from None
     if not isinstance(document, Mapping):
-        raise PolicyError("the policy is no object")
+        raise PolicyError("the policy is no object, or longer than AWS permits")
     statements = document.get("Statement")
     if isinstance(statements, Mapping):
         statements = [statements]

@@ -47,7 +47,7 @@ class _Functions(Functions):
     def _func_json(self, text: str | None) -> Any:
         try:
             return None if text is None else json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 

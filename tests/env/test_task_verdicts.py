@@ -165,7 +165,7 @@ def for_everybody(command: str) -> str:
     return re.sub(r'(\\?")Principal\1:\{[^}]*\}', r"\1Principal\1:\1*\1", command)
 
 
-@pytest.mark.parametrize("task_id", [304, 305, 306, 309, 325])
+@pytest.mark.parametrize("task_id", [305, 306, 325])
 def test_policies_in_other_words(episode: Episode, task_id: int) -> None:
     """Of what a task creates: the canonical solution with its policies written otherwise, or meaning something else."""
     task = instantiate(task_id, SEED)
