@@ -45,7 +45,8 @@ class TemplateChat:
             )
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
-        if idle := unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
+        template = tokenizer.get_chat_template() if self._template_kwargs else ""
+        if idle := unread_variables(template, self._template_kwargs):
             raise ChatTemplateError(f"chat_template_kwargs: the chat template does not read {', '.join(idle)}")
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._turn_end = self._text_after_marker([], generation=False)
