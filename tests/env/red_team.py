@@ -30,14 +30,17 @@ from rich.table import Table
 from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES
 from realhf.env.executor import CommandResult, OutputLimits, SimulatorLost
 from realhf.env.pool import MiniStackPool
+from realhf.env.sandbox import own_package
 from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack
+from tests.env.red_team_inside import INSIDE_ROWS, not_as_expected, play_inside
 from tests.env.red_team_web import WEB_ATTACKS, WEB_ROWS, WebRange
 
 SECRET = "canary-content-7f3a"
 LIMITS = OutputLimits(timeout_s=3.0)
 _HOST_WORDS = ("Traceback (most recent", "realhf-env-", "site-packages", sys.prefix, sys.base_prefix)
+_ANSWERS, _ANSWER_WORD = Path(own_package(), "env", "tasks", "warmup.yaml"), "success_criteria"
 _TRIGGER_S = 0.15
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class FiringRange:
             self.slot.executor.run(self._fill(command))
 
     def _fill(self, command: str) -> str:
-        places = {"secret": self.secret, "marker": self.marker, "url": self.url, "sibling": self.sibling.endpoint}
+        places = {"secret": self.secret, "marker": self.marker, "url": self.url, "sibling": self.sibling.endpoint,
+                  "answers": _ANSWERS}  # fmt: skip
         for name, value in places.items():
             command = command.replace(f"{{{name}}}", str(value))
         return command.replace("{{", "{").replace("}}", "}")
@@ -136,6 +140,8 @@ class FiringRange:
         found = []
         if any(SECRET in text for text in texts):
             found.append("host content came out")
+        if any(_ANSWER_WORD in text for text in texts):
+            found.append("answers of tasks came out")
         if any(word in text for text in texts for word in _HOST_WORDS):
             found.append("a host path or traceback came out")
         if self.marker.exists() or Path("/dev/shm/marker").exists():
@@ -200,7 +206,9 @@ def main() -> int:
                     print(f"row {row}: {attack.command[:150]!r}: {one}", file=sys.stderr)
             target.close()
         wrong += _play_pages(pool, table)
-        count = len(ATTACKS) + len(WEB_ATTACKS)
+        inside = _play_inside(pool, table)
+        wrong += inside[1]
+        count = len(ATTACKS) + len(WEB_ATTACKS) + inside[0]
         Console(width=150).print(pool.containment(), table, f"{count} attacks, {wrong} not as expected")
     finally:
         pool.stop()
@@ -227,6 +235,20 @@ def _play_pages(pool: MiniStackPool, table: Table) -> int:
     finally:
         target.close()
     return wrong
+
+
+def _play_inside(pool: MiniStackPool, table: Table) -> tuple[int, int]:
+    """Add the rows of those who had won somewhere; how many attempts there were, and how many not as expected."""
+    tried = list(play_inside(pool))
+    for row, title in INSIDE_ROWS.items():
+        attempts = [one for one in tried if one.row == row]
+        effects = ", ".join(effect for one in attempts for effect in one.effects)
+        table.add_row(str(row), title, str(len(attempts)), _tally(one.expected for one in attempts),
+                      _tally(one.observed for one in attempts), "", effects or "none",
+                      style="red" if not_as_expected(attempts) else "")  # fmt: skip
+    for one in not_as_expected(tried):
+        print(f"row {one.row}: {one}", file=sys.stderr)
+    return len(tried), len(not_as_expected(tried))
 
 
 def _tally(words: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from realhf.env.pool import MiniStackPool, Slot
 from realhf.env.tasks.loader import instantiate
 from tests.env.red_team import FiringRange
 from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS
+from tests.env.red_team_inside import INSIDE_ROWS, not_as_expected, play_inside
 from tests.env.red_team_web import WEB_ATTACKS, WebRange
 
 pytestmark = pytest.mark.sim
@@ -43,6 +44,13 @@ def test_every_spelling_of_a_row(firing_range: FiringRange, row: int) -> None:
     for attack in attacks:
         observed = firing_range.attempt(attack)
         assert (observed.door, observed.effects) == (attack.expected, ()), (attack.command[:300], observed)
+
+
+def test_what_is_left_to_an_agent_that_has_won_somewhere(pool: MiniStackPool) -> None:
+    """Its worker, the interpreter's guards, or a real account to play on."""
+    tried = list(play_inside(pool))
+    assert {one.row for one in tried} == set(INSIDE_ROWS)
+    assert not not_as_expected(tried)
 
 
 def test_what_web_pages_send(pool: MiniStackPool) -> None:
