@@ -39,12 +39,14 @@ class ParsedRequests:
 
     def __init__(self) -> None:
         self.count = 0
+        self.entrances: dict[str, int] = {}
         self.refused: dict[str, int] = {}
         self._recent: deque[ParsedRequest] = deque(maxlen=KEPT)
 
     def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
         """Count a request."""
         self.count += 1
+        self.entrances[entrance] = self.entrances.get(entrance, 0) + 1
         scope = _SCOPE.search(head.field(b"authorization"))
         self._recent.append(ParsedRequest(
             self.count, entrance, head.method, head.target[:TARGET_CHARS].decode("ascii"),
@@ -56,9 +58,11 @@ class ParsedRequests:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def report(self, after: int = 0) -> dict[str, Any]:
-        """``count``, ``refused`` by reason and the ``requests`` numbered above ``after``, as far as they are kept."""
+        """``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above ``after``
+        that are kept."""
         recent = [asdict(request) for request in self._recent if request.number > after]
-        return {"count": self.count, "refused": dict(self.refused), "requests": recent}
+        return {"count": self.count, "entrances": dict(self.entrances), "refused": dict(self.refused),
+                "requests": recent}  # fmt: skip
 
 
 def _operation(head: RequestHead, body: bytes) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -105,12 +106,27 @@ class Slot:
             self.ministack.reset(seed)
 
     def scrub(self) -> None:
-        """Make a slot that was used indistinguishable from a new one: simulator and worker are new forks, because a
-        reset cannot vouch for all that a process holds. Raises SimulatorLost, OSError: it is dirty."""
-        self.respawn()
+        """Make a slot that was used indistinguishable from a new one. Simulator and worker are new forks where a
+        command reached them: a reset cannot vouch for all that a process holds. Raises SimulatorLost, OSError: it is
+        dirty."""
+        if self._reached():
+            self.respawn()
+        else:
+            self._stop_workers()
+            self._clear_files()
+            self.ministack.reset(0)
+            self.start()
         leftovers = self.ministack.leftovers()
         if leftovers:
             raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
+
+    def _reached(self) -> bool:
+        """Whether the simulator took anything but the environment's own calls since it was started."""
+        try:
+            report = self.ministack.requests(after=sys.maxsize)
+        except OSError:
+            return True
+        return bool(report["refused"] or set(report["entrances"]) - {"owner"})
 
     def respawn(self) -> None:
         """Replace simulator and worker. Raises SimulatorLost with the reason."""

@@ -177,10 +177,24 @@ def test_a_reset_restores_the_switches_of_modules(slot: Slot) -> None:
 
 def test_a_lease_leaves_no_process_behind(slot: Slot) -> None:
     """The next one has a simulator and a worker of its own: whatever a process could hold is gone with it."""
+    slot.executor.run("aws s3 ls")
     simulator, worker = slot.ministack.pid, slot.worker_pid
     slot.scrub()
     assert slot.ministack.pid != simulator and slot.worker_pid != worker
     assert _parsed(slot) == []
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: localhost:4566\r\n\r\n", b"no request\r\n\r\n"])
+def test_what_came_by_the_port_ends_with_the_lease(slot: Slot, data: bytes) -> None:
+    """Also from somebody else, and also what was refused; a simulator that took none of it is only emptied."""
+    slot.scrub()
+    unused = slot.ministack.pid
+    slot.state.call("s3", "CreateBucket", {"Bucket": "of-the-environment"})
+    slot.scrub()
+    assert slot.ministack.pid == unused and slot.state.call("s3", "ListBuckets")["Buckets"] == []
+    _raw(slot, data)
+    slot.scrub()
+    assert slot.ministack.pid != unused
 
 
 def _parsed(slot: Slot) -> list[str]:
