@@ -40,7 +40,7 @@ class ForkedProcess:
     name: str
 
     def alive(self) -> bool:
-        return self.pidfd >= 0 and not select.select([self.pidfd], [], [], 0)[0]
+        return self.pidfd >= 0 and not _readable(self.pidfd, 0)
 
     def kill(self, timeout_s: float = 2.0) -> None:
         """SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
@@ -48,7 +48,7 @@ class ForkedProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        if not select.select([self.pidfd], [], [], timeout_s)[0]:
+        if not _readable(self.pidfd, timeout_s):
             raise TimeoutError(f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL")
         os.close(self.pidfd)
         self.pidfd = -1
@@ -115,7 +115,7 @@ class ForkServer:
 
     def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         assert self._control is not None
-        if not select.select([self._control], [], [], timeout_s)[0]:
+        if not _readable(self._control.fileno(), timeout_s):
             raise TimeoutError(f"waited {timeout_s} s for {self._module}")
         data, fds, _, _ = socket.recv_fds(self._control, _MAX_DATAGRAM, 1)
         if not data:
@@ -141,6 +141,13 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait(timeout_s)
             self._process = None
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    """Not ``select``, which knows no descriptor beyond 1023: a server of many sessions has more."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _pid_of(pidfd: int) -> int:

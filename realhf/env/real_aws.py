@@ -113,7 +113,7 @@ class RealAwsExecutor:
         )  # fmt: skip
         try:
             out, problem = process.communicate(order, self._limits.timeout_s)
-            reply = parse_reply({"truncated": False, "last": True, **json.loads(out)}, self._limits)
+            reply = parse_reply({**json.loads(out), "last": True}, self._limits)
         except subprocess.TimeoutExpired:
             return CommandResult(124, "", TIMED_OUT, timed_out=True)
         except (ValueError, TypeError, BadReply):

@@ -69,7 +69,8 @@ class RealCli:
             code = 255
         finally:
             sys.stdout, sys.stderr = saved
-        return {"exit_code": code or 0, "stdout": out.text(), "stderr": err.text(), "requests": self._requests}
+        return {"exit_code": code or 0, "stdout": out.text(), "stderr": err.text(), "requests": self._requests,
+                "truncated": out.cut}  # fmt: skip
 
     def _pinned_client(self, service_name: str, *args: Any, **kwargs: Any) -> Any:
         """Whatever a command says, its requests go where the operator or botocore's own rules send them."""
@@ -120,7 +121,7 @@ def main() -> None:
         cli.contain()
         reply = cli.run()
     except (sandbox.Denied, RefusedRequest) as error:
-        reply = {"exit_code": 255, "stdout": "", "stderr": str(error), "requests": []}
+        reply = {"exit_code": 255, "stdout": "", "stderr": str(error), "requests": [], "truncated": False}
     print(json.dumps(reply))
 
 

@@ -6,7 +6,6 @@ Nothing of a reply is believed before its size, its time and the type of every f
 from __future__ import annotations
 
 import json
-import select
 import socket
 import struct
 import time
@@ -42,7 +41,14 @@ class WorkerReply:
 
 def spoke_unasked(channel: socket.socket) -> bool:
     """Whether something lies unread in the channel, or the worker closed it."""
-    return bool(select.select([channel], [], [], 0)[0])
+    channel.setblocking(False)
+    try:
+        channel.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
@@ -60,10 +66,14 @@ def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
 def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
     parts: list[bytes] = []
     while size:
-        if not select.select([channel], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        left = deadline - time.monotonic()
+        if left <= 0:
             raise TimeoutError
+        channel.settimeout(left)
         try:
             part = channel.recv(min(size, 1 << 20))
+        except TimeoutError:
+            raise
         except OSError as error:
             raise BadReply(str(error)) from None
         if not part:

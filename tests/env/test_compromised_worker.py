@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -156,3 +158,22 @@ def test_a_flooded_answer_shows_no_absence(slot: Slot, episode: Episode) -> None
         assert not episode.step("aws s3 mb s3://aaaaaaaaaaaaaaaaaaaaaaaa").observation["task_achieved"]
     finally:
         slot.own_executor._limits = replace(slot.own_executor._limits, stdout_bytes=1 << 20)
+
+
+def test_a_server_of_many_sessions_has_many_descriptors(slot: Slot) -> None:
+    """Workers are talked to and waited for also where descriptors have numbers beyond 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this machine allows no more than 1024 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1100:
+            taken.append(os.dup(taken[0]))
+        slot.executor.stop()
+        assert slot.executor.run("aws s3 ls").success and slot.executor.responsive(30.0)
+        slot.executor.stop()
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
