@@ -111,7 +111,7 @@ def _tasks(env: EnvConfig) -> Iterator[str]:
         yield f"env.tiers: unknown tier {tier!r} (known: {', '.join(TIERS)})"
     if not env.tiers:
         yield "env.tiers=[]: name at least one tier"
-    if env.tiers and not unknown:
+    if env.tiers and not unknown and env.tags is not None:
         try:
             training_tags(env.tiers, env.tags)
         except TaskError as error:
