@@ -7,44 +7,40 @@ import pytest
 
 from realhf.env.episode import Episode
 from realhf.env.slot import Slot
-from realhf.env.tasks import instantiate, load_templates
+from realhf.env.task import TIERS
+from realhf.env.tasks import get_template, load_templates
 from realhf.env.tasks.adversarial import MAX_STEPS
 from realhf.env.tasks.loader import Template
-from realhf.env.tasks.plays.collection import plays_of
+from realhf.env.tasks.plays.collection import instance_to_play, plays_of
 from realhf.env.tasks.plays.play import Play, perform
 
-WHOLE = frozenset({6, 112, 207, 214, 306, 413, 503})
+WHOLE = (6, 112, 207, 214, 413, 507)
 """Templates all of whose plays are played."""
-ANYWHERE = frozenset({"policies with single values", "policies with lists", "policy: deny for allow", "ARN for name"})
+SPELLED = (1, 2, 8, 9, 13, 14, 15, 20, 22, 24)
+"""Questions that another right way once answered in vain."""
+GRANTING = (301, 304, 305, 306, 307, 308, 316, 318, 319, 324, 325)
+"""Policies that were once read as they are written, not as what they permit."""
+REPAIRS = tuple(template.task_id for template in load_templates(["expert"]))
+SAMPLE = sorted({*WHOLE, *SPELLED, *GRANTING, *REPAIRS})
 SEED = 0
 
 
 def chosen(template: Template, play: Play) -> bool:
-    """A repair is tried with everything that is beside the point or harms; the other tiers where they were broken."""
-    if template.task_id in WHOLE or play.name in ANYWHERE:
+    """A repair is tried with what is beside the point or harms; the other tiers where they were broken."""
+    if template.task_id in WHOLE or play.name in ("policies with single values", "policy: deny for allow"):
         return True
     if template.tier == "expert":
-        return play.kind in ("unrelated", "harmful")
-    return play.written and play.kind == "equivalent"
+        return play.kind == "unrelated" or (play.kind == "harmful" and play.written)
+    return template.tier == "warmup" and (play.name == "ARN for name" or (play.written and play.kind == "equivalent"))
 
 
-SAMPLE = {
-    template.name: (task, plays)
-    for template in load_templates()
-    for task in [instantiate(template.task_id, SEED)]
-    for plays in [[play for play in plays_of(task) if chosen(template, play)]]
-    if plays
-}
-
-
-@pytest.mark.parametrize("name", SAMPLE)
-def test_every_play_scores_within_the_bounds_of_its_class(slot: Slot, name: str) -> None:
-    task, plays = SAMPLE[name]
-    outcomes = [perform(Episode(slot, MAX_STEPS), task, play) for play in plays]
+@pytest.mark.parametrize("template_id", SAMPLE)
+def test_every_play_scores_within_the_bounds_of_its_class(slot: Slot, template_id: int) -> None:
+    template, task = get_template(template_id), instance_to_play(template_id, SEED)
+    outcomes = [perform(Episode(slot, MAX_STEPS), task, play) for play in plays_of(task) if chosen(template, play)]
+    assert outcomes
     assert not [f"{one.play.kind}, {one.play.name}: {one.problem}" for one in outcomes if one.problem]
 
 
-def test_the_sample_is_of_every_tier_and_class() -> None:
-    tiers = {task.tier for task, _ in SAMPLE.values()}
-    kinds = {play.kind for _, plays in SAMPLE.values() for play in plays}
-    assert (len(tiers), len(kinds)) == (5, 5)
+def test_the_sample_is_of_every_tier() -> None:
+    assert {get_template(template_id).tier for template_id in SAMPLE} == set(TIERS)

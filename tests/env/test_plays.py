@@ -8,9 +8,8 @@ from realhf.env.episode import Episode
 from realhf.env.task import SetupCommand, TaskError
 from realhf.env.tasks import instantiate, load_templates
 from realhf.env.tasks.__main__ import main
-from realhf.env.tasks.loader import with_drifts
 from realhf.env.tasks.plays import written
-from realhf.env.tasks.plays.collection import plays_of, reason_without
+from realhf.env.tasks.plays.collection import instance_to_play, plays_of, reason_without
 from realhf.env.tasks.plays.command_line import CommandLine, line_of
 from realhf.env.tasks.plays.play import KINDS, Outcome, Play, perform
 from realhf.env.tasks.plays.unrelated import own_names
@@ -25,8 +24,7 @@ def commands(task_id: int, kind: str, name: str) -> list[str]:
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_every_template_has_plays_of_every_class_or_a_reason(template) -> None:
-    task = instantiate(template.task_id, 0)
-    task = with_drifts(task, range(len(task.possible_drifts)))
+    task = instance_to_play(template.task_id, 0)
     plays = plays_of(task)
     without = [kind for kind in KINDS if not any(play.kind == kind for play in plays)]
     assert all(reason_without(task, kind) for kind in without), without

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from realhf.env.task import Task
-from realhf.env.tasks.loader import Template, instantiate, with_drifts
-from realhf.env.tasks.plays.collection import plays_of, reason_without
+from realhf.env.tasks.loader import Template
+from realhf.env.tasks.plays.collection import instance_to_play, plays_of, reason_without
 from realhf.env.tasks.plays.play import ASKED, KINDS, Kind, Outcome, Play, perform
 from realhf.env.tasks.static_checks import kind_of
 from realhf.env.tasks.validation import Failure, played
@@ -47,8 +47,7 @@ def play_against(templates: Sequence[Template], seeds: int, pool_size: int, cons
     turns: list[tuple[Task, Play]] = []
     for template in templates:
         for seed in range(seeds):
-            task = instantiate(template.task_id, seed)
-            task = with_drifts(task, range(len(task.possible_drifts)))
+            task = instance_to_play(template.task_id, seed)
             plays = plays_of(task)
             turns += [(task, play) for play in plays]
             missing: list[Kind] = [kind for kind in KINDS if not any(play.kind == kind for play in plays)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from realhf.env.task import Task
+from realhf.env.tasks.loader import instantiate, with_drifts
 from realhf.env.tasks.plays.equivalent import equivalent_plays
 from realhf.env.tasks.plays.harmful import harmful_plays
 from realhf.env.tasks.plays.overdone import overdone_plays
@@ -11,8 +12,14 @@ from realhf.env.tasks.plays.unrelated import nothing_plays, unrelated_plays
 from realhf.env.tasks.plays.written import reasons_against, written_plays
 
 
+def instance_to_play(template_id: int, seed: int) -> Task:
+    """The instance that plays are made of: a drift task with every drift that it may have, and their repairs."""
+    task = instantiate(template_id, seed)
+    return with_drifts(task, range(len(task.possible_drifts)))
+
+
 def plays_of(task: Task) -> list[Play]:
-    """Every play of the task in the order of the classes."""
+    """Every play of an ``instance_to_play``, in the order of the classes."""
     generated = [
         *nothing_plays(task),
         *unrelated_plays(task),
