@@ -17,7 +17,7 @@ help:
 	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
 	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
-	@echo "make crash-ledger  kill trajectory servers for two minutes while clients push and pull, and balance the books"
+	@echo "make crash-ledger  kill trajectory servers, and let their stores fail, for five minutes while clients push and pull; balance the books"
 	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our tool class"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
@@ -89,7 +89,9 @@ test-atropos: install .venv-atropos/.installed
 
 crash-ledger: install
 	$(BIN)/python -m tests.trajectory.crash_ledger --store sqlite --duration 60
+	$(BIN)/python -m tests.trajectory.crash_ledger --store sqlite --duration 60 --fault-rate 0.03
 	$(BIN)/python -m tests.trajectory.crash_ledger --store redis --duration 60
+	$(BIN)/python -m tests.trajectory.crash_ledger --store redis --duration 60 --forget-every 5
 
 red-team: install
 	$(BIN)/python -m tests.env.red_team

@@ -37,6 +37,7 @@ class Batch:
     groups: list[GroupRecord]
     redelivered: bool
     attempt: int = 0
+    epoch: int = 0
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -198,7 +199,7 @@ def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: 
                         now + state.options.send_timeout_s, mode=mode, attempt=lease.attempt + 1)  # fmt: skip
     state.put("leases", lease_id, fresh)
     groups = [state.groups[key] for key in lease.groups]
-    return Batch(lease_id, lease.step, groups, redelivered=True, attempt=fresh.attempt)
+    return Batch(lease_id, lease.step, groups, redelivered=True, attempt=fresh.attempt, epoch=state.run.epoch)
 
 
 def _lease(state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest) -> Batch:
@@ -211,7 +212,7 @@ def _lease(state: TrajectoryState, now: float, groups: list[GroupRecord], reques
         now + state.options.send_timeout_s, mode=_mode(state, request)))  # fmt: skip
     state.put_run(msgspec.structs.replace(state.run, step=run.step + 1))
     state.counters["formed"] += 1
-    return Batch(lease_id, run.step, taken, redelivered=False)
+    return Batch(lease_id, run.step, taken, redelivered=False, epoch=run.epoch)
 
 
 def _mode(state: TrajectoryState, request: PullRequest) -> str:

@@ -89,7 +89,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class EpochMiddleware:
-    """Every response says in which epoch it was made."""
+    """Every response says in which epoch it was made; a batch itself says in which it was formed."""
 
     def __init__(self, app: ASGIApp, epoch: Callable[[], int]) -> None:
         self._app = app
@@ -98,7 +98,9 @@ class EpochMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_epoch(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-epoch", b"%d" % self._epoch())]
+                headers = message.get("headers", ())
+                if not any(name == b"x-epoch" for name, _ in headers):
+                    message["headers"] = [*headers, (b"x-epoch", b"%d" % self._epoch())]
             await send(message)
 
         await self._app(scope, receive, with_epoch if scope["type"] == "http" else send)

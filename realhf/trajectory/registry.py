@@ -90,9 +90,10 @@ def reset(state: TrajectoryState, now: float) -> None:
 
 def outlive_epoch(state: TrajectoryState, now: float, ended: int) -> None:
     """Begin an epoch after ``ended``, which the medium forgot wholly or in part, unless one has begun already. What
-    is still there stays."""
+    is still there stays. Its number is the time in milliseconds: a later epoch than ``ended`` may have been forgotten,
+    too, and no two may have one number."""
     if state.run.epoch <= ended:
-        state.put_run(msgspec.structs.replace(state.run, epoch=ended + 1))
+        state.put_run(msgspec.structs.replace(state.run, epoch=max(ended + 1, int(now * 1000))))
 
 
 def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any]) -> Answer:

@@ -111,7 +111,8 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
     headers = {
         "Content-Type": MSGPACK_TYPES[0] if msgpack else "application/json", "X-Lease-Id": batch.lease_id,
         "X-Batch-Step": str(batch.step), "X-Min-Policy-Version": str(oldest), "X-Max-Policy-Version": str(newest),
-        "X-Redelivered": "1" if batch.redelivered else "0", "Vary": "Accept-Encoding, Accept",
+        "X-Epoch": str(batch.epoch), "X-Redelivered": "1" if batch.redelivered else "0",
+        "Vary": "Accept-Encoding, Accept",
     } | ({"Content-Encoding": used} if used else {})  # fmt: skip
 
     def report(sent: bool) -> None:

@@ -2,18 +2,24 @@
 
     python -m tests.trajectory.crash_ledger --store sqlite --pushes 2000 --kill-every 2
     python -m tests.trajectory.crash_ledger --store redis  --pushes 2000 --kill-every 2
+    python -m tests.trajectory.crash_ledger --store sqlite --fault-rate 0.03     the store fails at random, too
+    python -m tests.trajectory.crash_ledger --store redis --forget-every 5       Redis comes back empty, again and again
     python -m tests.trajectory.crash_ledger --store original     the Atropos server, which loses what it holds
 
 Every acknowledged group must be delivered, none may come again after its acknowledgement, none may be twice in one
 batch, and every new batch has a step of its own; environments keep their ids; in the end all servers give the same
 answers. Trainer 0 acknowledges by asking again, as stock trainers do; the others acknowledge explicitly. Specification
 tests 27 and 31.
+
+Where Redis itself forgets, servers are not killed, so that there is somebody to notice: each loss must be told and
+begin a new epoch, and what was acknowledged in the last one must be delivered.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import shutil
 import signal
@@ -32,10 +38,12 @@ import httpx
 
 from tests.trajectory.conftest import REGISTRATION
 from tests.trajectory.groups import group
+from tests.trajectory.redis_server import RedisServer
 
 GROUP_SIZE = 2
 BATCH_SIZE = 8
 DEADLINE_S = 600.0
+LOSS = "Redis came back without its data"
 PEER_PYTHON = Path(__file__).resolve().parents[2] / ".venv-atropos" / "bin" / "python"
 
 
@@ -43,7 +51,8 @@ class ServerProcess:
     """``run-api`` (``store``: an address), or the ``original``, on a port of its own; killed without warning and
     started again."""
 
-    def __init__(self, store: str, log: Path) -> None:
+    def __init__(self, store: str, log: Path, fault_rate: float = 0.0) -> None:
+        self._fault_rate = fault_rate
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._store, self._log = store, log
@@ -56,6 +65,9 @@ class ServerProcess:
         """Start, and wait until the server is ready."""
         began = time.monotonic()
         command = [sys.executable, "-m", "realhf.trajectory", "--store", self._store]
+        if self._fault_rate:
+            faults = ["--fault-rate", str(self._fault_rate), "--fault-seed", str(self.kills)]
+            command[2:3] = ["tests.trajectory.faulty_server", *faults]
         if self.forgetful:
             command = [str(PEER_PYTHON), "-m", "uvicorn", "atroposlib.api.server:app"]
         with self._log.open("ab") as log:
@@ -66,10 +78,18 @@ class ServerProcess:
             time.sleep(0.02)
         self.restart_s.append(time.monotonic() - began)
 
+    def said(self, text: str) -> int:
+        """How often its log says something."""
+        return self._log.read_text().count(text)
+
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(10)
         self.kills += 1
+
+    def kill_and_start(self) -> None:
+        self.kill()
+        self.start()
 
     def stop(self) -> None:
         self._process.terminate()
@@ -87,36 +107,47 @@ class ServerProcess:
 
 @dataclass
 class Ledger:
-    """What clients know for certain. ``delivered``: times each id arrived; ``acked``: ids whose batch was certainly
-    acknowledged; ``broken``: what must never happen, in words."""
+    """What clients know for certain. ``pushed``: the epoch in which each id was acknowledged; ``delivered``: times
+    each id arrived; ``acked``: epochs and ids whose batch was certainly acknowledged; ``steps``: what each step of each
+    epoch held; ``broken``: what must never happen, in words."""
 
-    pushed: set[int] = field(default_factory=set)
+    pushed: dict[int, int] = field(default_factory=dict)
     delivered: Counter[int] = field(default_factory=Counter)
-    acked: set[int] = field(default_factory=set)
-    steps: dict[int, frozenset[int]] = field(default_factory=dict)
+    acked: set[tuple[int, int]] = field(default_factory=set)
+    steps: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
     retries: int = 0
+    epochs: set[int] = field(default_factory=lambda: {0})
+    """All that any server named."""
 
-    def receive(self, step: int, ids: list[int]) -> None:
+    def receive(self, step: int, ids: list[int], epoch: int = 0) -> None:
         """A whole batch arrived."""
         if len(set(ids)) != len(ids):
             self.broken.append(f"step {step}: a group is twice in one batch")
-        if again := self.acked & set(ids):
+        if again := self.acked & {(epoch, number) for number in ids}:
             self.broken.append(f"step {step}: {len(again)} groups came again after their acknowledgement")
-        if self.steps.setdefault(step, frozenset(ids)) != frozenset(ids):
+        if self.steps.setdefault((epoch, step), frozenset(ids)) != frozenset(ids):
             self.broken.append(f"step {step} named two different batches")
         self.delivered.update(ids)
 
+    def acknowledge(self, ids: list[int], epoch: int = 0) -> None:
+        """The batch that held these is certainly done with."""
+        self.acked.update((epoch, number) for number in ids)
+
+    def forgotten(self) -> int:
+        """Groups of ended epochs that were never delivered."""
+        return sum(epoch < max(self.epochs) and not self.delivered[number] for number, epoch in self.pushed.items())
+
     def balance(self) -> list[str]:
         """Everything that is wrong at the end."""
-        lost = self.pushed - set(self.delivered)
-        unknown = set(self.delivered) - self.pushed
+        lost = {number for number, epoch in self.pushed.items() if epoch == max(self.epochs)} - set(self.delivered)
+        unknown = set(self.delivered) - set(self.pushed)
         found = list(self.broken)
         if lost:
             found.append(f"{len(lost)} acknowledged groups were never delivered")
         if unknown:
             found.append(f"{len(unknown)} delivered groups were never pushed")
-        if len(self.steps) != len(self.pushed) * GROUP_SIZE // BATCH_SIZE:
+        if len(self.epochs) == 1 and len(self.steps) != len(self.pushed) * GROUP_SIZE // BATCH_SIZE:
             found.append(f"{len(self.steps)} steps for {len(self.pushed)} groups")
         return found
 
@@ -140,6 +171,7 @@ class Clients:
             try:
                 answer = await self._http.request(method, url, **request)  # type: ignore[arg-type]
                 if answer.status_code < 500:
+                    self._ledger.epochs.add(_epoch(answer))
                     return answer
             except httpx.TransportError:
                 pass
@@ -173,13 +205,18 @@ class Clients:
                                     json=groups[0] if single else groups,
                                     headers={"Idempotency-Key": f"push-{some[0]}"})  # fmt: skip
             assert answer.status_code == 200, answer.text
-            self._ledger.pushed.update(some)
+            self._ledger.pushed.update(dict.fromkeys(some, _epoch(answer)))
             await asyncio.sleep(self._rng.uniform(0, 2) * duration_s * len(some) / len(ids))
+
+    async def fill_up(self, first: int) -> None:
+        """What a forgetful Redis left need not fill a batch: push what is missing, with ids from ``first`` on."""
+        queued = (await self.ask("GET", "/status")).json()["queue_size"]
+        await self.produce(range(first, first + -queued % (BATCH_SIZE // GROUP_SIZE)), 0.0, None)
 
     async def train(self, name: str, explicit: bool, done: Callable[[], bool]) -> None:
         """Pull batches until there are none and the producers are done."""
         headers = {"X-Trainer-Id": name} | ({"X-Ack-Mode": "explicit"} if explicit else {})
-        held: list[int] = []
+        held, held_in, lease = list[int](), 0, None
         while True:
             finished = done()
             answer = await self.ask("GET", "/batch", headers=headers)
@@ -187,8 +224,8 @@ class Clients:
             if answer.json().get("status") == "error":
                 await self.register()
                 continue
-            if not explicit:
-                self._ledger.acked.update(() if _same(answer, held) else held)
+            if held and not explicit and not _same(answer, held) and await self._was_acknowledged(lease):
+                self._ledger.acknowledge(held, held_in)
             batch = answer.json()["batch"]
             if batch is None:
                 held = []
@@ -196,16 +233,29 @@ class Clients:
                     return
                 await asyncio.sleep(0.02)
                 continue
-            held = _ids(batch)
-            self._ledger.receive(int(answer.headers.get("x-batch-step", len(self._ledger.steps))), held)
+            held, held_in, lease = _ids(batch), _epoch(answer), answer.headers.get("x-lease-id")
+            self._ledger.receive(int(answer.headers.get("x-batch-step", len(self._ledger.steps))), held, held_in)
             if explicit and "x-lease-id" in answer.headers:
-                acked = await self.ask("POST", "/batch/ack", json={"lease_id": answer.headers["x-lease-id"]})
+                acked = await self.ask("POST", "/batch/ack", json={"lease_id": lease})
                 if acked.status_code == 200:
-                    self._ledger.acked.update(held)
+                    self._ledger.acknowledge(held, held_in)
+
+    async def _was_acknowledged(self, lease: str | None) -> bool:
+        """Whether the last request acknowledged a batch, as the server remembers it. It does not if it never knew
+        that the batch had been sent, and gave it to somebody else. The original keeps no leases."""
+        if lease is None:
+            return True
+        answer = await self.ask("POST", "/batch/nack", json={"lease_id": lease})
+        return answer.status_code == 409 and "already acknowledged" in answer.text
 
 
 def _ids(batch: list[dict]) -> list[int]:  # type: ignore[type-arg]
     return [item["group_overrides"]["id"] for item in batch]
+
+
+def _epoch(answer: httpx.Response) -> int:
+    """In which it was made; the original knows none."""
+    return int(answer.headers.get("x-epoch", 0))
 
 
 def _same(answer: httpx.Response, held: list[int]) -> bool:
@@ -215,17 +265,24 @@ def _same(answer: httpx.Response, held: list[int]) -> bool:
 
 
 async def run(servers: Sequence[ServerProcess], *, pushes: int, producers: int, trainers: int, duration_s: float,
-              kill_every_s: float, seed: int) -> Ledger:  # fmt: skip
-    """Everybody at work while the servers are killed in turn, then until the queue is empty."""
+              kill_every_s: float, seed: int, redis: RedisServer | None = None) -> Ledger:  # fmt: skip
+    """Everybody at work while the servers are killed in turn, or instead of them a Redis that forgets (``redis``), then
+    until the queue is empty."""
     assert pushes * GROUP_SIZE % BATCH_SIZE == 0
     ledger = Ledger()
     clients = Clients(servers, ledger, seed)
     await clients.register()
     pushing = asyncio.ensure_future(_push(clients, servers, ledger, pushes, producers, duration_s))
     training = [clients.train(f"trainer-{index}", index > 0, pushing.done) for index in range(trainers)]
-    killer = asyncio.create_task(_kill(servers, kill_every_s, random.Random(seed + 1)))
+    harm = [redis.restart] if redis else [server.kill_and_start for server in servers]
+    killer = asyncio.create_task(_harm(harm, kill_every_s, random.Random(seed + 1)))
     try:
         await asyncio.gather(pushing, *training)
+        killer.cancel()
+        await asyncio.gather(killer, return_exceptions=True)
+        if redis:
+            await clients.fill_up(pushes)
+            await clients.train("trainer-0", explicit=False, done=lambda: True)
     finally:
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
@@ -244,7 +301,7 @@ async def _push(clients: Clients, servers: Sequence[ServerProcess], ledger: Ledg
                            for share, env in zip(shares, envs, strict=True)))  # fmt: skip
     if not servers[0].forgetful:
         envs.append(await clients.register_env("one more"))
-        if {*envs} != {*range(producers + 1)}:
+        if {*envs} != {*range(producers + 1)} and len(ledger.epochs) == 1:
             ledger.broken.append(f"environments are not numbered on: {envs}")
 
 
@@ -258,13 +315,11 @@ def compare(servers: Sequence[ServerProcess]) -> list[str]:
     return found
 
 
-async def _kill(servers: Sequence[ServerProcess], every_s: float, rng: random.Random) -> None:
-    turn = 0
-    while True:
+async def _harm(acts: Sequence[Callable[[], None]], every_s: float, rng: random.Random) -> None:
+    """Do one after the other, again and again."""
+    for act in itertools.cycle(acts):
         await asyncio.sleep(rng.uniform(0.5, 1.5) * every_s)
-        server = servers[turn % len(servers)]
-        turn += 1
-        await asyncio.shield(asyncio.to_thread(lambda server=server: (server.kill(), server.start())))
+        await asyncio.shield(asyncio.to_thread(act))
 
 
 def free_port() -> int:
@@ -282,42 +337,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--duration", type=float, default=60.0, help="seconds over which the pushes are spread")
     parser.add_argument("--kill-every", type=float, default=2.0, help="seconds between kills, plus or minus half")
+    parser.add_argument("--fault-rate", type=float, default=0.0, help="share of the store's steps that fail (sqlite)")
+    parser.add_argument("--forget-every", type=float, default=0.0,
+                        help="seconds between restarts of a Redis without persistence, in place of kills")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args(argv)
+    for flag, given, store in (("fault-rate", arguments.fault_rate, "sqlite"),
+                               ("forget-every", arguments.forget_every, "redis")):  # fmt: skip
+        if given and arguments.store != store:
+            parser.error(f"--{flag} needs --store {store}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers = start_servers(arguments.store, folder, stack)
+        servers, redis = start_servers(arguments.store, folder, stack, fault_rate=arguments.fault_rate,
+                                       forgetful=bool(arguments.forget_every))  # fmt: skip
         began = time.monotonic()
         ledger = asyncio.run(run(servers, pushes=arguments.pushes, producers=arguments.producers,
                                  trainers=arguments.trainers, duration_s=arguments.duration,
-                                 kill_every_s=arguments.kill_every, seed=arguments.seed))  # fmt: skip
-        wall, differences = time.monotonic() - began, compare(servers)
+                                 kill_every_s=arguments.forget_every or arguments.kill_every, seed=arguments.seed,
+                                 redis=redis))  # fmt: skip
+        wall, problems = time.monotonic() - began, ledger.balance() + compare(servers) + untold(servers, ledger)
+        if arguments.fault_rate or redis:
+            print(f"faults set off {sum(server.said('fault that was set off') for server in servers)}, restarts of "
+                  f"Redis {redis.restarts if redis else 0}, epochs {len(ledger.epochs)}, groups of ended epochs that "
+                  f"were forgotten {ledger.forgotten()}")  # fmt: skip
     again = sum(times - 1 for times in ledger.delivered.values())
     print(f"store {arguments.store}: {len(servers)} server(s), {sum(server.kills for server in servers)} kills "
           f"in {wall:.0f} s, {ledger.retries} requests tried again")  # fmt: skip
     print(f"groups acknowledged {len(ledger.pushed)}, delivered {len(ledger.delivered)}, delivered again before their "
           f"acknowledgement {again}, after it {sum('again after' in text for text in ledger.broken)}")  # fmt: skip
     print(f"steps {len(ledger.steps)}; slowest restart {max(max(server.restart_s) for server in servers):.2f} s")
-    problems = ledger.balance() + differences
     print("\n".join(problems) or "the books balance: nothing lost, nothing twice")
     return 1 if problems else 0
 
 
-def start_servers(store: str, folder: Path, stack: ExitStack) -> list[ServerProcess]:
-    """One server over SQLite, two over a Redis of their own, or the original; stopped with the stack."""
-    address, number = "original" if store == "original" else f"sqlite:{folder / 'data'}", 1
-    if store == "redis":
-        from tests.trajectory.redis_server import RedisServer
+def untold(servers: Sequence[ServerProcess], ledger: Ledger) -> list[str]:
+    """Losses of Redis that were not told, in words. Each new epoch was begun by a server that told why; two losses in
+    a row may be one to a server."""
+    told, least = [server.said(LOSS) for server in servers], len(ledger.epochs) - 1
+    enough = min(told) >= min(1, least) and sum(told) >= least
+    return [] if enough else [f"{told} losses were told, and there were {least} or more"]
 
+
+def start_servers(store: str, folder: Path, stack: ExitStack, *, fault_rate: float = 0.0,
+                  forgetful: bool = False) -> tuple[list[ServerProcess], RedisServer | None]:  # fmt: skip
+    """One server over SQLite, two over a Redis of their own, or the original; stopped with the stack. The Redis is
+    given only where it is ``forgetful``."""
+    address, number, redis = "original" if store == "original" else f"sqlite:{folder / 'data'}", 1, None
+    if store == "redis":
         assert shutil.which("redis-server"), "redis-server is not installed"
-        redis = RedisServer(folder)
+        redis = RedisServer(folder, persistent=not forgetful)
         stack.callback(redis.stop)
         address, number = redis.url, 2
     servers = []
     for index in range(number):
-        servers.append(ServerProcess(address, folder / f"server{index}.log"))
+        servers.append(ServerProcess(address, folder / f"server{index}.log", fault_rate))
         stack.callback(servers[-1].stop)
-    return servers
+    return servers, redis if forgetful else None
 
 
 if __name__ == "__main__":

@@ -153,6 +153,45 @@ async def test_a_payload_that_vanished_before_its_commit_is_not_acknowledged(add
     await engine.close()
 
 
+async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push(address: str):
+    """Else it expires while the trainer holds it."""
+    engine = Engine(RedisStore(address), StateOptions())
+    await engine.open()
+    await engine.write(registry.register, TRAINER | {"batch_size": 4}, False)
+    group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 4, None, None)
+    [ref], [gone] = await engine.store.stage([b"x"]), await engine.store.stage([b"y"])
+    request = PullRequest("t", anonymous=False)
+    _, batch = await asyncio.gather(engine.write(push.push, [group], [ref], False),
+                                    engine.write(delivery.pull, request))  # fmt: skip
+    assert isinstance(batch, Batch)
+    with redis.Redis.from_url(address) as client:
+        assert client.ttl(f"realhf:p:{ref}") == -1
+        client.delete(f"realhf:p:{gone}")
+    results = await asyncio.gather(engine.write(push.push, [group], [gone], False),
+                                   engine.write(delivery.pull, request), return_exceptions=True)  # fmt: skip
+    assert all(isinstance(result, StoreFailure) for result in results), "not acknowledged without its payload"
+    await engine.close()
+
+
+async def test_a_batch_that_lost_a_payload_is_given_up_and_blocks_nobody(address: str):
+    engine = Engine(RedisStore(address), StateOptions())
+    await engine.open()
+    await engine.write(registry.register, TRAINER, False)
+    group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 4, None, None)
+    refs = await engine.store.stage([b"x"] * 3)
+    await engine.write(push.push, [group] * 3, refs, True)
+    batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
+    assert isinstance(batch, Batch)
+    with redis.Redis.from_url(address) as client:
+        client.delete(f"realhf:p:{refs[0]}")
+    await engine.write(delivery.give_up_lost, batch, frozenset([refs[0]]))
+    again = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
+    assert isinstance(again, Batch)
+    assert {each.payload.ref for each in again.groups} == set(refs[1:])
+    assert [each.reason for each in engine.state.quarantine.values()] == ["payload_lost"]
+    await engine.close()
+
+
 async def test_a_redis_that_lost_commits_is_noticed(address: str):
     one, two = RedisStore(address), RedisStore(address)
     await one.open()

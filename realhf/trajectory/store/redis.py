@@ -28,7 +28,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef, Place, RunRecord
+from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef, RunRecord
 from realhf.trajectory.store.base import (
     Changes,
     Key,
@@ -47,6 +47,9 @@ STAGED_EXPIRE_S = 600
 _REF_BITS = 24
 """Payload numbers of one server: a random number of 38 bits, then a count of so many."""
 _STAGE_ATTEMPTS = 3
+_BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
+"""uvloop calls a connection that was closed meanwhile a RuntimeError, and the client hands that on."""
+_FAILED = (RedisError, *_BROKEN)
 
 # What was logged after the commit of number ARGV[1], and by whom that one was made.
 _FOLLOW = """
@@ -59,8 +62,9 @@ return {redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', by,
 _BEGIN = f"""
 if not redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return false end
 {_FOLLOW}"""
-# Under the lock: payloads that stay, rows, payloads that go, the log entry; then let the lock go. ARGV: token, log
-# entry, prefix, log length, cleared, then counted lists of kept refs, (table, key, row), (table, key), freed refs.
+# Under the lock: new payloads, which must be there and stay from now on, rows, payloads that go, the log entry; then
+# let the lock go. ARGV: token, log entry, prefix, log length, cleared, then counted lists of new refs, (table, key,
+# row), (table, key), freed refs.
 # 0: the lock was lost. -1: a payload is not there any more. Nothing is written then.
 _COMMIT = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -128,6 +132,7 @@ class RedisStore:
         self._token = b""
         self._last = b""
         self._refs = _new_refs()
+        self._staged: set[PayloadRef] = set()
         self._born = b""
         self._loss = ""
         self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
@@ -145,7 +150,7 @@ class RedisStore:
                 for table in TABLES:
                     together.hvals(self._table(table))
                 _, born, (version, last), known, *tables = await together.execute()
-        except (RedisError, OSError) as error:
+        except _FAILED as error:
             raise self._failure(error) from error
         version, last = int(version or 0), last or b""
         self._loss = self._loss or self._missing(born, version, last, known)
@@ -182,19 +187,21 @@ class RedisStore:
                     for ref, payload in zip(refs, payloads, strict=True):
                         together.set(self._payload(ref), payload, ex=STAGED_EXPIRE_S, nx=True)
                     if all(await together.execute()):
+                        self._staged.update(refs)
                         return [*refs]
-            except (RedisError, OSError) as error:
+            except _FAILED as error:
                 raise self._failure(error) from error
             self._refs = _new_refs()
         raise StoreFailure(f"{self.name}: no free payload numbers in {_STAGE_ATTEMPTS} attempts")
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
         """Staged payloads expire by themselves."""
+        self._staged.difference_update(refs)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         try:
             found = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
-        except (RedisError, OSError) as error:
+        except _FAILED as error:
             raise self._failure(error) from error
         whole = [data if isinstance(data, bytes) else b"" for data in found]
         lost = [payload.ref for payload, data in zip(payloads, whole, strict=True)
@@ -230,8 +237,9 @@ class RedisStore:
         entry = msgspec.msgpack.encode(LogEntry(changes.cleared, rows))
         puts = [(table, key, row) for table, key, row in rows if row is not None]
         deletes = [(table, key) for table, key, row in rows if row is None]
+        new = self._staged.intersection(_referred(changes))
         lists: list[Any] = []
-        for items in ([(ref,) for ref in _referred(changes)], puts, deletes, [(ref,) for ref in changes.freed]):
+        for items in ([(ref,) for ref in new], puts, deletes, [(ref,) for ref in changes.freed]):
             lists += [len(items), *(value for item in items for value in item)]
         cleared = int(changes.cleared)
         try:
@@ -243,6 +251,8 @@ class RedisStore:
         if not version:
             raise StateLost(f"{self.name}: the write lock ran out before the commit")
         self._version, self._last = version, self._token
+        self._staged -= new
+        self._staged.difference_update(changes.freed)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -264,7 +274,7 @@ class RedisStore:
         for attempt in range(4):
             try:
                 return await self._scripts[script](keys=self._keys, args=args)
-            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+            except _BROKEN as error:
                 if script is _COMMIT:
                     raise _ReplyLost from error
                 if not repeat or attempt == 3:
@@ -307,15 +317,13 @@ class RedisStore:
         return StoreFailure(f"{self.name}: {error}")
 
 
-def _referred(changes: Changes) -> set[PayloadRef]:
-    """Payloads that the rows refer to and that must be there; those of a batch were, when its groups came."""
-    found = set()
+def _referred(changes: Changes) -> Iterator[PayloadRef]:
+    """Payloads that the rows refer to."""
     for record in changes.rows.values():
-        if isinstance(record, GroupRecord) and record.place is not Place.LEASED:
-            found.add(record.payload.ref)
+        if isinstance(record, GroupRecord):
+            yield record.payload.ref
         elif isinstance(record, RunRecord) and record.latest is not None:
-            found.add(record.latest.payload.ref)
-    return found
+            yield record.latest.payload.ref
 
 
 def _new_refs() -> Iterator[int]:
