@@ -158,16 +158,15 @@ async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push
     engine = Engine(RedisStore(address), StateOptions())
     await engine.open()
     await engine.write(registry.register, TRAINER | {"batch_size": 4}, False)
-    group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 4, None, None)
-    [ref], [gone] = await engine.store.stage([b"x"]), await engine.store.stage([b"y"])
-    request = PullRequest("t", anonymous=False)
-    _, batch = await asyncio.gather(engine.write(push.push, [group], [ref], False),
-                                    engine.write(delivery.pull, request))  # fmt: skip
+    groups = [Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 4, None, None)] * 2
+    request, refs = PullRequest("t", anonymous=False), await engine.store.stage([b"x", b"x"])
+    _, batch = await asyncio.gather(engine.write(push.push, groups, refs, True), engine.write(delivery.pull, request))
     assert isinstance(batch, Batch)
+    refs += await engine.store.stage([b"x", b"x"])
     with redis.Redis.from_url(address) as client:
-        assert client.ttl(f"realhf:p:{ref}") == -1
-        client.delete(f"realhf:p:{gone}")
-    results = await asyncio.gather(engine.write(push.push, [group], [gone], False),
+        assert [client.ttl(f"realhf:p:{ref}") for ref in refs[:2]] == [-1, -1]
+        client.delete(f"realhf:p:{refs[2]}")
+    results = await asyncio.gather(engine.write(push.push, groups, refs[2:], True),
                                    engine.write(delivery.pull, request), return_exceptions=True)  # fmt: skip
     assert all(isinstance(result, StoreFailure) for result in results), "not acknowledged without its payload"
     await engine.close()
