@@ -203,7 +203,8 @@ class Engine:
             registry.outlive_epoch(self.state, now, self._outlived)
         for index, waiting in enumerate(batch):
             try:
-                results.append(failed.get(index) or waiting.command(self.state, now, *waiting.args))
+                known = failed.get(index)
+                results.append(waiting.command(self.state, now, *waiting.args) if known is None else known)
             except Exception as error:
                 results.append(error)
         return results

@@ -66,10 +66,12 @@ def _is_same_run(run: RunRecord, request: Mapping[str, Any]) -> bool:
 
 def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     """The run goes on with its queue, its environments, its leases and its steps, which count on from here even where
-    the trainer begins at an earlier one. What the trainer wants of it may have changed."""
+    the trainer begins at an earlier one. What the trainer wants of it may have changed; a bound of the staleness that
+    it does not mention stays."""
     run = state.run
     changed = {name: request[name] for name in _OF_THE_TRAINER}
     step, staleness = max(run.step, request["starting_step"]), request.get("max_staleness")
+    staleness = run.max_staleness if staleness is None else staleness
     state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
     state.counters["continued"] += 1
     logger.info("the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register with X-Reset: 1",

@@ -46,7 +46,7 @@ def router(service: Service) -> APIRouter:
     async def batch(request: Request) -> Response:
         """The next batch, or null and the reason in ``X-Batch-Reason``."""
         with service.metrics.timed("pull"):
-            if not request.scope["traj.drained"]:
+            if not request.scope.get("traj.drained"):
                 raise Refusal(501, "this ASGI server does not tell when a batch has left it: use run-api, or uvicorn")
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
             wanted = _pull_request(request)

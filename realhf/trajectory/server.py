@@ -39,7 +39,7 @@ class TrajectoryApp(FastAPI):
     """The application, wherever it is run: what it needs of the connection it asks for itself."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/batch":
+        if scope["type"] == "http" and scope["path"].endswith("/batch"):
             scope["traj.drained"] = drain_writes(send)
         await super().__call__(scope, receive, send)
 

@@ -63,10 +63,8 @@ class WebGuard:
         if host in self._good_hosts or not host:
             return True
         name = _split(f"//{host}").hostname or "."
-        if self._allowed:
-            good = bool(self._allowed & {"*", name}) or _is_local(name)
-        else:
-            good = self._insecure or _is_local(name) or name == self._own
+        good = _is_local(name) or name == self._own or bool(self._allowed & {"*", name})
+        good |= self._insecure and not self._allowed
         if good and len(self._good_hosts) < _REMEMBERED_HOSTS:
             self._good_hosts.add(host)
         return good

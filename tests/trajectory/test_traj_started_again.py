@@ -91,6 +91,7 @@ def test_what_a_trainer_that_goes_on_may_change():
     assert body["uuid"].bit_length() > 64
     driver.register(starting_step=50)
     assert driver.state.run.step == 50, "a trainer that is ahead is followed"
+    assert driver.state.run.max_staleness == 2, "another rank does not lift the bound by keeping silent"
 
 
 def test_an_option_resets_in_any_case():
