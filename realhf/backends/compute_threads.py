@@ -64,13 +64,17 @@ class ComputeThreads:
         self._seen_s = self._seen_waited = 0.0
         self._patience, self._quiet, self._since_spin = 1, 0, STEADY_WINDOWS
         if self._account is not None and spin is not None:
-            spin.shorten()
+            self._sleep(spin)
+
+    def take(self) -> None:
+        """Let the calling thread compute on so many threads from now on."""
+        self._set_threads(self.count)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Around a call that computes all the time, on the thread that does. What happens between two calls is not
         looked at: there others may be at work for this one."""
-        self._set_threads(self.count)
+        self.take()
         if self._account is None:
             yield
             return
@@ -105,10 +109,18 @@ class ComputeThreads:
             if self._since_spin < STEADY_WINDOWS:
                 self._patience = min(2 * self._patience, LONGEST_PATIENCE)
             self._since_spin = STEADY_WINDOWS
-            spin.shorten()
+            self._sleep(spin)
         elif spin.short and self._quiet >= self._patience:
             self._quiet = self._since_spin = 0
             spin.lengthen()
+
+    def _sleep(self, spin: Spin) -> None:
+        """Shorten the spinning; where that fails the threads go on as they are, because slow is better than failed."""
+        try:
+            spin.shorten()
+        except RuntimeError as error:
+            self._account = None
+            _log.warning("%s: threads spin at every barrier from now on, whatever other programs do", error)
 
 
 def unmanaged() -> ComputeThreads:
@@ -121,7 +133,7 @@ def threads(count: int) -> ComputeThreads:
     torch computes with another OpenMP, they always spin, and that is said."""
     if count == 1:
         return ComputeThreads(1)
-    account, spin = LinuxCoreAccount.open(), OmpSpin.find()
+    account, spin = LinuxCoreAccount.open(), OmpSpin.find(count)
     if account is None or spin is None:
         missing = "the kernel does not tell how long threads wait" if account is None else "torch uses no libgomp"
         _log.warning("%s: %d threads spin at every barrier, which is many times slower while other programs keep "

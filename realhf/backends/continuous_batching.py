@@ -196,6 +196,7 @@ class ContinuousGenerator:
     def _serve(self) -> None:
         error: BaseException = RuntimeError("the generation engine was closed")
         try:
+            self._compute.take()
             while self._round():
                 pass
         except BaseException as unexpected:

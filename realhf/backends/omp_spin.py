@@ -15,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 _START_S = 10.0
+_MARGIN = 3
+"""Threads that the idle team has above the cores that nobody computes on: the team's first one may not count."""
 
 
 class OmpSpin:
-    """Switches the process's OpenMP threads between long and short spinning. Not thread-safe."""
+    """Switches the process's OpenMP threads between long and short spinning; ``computing`` of them work at the same
+    time. Not thread-safe."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, computing: int) -> None:
         self._library = library
+        self._idle = max(2, len(os.sched_getaffinity(0)) - computing + _MARGIN)
         self._release: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
     @staticmethod
-    def find() -> OmpSpin | None:
+    def find(computing: int) -> OmpSpin | None:
         """None where the process has loaded no libgomp, or more than one."""
         try:
             lines = Path("/proc/self/maps").read_text().splitlines()
@@ -36,7 +40,7 @@ class OmpSpin:
         if len(paths) != 1:
             return None
         library = ctypes.CDLL(paths.pop())
-        return OmpSpin(library) if hasattr(library, "GOMP_parallel") else None
+        return OmpSpin(library, computing) if hasattr(library, "GOMP_parallel") else None
 
     @property
     def short(self) -> bool:
@@ -61,11 +65,11 @@ class OmpSpin:
         self._thread = self._release = None
         if thread is not None and release is not None:
             release.set()
-            thread.join()
+            thread.join(_START_S)
 
     def _park(self, ready: threading.Event, release: threading.Event) -> None:
         """Open a parallel region in which nothing happens: its threads stay with this one until it ends."""
         nothing = ctypes.cast(self._library.omp_get_thread_num, ctypes.c_void_p)
-        self._library.GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
+        self._library.GOMP_parallel(nothing, None, self._idle, 0)
         ready.set()
         release.wait()

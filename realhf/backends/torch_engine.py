@@ -129,7 +129,7 @@ class TorchEngine:
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
         """See ``Engine.logprobs``. The result is on the CPU. ``mb_spec`` bounds a padded batch, one of which exists at
-        once; values do not depend on it."""
+        once; it changes values by rounding at most."""
         with torch.inference_mode(), self._threads.computing():
             logprobs, _ = self._forward(sample, temperature=temperature, max_tokens=mb_spec.max_tokens_per_mb)
         # A copy made outside inference mode is an ordinary tensor, which a loss may use later.

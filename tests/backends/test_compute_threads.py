@@ -90,6 +90,19 @@ def test_spinning_that_does_not_last_becomes_rare():
     assert not machine.short
 
 
+def test_threads_that_cannot_be_switched_go_on_as_they_are():
+    """Beside strangers that is slow; a train step that fails would be worse."""
+
+    class Stubborn(SimulatedMachine):
+        def shorten(self) -> None:
+            raise RuntimeError("no more threads")
+
+    machine = Stubborn(cores=2, strangers=2)
+    some = threads_on(machine, 2)
+    machine.compute(some, 20)
+    assert some.count == 2 and not machine.short
+
+
 def test_what_happens_between_two_calls_is_not_looked_at():
     machine = SimulatedMachine(cores=2)
     some = threads_on(machine, 2)

@@ -15,7 +15,7 @@ import torch
 from realhf.backends.omp_spin import OmpSpin
 
 torch.set_num_threads(2)
-spin = OmpSpin.find()
+spin = OmpSpin.find(2)
 left, right = torch.randn(64, 4096), torch.randn(4096, 64)
 
 def cpu_ns(task):
