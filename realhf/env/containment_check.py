@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,8 @@ def probe_layers(zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence
             made = Path(own_package()) / f"{root.name}-probe"
             targets = ProbeTargets(port, str(secret), str(made), str(root / _FOLDERS[kind] / "probe"), tuple(layers))
             found[kind] = _probe(zygote, kind, targets)
-            made.unlink(missing_ok=True)
+            if os.path.lexists(made):  # a read-only file system refuses to remove even what is not there
+                made.unlink(missing_ok=True)
             if NETWORK in layers and select.select([canary], [], [], 0)[0]:
                 canary.accept()[0].close()
                 found[kind].append(Attempt(NETWORK, "connect to the host", False, "the listener was called"))

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from realhf.env import seccomp
+from realhf.env import bubblewrap, seccomp
 from realhf.env.containment import Containment
 from realhf.env.containment_check import judge
 from realhf.env.containment_probe import Attempt
 from realhf.env.pool import MiniStackPool
 from realhf.env.process_guard import LAYERS
+from realhf.env.sandbox import own_package
 from realhf.env.self_test import NotContained
 
 pytestmark = pytest.mark.sim
+BWRAP = bubblewrap.find()
 
 _CHILD = r"""
 import json, os, socket, sys
@@ -102,7 +104,7 @@ def test_a_process_does_not_go_on_without_its_filter() -> None:
     """The result of installing the system call filter is looked at in every worker."""
     script = """
 import sys
-from realhf.env import seccomp
+from realhf.env import bubblewrap, seccomp
 from realhf.env.process_guard import ProcessGuard
 seccomp.install = lambda: False
 guard = ProcessGuard(1 << 20, 64, 4 << 30, may_lack=frozenset(sys.argv[1:]))
@@ -121,3 +123,19 @@ except RuntimeError as error:
 def test_other_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="may_lack names moat"):
         MiniStackPool(1, may_lack=frozenset({"moat"}))
+
+
+@pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not installed or not permitted here")
+def test_the_probe_needs_no_package_that_can_be_written(tmp_path: Path) -> None:
+    """On a read-only file system even the removal of a file that is not there is refused."""
+    script = """
+import sys
+from pathlib import Path
+from realhf.env import containment_check
+containment_check._probe = lambda *of_a_child: []
+print(containment_check.probe_layers({"simulators": None}, Path(sys.argv[1]), ()))
+"""
+    package = own_package()
+    command = [str(BWRAP), "--dev-bind", "/", "/", "--ro-bind", package, package, sys.executable, "-c", script]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "{'simulators': []}\n", done.stderr
