@@ -103,12 +103,12 @@ class Segments:
             for handle in written:
                 os.fdatasync(handle)
         if durable and self._new_names:
-            self._new_names = False
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+            self._new_names = False  # not before the flush has succeeded: the next try has to make it otherwise
 
     def written(self, staged: dict[int, bytes]) -> None:
         """These need not be kept in memory any longer."""
