@@ -1,8 +1,8 @@
 """What may be done on a real account: reads that show no secret, and what the operator names besides.
 
 An allow list, in both directions: an operation of the ``command_table`` that is not here does not run. What returns
-secrets or contents (secrets, parameters, objects, items, log events, environment variables, client secrets) is no
-default read.
+secrets or contents (secrets, parameters, objects, items, log events, environment and stage variables, user data, the
+input of targets, parameters and outputs of stacks, client secrets) is no default read.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from realhf.env.command_table import ALLOWED
 
 _READS = {
     "acm": "describe-certificate list-certificates list-tags-for-certificate",
-    "apigateway": "get-deployments get-method get-resources get-rest-api get-rest-apis get-stage get-stages "
-    "get-usage-plans",
-    "apigatewayv2": "get-api get-apis get-authorizers get-routes get-stages",
+    "apigateway": "get-deployments get-method get-resources get-rest-api get-rest-apis get-usage-plans",
+    "apigatewayv2": "get-api get-apis get-authorizers get-routes",
     "athena": "get-data-catalog get-named-query get-work-group list-data-catalogs list-databases "
     "list-named-queries list-work-groups",
-    "autoscaling": "describe-auto-scaling-groups describe-launch-configurations describe-policies",
+    "autoscaling": "describe-auto-scaling-groups describe-policies",
     "backup": "describe-backup-vault get-backup-plan get-backup-selection list-backup-plans "
     "list-backup-selections list-backup-vaults",
-    "batch": "describe-compute-environments describe-job-definitions describe-job-queues",
-    "cloudformation": "describe-stack-events describe-stack-resources describe-stacks list-exports "
-    "list-stack-resources list-stacks",
+    "batch": "describe-compute-environments describe-job-queues",
+    "cloudformation": "describe-stack-resources list-stack-resources list-stacks",
     "cloudtrail": "describe-trails get-event-selectors get-trail get-trail-status list-trails",
     "cloudwatch": "describe-alarms get-dashboard get-metric-statistics list-dashboards list-metrics "
     "list-tags-for-resource",
@@ -81,7 +79,7 @@ _READS = {
     "get-bucket-request-payment get-bucket-tagging get-bucket-versioning get-bucket-website "
     "get-object-lock-configuration get-object-tagging get-public-access-block head-bucket "
     "head-object list-buckets list-object-versions list-objects list-objects-v2",
-    "scheduler": "get-schedule get-schedule-group list-schedule-groups list-schedules",
+    "scheduler": "get-schedule-group list-schedule-groups list-schedules",
     "secretsmanager": "describe-secret get-resource-policy list-secret-version-ids list-secrets",
     "ses": "get-identity-verification-attributes get-send-quota get-template list-configuration-sets "
     "list-identities list-templates",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import botocore.session
 import pytest
+from botocore import xform_name
+from botocore.model import ListShape, MapShape, Shape, StructureShape
 from websockets.sync.client import ClientConnection, connect
 
 from realhf.env.command_result import OutputLimits
@@ -228,6 +230,48 @@ def test_default_reads_are_operations_that_agents_have() -> None:
     secrets = {("secretsmanager", "get-secret-value"), ("ssm", "get-parameter"), ("s3api", "get-object"),
                ("dynamodb", "scan"), ("lambda", "get-function"), ("cognito-idp", "describe-user-pool-client")}
     assert not any(Permissions().permits(*pair) for pair in secrets)
+
+
+_TELLING = frozenset({
+    "clientsecret", "environment", "environmentvariables", "input", "outputs", "outputvalue", "parametervalue",
+    "password", "plaintext", "resourceproperties", "secretaccesskey", "secretbinary", "secretstring",
+    "stagevariables", "userdata", "variables",
+})  # fmt: skip
+"""Names of members in which people put passwords and keys."""
+_NEVER_FILLED = {("elbv2", "describe-listeners", "ClientSecret")}
+"""The member is there because one shape serves requests and answers; no answer has it."""
+
+
+def _members(shape: Shape, above: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Names of all members of a shape, nested ones too; a shape within itself is not entered again."""
+    if shape.name in above:
+        return
+    above |= {shape.name}
+    if isinstance(shape, StructureShape):
+        for name, member in shape.members.items():
+            yield name
+            yield from _members(member, above)
+    elif isinstance(shape, ListShape):
+        yield from _members(shape.member, above)
+    elif isinstance(shape, MapShape):
+        yield from _members(shape.value, above)
+
+
+def test_no_default_read_returns_what_may_hold_a_secret() -> None:
+    """By the shapes of all answers. An inventory that lacks a permission leaves the type out."""
+    session, telling, seen = botocore.session.Session(), set(), 0
+    for service, operations in DEFAULT_READS.items():
+        if service == "s3":
+            continue
+        model = session.get_service_model("s3" if service == "s3api" else service)
+        for api_name in model.operation_names:
+            operation, answer = xform_name(api_name, "-"), model.operation_model(api_name).output_shape
+            if operation in operations:
+                seen += 1
+                named = set(_members(answer)) if answer is not None else set()
+                telling |= {(service, operation, name) for name in named if name.lower() in _TELLING}
+    assert seen == sum(map(len, DEFAULT_READS.values())) - 1, "s3 ls is no operation of the API"
+    assert telling == _NEVER_FILLED
 
 
 @pytest.mark.parametrize(
