@@ -117,15 +117,24 @@ class WeightUpdates:
         task.add_done_callback(lambda done: self._over(worker, done))
 
     def _over(self, worker: str, task: asyncio.Task[None]) -> None:
-        if self._loading.get(worker) is task:
-            del self._loading[worker]
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception) and worker in self._versions:
+        if self._loading.get(worker) is not task:
+            return  # the worker has left; another may have its name by now
+        del self._loading[worker]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, Exception):
             self._on_failed(worker, error)
+        elif error is None and self._behind(worker):
+            # The manifest changed after the task ended and before this callback: ``_begin`` still saw a load.
+            self._begin(worker)
+
+    def _behind(self, worker: str) -> bool:
+        return self._manifest is not None and self._versions[worker] < self._manifest["version"]
 
     async def _bring_up(self, worker: str) -> None:
         """Load versions until the worker has the newest, which may change meanwhile."""
-        while (manifest := self._manifest) is not None and self._versions[worker] < manifest["version"]:
+        while (manifest := self._manifest) is not None and self._behind(worker):
             timeout_s = self._timeout_s + staging_s(int(manifest.get("nbytes", 0)))
             call = self._caller.call(worker, "update_weights", {"manifest": manifest}, timeout_s=timeout_s)
             try:

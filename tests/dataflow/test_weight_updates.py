@@ -131,6 +131,42 @@ async def test_one_that_joins_and_hangs_holds_up_nobody(scene: Scene) -> None:
     assert await scene.caller.loaded("generation/0") == 1 and scene.told == [0, 1]
 
 
+async def test_who_ends_a_load_in_the_moment_of_the_next_manifest_loads_that_too(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    scene.updates.joined("generation/1")
+    await asyncio.sleep(0)
+    scene.caller.held = asyncio.get_running_loop().create_future()
+    publishing = asyncio.create_task(scene.updates.publish(1))
+    await asyncio.sleep(0)
+    (_, version, load) = scene.caller.open.pop()
+    assert version == 0
+    load.set_result({"weight_stage_ms": 3.0, "weight_pause_ms": 2.0})
+    scene.caller.held.set_result(scene.caller.answer)
+    await asyncio.wait_for(publishing, 5)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sorted(entry[:2] for entry in scene.caller.open) == [("generation/0", 1), ("generation/1", 1)]
+    await scene.caller.loaded("generation/0")
+    await scene.caller.loaded("generation/1")
+    assert scene.told == [0, 1] and not scene.updates.busy
+
+
+async def test_the_failure_of_one_that_died_is_not_held_against_its_successor(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await asyncio.sleep(0)
+    scene.caller.open.pop()[2].set_exception(WorkerDied("generation/0", "killed"))
+    while not all(task.done() for task in scene.updates._loading.values()):
+        await asyncio.sleep(0)
+    assert scene.failed == []
+    scene.updates.left("generation/0")
+    scene.updates.joined("generation/0")
+    assert await scene.caller.loaded("generation/0") == 0
+    assert scene.failed == [] and scene.updates.current == {"generation/0"}
+
+
 async def test_a_version_that_was_withdrawn_while_it_was_loaded_is_no_failure(scene: Scene) -> None:
     scene.updates.joined("generation/0")
     await scene.updates.publish(0)
