@@ -256,6 +256,8 @@ async def test_one_that_hangs_when_it_is_sent_away_is_ended(cluster):
     process = cluster.launch("w", leave_within_s="0.3")
     await cluster.master.wait_for(["w"], timeout_s=60)
     cluster.master.call("w", "append", {"seconds": 60, "number": 0}, timeout_s=60)
+    assert await cluster.master.call("w", "status", timeout_s=30) == []
+    await asyncio.sleep(0.2)  # the call has arrived; its thread has to take it up
     cluster.master.dismiss("w", "it hangs")
     assert await asyncio.to_thread(process.wait, 10) == 1
 
