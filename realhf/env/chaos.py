@@ -18,7 +18,7 @@ from realhf.env.grader import Criteria
 from realhf.env.state_client import StateCallError
 from realhf.env.task import ACCOUNT_ID
 from realhf.env.tracker import Evidence, Tracker
-from realhf.env.verifier import Check, Snapshot, StateReader
+from realhf.env.verifier import Check, Snapshot, StateReader, verified
 
 PROBABILITY: Mapping[str, float] = MappingProxyType(
     {"warmup": 0.0, "beginner": 0.0, "intermediate": 0.1, "advanced": 0.2, "expert": 0.3}
@@ -165,7 +165,7 @@ class Chaos:
             before = self._read(deed.service, perturbation.probe, values)
             self.state.call(deed.service, perturbation.operation, _filled(perturbation.params, values))
             return self._read(deed.service, perturbation.probe, values) != before
-        except (StateCallError, KeyError):
+        except (StateCallError, KeyError, RecursionError):
             return False
 
     def _read(self, service: str, probe: tuple[str, Mapping[str, Any], str], values: Mapping[str, Any]) -> Any:
@@ -183,7 +183,7 @@ def chaos_rng(task_id: int, seed: int) -> random.Random:
 
 def _holds(check: Check, state: StateReader) -> bool:
     try:
-        return check.holds(state)
+        return verified(check, state)
     except StateCallError:
         return False
 

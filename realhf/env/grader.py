@@ -34,6 +34,7 @@ from realhf.env.verifier import (
     Snapshot,
     StateReader,
     of_one_object,
+    reading_text,
     verified,
 )
 
@@ -186,7 +187,7 @@ class Grader:
         self._credited: list[int] = []
         self._baseline = 0
         self._excused: set[int] = set()
-        self._seen: list[Any] = []
+        self._seen: list[str] = []
         self.needless_writes = 0
         self.grade = Grade(0.0, False)
 
@@ -238,8 +239,8 @@ class Grader:
         before, self._seen = self._seen, self._readings(now)
         self.needless_writes += before == self._seen
 
-    def _readings(self, now: StateReader) -> list[Any]:
-        return [check.reading(now) for check in self.criteria.state_checks]
+    def _readings(self, now: StateReader) -> list[str]:
+        return [reading_text(check, now) for check in self.criteria.state_checks]
 
     def excuse(self) -> None:
         """What is harmed by now and was not when last graded is no doing of the agent's."""

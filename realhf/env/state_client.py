@@ -12,9 +12,11 @@ import botocore.session
 from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.model import OperationNotFoundError
+from botocore.parsers import ResponseParserError
 
 from realhf.env.light_client import ENDPOINT, REGION, lighten
 from realhf.env.pinned_http import PinnedConnection
+from realhf.env.policy_documents import guard_decoders
 from realhf.env.refusal import RefusedRequest, refuse
 
 
@@ -25,6 +27,14 @@ class StateCallError(Exception):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+
+
+class UnreadableAnswer(StateCallError):
+    """A call was answered with what cannot be decoded. The simulator works; something in it was written so that nobody
+    can read it, which an agent can do on purpose: a check that meets it has failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("UnreadableAnswer", message)
 
 
 class ClientFactory:
@@ -56,6 +66,7 @@ class ClientFactory:
             aws_secret_access_key="none",
             config=Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}),
         )
+        guard_decoders(client, service)
         return lighten(client, account, connection)
 
 
@@ -75,7 +86,7 @@ class StateClient:
         """Answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name) without its metadata.
 
         Raises StateCallError for an error answer, an unknown operation or bad parameters (code
-        ``ParamValidation``), ConnectionError when the simulator does not answer."""
+        ``ParamValidation``), UnreadableAnswer, ConnectionError when the simulator does not answer."""
         client = self._clients.get(service)
         try:
             if client is None:
@@ -86,10 +97,14 @@ class StateClient:
             raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
         except HTTPClientError as error:
             raise ConnectionError(f"simulator at {self.endpoint}: {error}") from error
+        except ResponseParserError as error:
+            raise UnreadableAnswer(str(error)) from None
         except (BotoCoreError, RefusedRequest, TypeError, AttributeError) as error:  # its handlers come before checks
             raise StateCallError("ParamValidation", str(error)) from None
         except OperationNotFoundError:
             raise StateCallError("ParamValidation", f"{service} has no operation {operation}") from None
+        except (RecursionError, ValueError, LookupError, OverflowError) as error:  # of botocore's decoders
+            raise UnreadableAnswer(f"{service}:{operation}: {type(error).__name__}") from None
         answer.pop("ResponseMetadata", None)
         return answer
 

@@ -155,7 +155,7 @@ class Tracker:
             if deed.ok and deed.operation in _GENERATED_IDS:
                 try:
                     answer = json.loads(output)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(answer, dict) and isinstance(answer.get(_GENERATED_IDS[deed.operation]), str):
                     self._ids[answer[_GENERATED_IDS[deed.operation]]] = deed.resource

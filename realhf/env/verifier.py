@@ -26,7 +26,7 @@ from realhf.env.command_table import ALLOWED
 from realhf.env.executor import CommandResult
 from realhf.env.policy import check_command
 from realhf.env.resource_table import RESOURCES, Extra
-from realhf.env.state_client import StateCallError
+from realhf.env.state_client import StateCallError, UnreadableAnswer
 
 _ABSENT_CODES = re.compile(r"NotFound|NoSuch|NonExistent|NotExist|^404$|^NotFound$")
 _FIELD = re.compile(r"%\((.+?)\)s")
@@ -211,7 +211,7 @@ class CommandCheck:
             return self.wanted.met_by(result.stdout)
         try:
             return self.wanted.met_by(json.loads(result.stdout or "{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
 
@@ -257,8 +257,20 @@ def of_one_object(checks: Iterable[Check]) -> list[ResourceCheck]:
 
 def verified(check: Check | None, state: StateReader) -> bool:
     """Layer 1, ground truth: whether the simulator's state, asked by the grader itself, is what the check demands.
-    Nothing that an agent printed or wrote takes part. No check: nothing to verify."""
-    return check is None or check.holds(state)
+    Nothing that an agent printed or wrote takes part. No check: nothing to verify. What cannot be read, or is nested
+    too deeply to be compared, is not what was demanded."""
+    try:
+        return check is None or check.holds(state)
+    except (UnreadableAnswer, RecursionError):
+        return False
+
+
+def reading_text(check: Check, state: StateReader) -> str:
+    """What the check looks at, as text to compare; the same text for all that cannot be read."""
+    try:
+        return json.dumps(check.reading(state), sort_keys=True, default=str)
+    except (UnreadableAnswer, RecursionError):
+        return "unreadable"
 
 
 @functools.lru_cache(maxsize=1024)
