@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from realhf.dataflow.model_function_call import Caller
-from realhf.transport.errors import RpcError
+from realhf.transport.errors import RemoteError, RpcError
 from realhf.transport.weights.deadline import staging_s
 
 _log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class GenerationCaller(Caller, Protocol):
 class WeightUpdates:
     """``trainer`` is the model worker that holds ``role``; ``on_version(v)`` is told the lowest version of all current
     generation workers when it grows; ``on_failed(worker, error)`` when one could not load a version that is still the
-    newest: it samples from weights that the run does not know any more, so it has to be replaced. ``timeout_s`` bounds
-    each call, loading by what its bytes take in addition."""
+    newest, or did not answer in time: it samples from weights that the run does not know any more, so it has to be
+    replaced. ``timeout_s`` bounds each call, loading by what its bytes take in addition."""
 
     def __init__(
         self, caller: GenerationCaller, trainer: str, role: str, *, on_version: Callable[[int], None],
@@ -140,7 +140,7 @@ class WeightUpdates:
             try:
                 reply = await call
             except RpcError as error:
-                if manifest is not self._manifest:
+                if isinstance(error, RemoteError) and manifest is not self._manifest:
                     continue  # it may have been withdrawn: the newest is what counts
                 _log.error("%s did not load version %d: %s", worker, manifest["version"], error)
                 raise

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realhf.dataflow.weight_updates import WeightUpdates
-from realhf.transport.errors import RpcError, RpcTimeout, WorkerDied
+from realhf.transport.errors import RemoteError, RpcError, RpcTimeout, WorkerDied
 from realhf.transport.roster import WorkerInfo
 
 
@@ -52,6 +52,11 @@ class FakeCaller:
         for _ in range(3):
             await asyncio.sleep(0)
         return entry[1]
+
+
+def gone(version: int) -> RemoteError:
+    return RemoteError(worker="generation/1", handler="update_weights", mfc="", step=-1, kind="WeightsGone",
+                       message=f"version {version} is gone", remote_traceback="")  # fmt: skip
 
 
 class Scene:
@@ -167,6 +172,19 @@ async def test_the_failure_of_one_that_died_is_not_held_against_its_successor(sc
     assert scene.failed == [] and scene.updates.current == {"generation/0"}
 
 
+async def test_one_that_joins_and_does_not_load_within_the_deadline_is_reported(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    scene.updates.joined("generation/1")
+    await asyncio.sleep(0)
+    await scene.updates.publish(1)
+    await scene.caller.loaded("generation/0")
+    assert await scene.caller.loaded("generation/1", RpcTimeout("too late")) == 0
+    assert scene.failed == ["generation/1"], "though a newer version is there: a second deadline would not help"
+    assert scene.caller.open == [] and not scene.updates.busy
+
+
 async def test_a_version_that_was_withdrawn_while_it_was_loaded_is_no_failure(scene: Scene) -> None:
     scene.updates.joined("generation/0")
     await scene.updates.publish(0)
@@ -174,7 +192,7 @@ async def test_a_version_that_was_withdrawn_while_it_was_loaded_is_no_failure(sc
     scene.updates.joined("generation/1")
     await asyncio.sleep(0)
     await scene.updates.publish(1)
-    assert await scene.caller.loaded("generation/1", RpcError("version 0 is gone")) == 0
+    assert await scene.caller.loaded("generation/1", gone(0)) == 0
     assert await scene.caller.loaded("generation/1") == 1 and scene.failed == []
 
 
