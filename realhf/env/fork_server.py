@@ -1,7 +1,8 @@
 """Fast, cheap processes: a zygote imports what its children need and forks them on request.
 
 The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel beside
-them. Children are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote
+them. A request has a number and its reply repeats it: one that comes after its time is never taken for another's.
+Children are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote
 ends when the owner's end of the socketpair closes, so SIGKILL of the owner leaves nothing behind.
 """
 
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +76,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
 
     def start(self) -> None:
         """Begin to start the zygote; ``wait_ready`` waits for it."""
@@ -96,7 +99,8 @@ class ForkServer:
         return self._receive(timeout_s)[0]
 
     def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 5.0) -> ForkedProcess:
-        """A new child that was given ``request`` and copies of ``fds``."""
+        """A new child that was given ``request`` and copies of ``fds``. Raises TimeoutError, after which such a child
+        may still come up: the next call, or the end of the zygote, kills it."""
         with self._lock:
             if self._process is None or self._control is None:
                 raise RuntimeError(f"{self._module} is not running")
@@ -104,19 +108,32 @@ class ForkServer:
                 self._control.close()
                 self.start()
                 self.wait_ready(_RESTART_S)
+            self._number += 1
             try:
-                socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
+                socket.send_fds(self._control, [json.dumps([self._number, request]).encode()], list(fds))
             except OSError as error:
                 raise RuntimeError(f"{self._module} ended: {error}") from error
-            reply, received = self._receive(timeout_s)
+            reply, received = self._reply(timeout_s)
         if not received:
             raise RuntimeError(f"{self._module} could not fork {name}: {reply.get('error')}")
         return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
 
+    def _reply(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        """Of the latest request. What answers an older one, given up meanwhile, is killed."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            reply, received = self._receive(max(0.0, deadline - time.monotonic()))
+            if reply.get("number") == self._number:
+                return reply, received
+            for pidfd in received:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+
     def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         assert self._control is not None
         if not _readable(self._control.fileno(), timeout_s):
-            raise TimeoutError(f"waited {timeout_s} s for {self._module}")
+            raise TimeoutError(f"waited {timeout_s:.3g} s for {self._module}")
         data, fds, _, _ = socket.recv_fds(self._control, _MAX_DATAGRAM, 1)
         if not data:
             raise RuntimeError(f"{self._module} ended while it was needed")
@@ -168,17 +185,18 @@ def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) 
         data, fds, _, _ = socket.recv_fds(control, _MAX_DATAGRAM, 8)
         if not data:
             return
+        number, request = json.loads(data)
         pid = os.fork()
         if pid == 0:
-            _become_child(control, zygote, json.loads(data), fds, child)
+            _become_child(control, zygote, request, fds, child)
         for fd in fds:
             os.close(fd)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            control.send(json.dumps({"error": f"the child ended at once: {error}"}).encode())
+            control.send(json.dumps({"number": number, "error": f"the child ended at once: {error}"}).encode())
             continue
-        socket.send_fds(control, [json.dumps({}).encode()], [pidfd])
+        socket.send_fds(control, [json.dumps({"number": number}).encode()], [pidfd])
         os.close(pidfd)
 
 
