@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from io import SEEK_END, BytesIO
 from typing import Any
 
 import zstandard
@@ -22,6 +23,7 @@ MOST_MEMBERS = 10_000
 """Each member of a stream costs a new decoder and a copy of the slice that it began in."""
 _SLICE = 256 << 10
 _MOST_AT_ONCE = 32 << 20
+_STEP = 1 << 20
 _ZSTD_SLICE = 256
 """Four bytes of a Zstandard stream may mean 128 KiB, and its reader does not stop in between."""
 _BAD_GZIP: tuple[Any, ...] = (isal_zlib.IsalError, EOFError)
@@ -34,6 +36,27 @@ def _free(nbytes: int) -> None:
     """Bytes that nobody counts."""
 
 
+class _Pieces:
+    """Pieces put together as they come. They are never held beside the whole that they make: the buffer grows in its
+    place, and gives its bytes away without a copy."""
+
+    def __init__(self) -> None:
+        self._buffer = BytesIO()
+        self.size = 0
+
+    def add(self, piece: bytes) -> None:
+        """Append a piece. The only one stays what it is."""
+        if self.size:
+            self._buffer.write(piece)
+        else:
+            self._buffer = BytesIO(piece)
+            self._buffer.seek(0, SEEK_END)
+        self.size += len(piece)
+
+    def whole(self) -> bytes:
+        return self._buffer.getvalue()
+
+
 async def read_body(
     chunks: AsyncIterator[bytes], *, encoding: str = "", max_bytes: int, allow_zstd: bool = False,
     take: Take = _free,
@@ -41,14 +64,7 @@ async def read_body(
     """The plain body. ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. Raises
     Refusal 413 above ``max_bytes``, compressed or not, 400 for a damaged stream, and what ``take`` raises, which is
     told of all bytes that are held, from whatever thread."""
-    parts, received = [], 0
-    async for chunk in chunks:
-        received += len(chunk)
-        if received > max_bytes:
-            raise _too_large(max_bytes)
-        take(len(chunk))
-        parts.append(chunk)
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    body = await _received(chunks, max_bytes, take)
     encoding = encoding.lower()
     if "gzip" in encoding:
         inflate = gunzip
@@ -67,13 +83,26 @@ async def read_body(
     return plain
 
 
+async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
+    """The body as it was sent. Its buffer is not held any longer when it is inflated."""
+    pieces = _Pieces()
+    async for chunk in chunks:
+        if pieces.size + len(chunk) > max_bytes:
+            raise _too_large(max_bytes)
+        take(len(chunk))
+        pieces.add(chunk)
+    return pieces.whole()
+
+
 def gunzip(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
     """Inflate one or more gzip members; None where they hold more than ``max_bytes``. Raises Refusal 400 (not gzip,
     truncated, corrupt).
 
-    The last four bytes say how long the plain body is; if that is true, one step does, and if not, several."""
-    step = max(1 << 20, min(int.from_bytes(body[-4:], "little") + 1, max_bytes, _MOST_AT_ONCE))
-    parts, size, members, position, fed = [], 0, 0, 0, b""
+    The last four bytes say how long the plain body is. If that is true and not much, one step does; otherwise the
+    steps are small, since each is held a second time while it is added to the others."""
+    said = int.from_bytes(body[-4:], "little") + 1
+    step = said if _STEP < said <= min(max_bytes, _MOST_AT_ONCE) else _STEP
+    pieces, members, position, fed = _Pieces(), 0, 0, b""
     try:
         while position < len(body) or fed:
             member = isal_zlib.decompressobj(31)
@@ -82,27 +111,27 @@ def gunzip(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
                 if not fed:
                     fed = body[position : position + _SLICE]
                     position += len(fed)
-                room = min(step, max_bytes - size + 1)
+                room = min(step, max_bytes - pieces.size + 1)
                 take(room)
                 part = member.decompress(fed, room)
                 take(len(part) - room)
                 if not part and not fed and not member.eof:
                     raise Refusal(400, "the gzip body is truncated")
                 fed = member.unconsumed_tail
-                size += len(part)
-                if size > max_bytes:
+                pieces.add(part)
+                if pieces.size > max_bytes:
                     return None
-                parts.append(part)
+                step = _STEP  # what was said is not all of it
             fed = member.unused_data
             _count(members)
     except _BAD_GZIP as error:
         raise Refusal(400, f"the body is not valid gzip: {error}") from error
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return pieces.whole()
 
 
 def unzstd(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
     """Inflate Zstandard frames; None where they hold more than ``max_bytes``. Raises Refusal 400."""
-    parts, size, frames, position = [], 0, 0, 0
+    pieces, frames, position = _Pieces(), 0, 0
     try:
         while position < len(body):
             frame = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
@@ -112,16 +141,15 @@ def unzstd(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
                     raise Refusal(400, "the zstd body is truncated")
                 part = frame.decompress(body[position : position + _ZSTD_SLICE])
                 position += min(_ZSTD_SLICE, len(body) - position)
-                size += len(part)
-                if size > max_bytes:
+                if pieces.size + len(part) > max_bytes:
                     return None
                 take(len(part))
-                parts.append(part)
+                pieces.add(part)
             position -= len(frame.unused_data)
             _count(frames)
     except zstandard.ZstdError as error:
         raise Refusal(400, f"the body is not valid zstd: {error}") from error
-    return b"".join(parts)
+    return pieces.whole()
 
 
 def _count(members: int) -> None:
