@@ -84,7 +84,7 @@ class ModelWorker:
             tokenizer = next(iter(models.values())).tokenizer
             dataset = datasets.get(spec.source.name)(tokenizer=tokenizer, **spec.source.dataset_args)
         self._host = ModelHost(models, calls, self._store, self._plane.fetch, run_dir=spec.run_dir, dataset=dataset,
-                               tracer=self._tracer)
+                               tracer=self._tracer, given_up=self._rpc.given_up)
         gc.freeze()  # what was imported and loaded stays: the collector need not walk through it again and again
         return {"roles": sorted(models)}
 

@@ -25,6 +25,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
 from realhf.dataflow.model_function_call import WrongReply, check_keys
 from realhf.transport.codec import encode_sample
+from realhf.transport.errors import CallCancelled
 from realhf.transport.tensor_store import TensorStore
 
 Fetcher = Callable[[str, Sequence[str], Sequence[str], float], SequenceSample]
@@ -44,7 +45,8 @@ class Dataset(Protocol):
 
 
 class ModelHost:
-    """Holds the models of one worker by role, and the interface of every model function call it may get."""
+    """Holds the models of one worker by role, and the interface of every model function call it may get.
+    ``given_up`` tells whether the master has cancelled the call that is running; ``RpcWorker.given_up`` is one."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class ModelHost:
         dataset: Dataset | None = None,
         fetch_timeout_s: float = 120.0,
         tracer: Tracer | None = None,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._models = dict(models)
         self._interfaces = dict(interfaces)
@@ -64,6 +67,7 @@ class ModelHost:
         self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
         self._dataset = dataset
         self._tracer = tracer or NoTrace()
+        self._given_up = given_up
         self._lock = threading.Lock()
         self._in_hand: frozenset[str] = frozenset()
         self._cleared_meanwhile: set[str] = set()
@@ -215,6 +219,9 @@ class ModelHost:
         with self._lock:
             self._in_hand, self._cleared_meanwhile = frozenset(ids), set()
         try:
+            # A clear that came before this point found nothing in hand; the cancellation came before it.
+            if self._given_up():
+                raise CallCancelled("cancelled as it began")
             yield
         finally:
             with self._lock:

@@ -79,8 +79,11 @@ class RpcWorker:
         self._lost = ""
         self._control_failure: BaseException | None = None
         self._last_no = 0
+        # Guards the begin of a call against its cancellation: a cancelled call is not made, or knows about it.
+        self._begin_lock = threading.Lock()
         self._running: tuple[bytes, str, float] | None = None
         self._cancelled: set[bytes] = set()
+        self._abandoned: bytes | None = None
         self._roster: dict[str, WorkerInfo] = {}
         self._roster_version = -1
         self._on_roster, self._leave_within_s = on_roster, leave_within_s
@@ -90,6 +93,11 @@ class RpcWorker:
     def roster(self) -> dict[str, WorkerInfo]:
         """The latest roster the master published."""
         return dict(self._roster)
+
+    def given_up(self) -> bool:
+        """Whether the master has cancelled the ordered call that is running. From any thread."""
+        with self._begin_lock:
+            return self._running is not None and self._running[0] == self._abandoned
 
     def stop(self) -> None:
         """Make ``run`` return after the handler that is running. From any thread or signal handler."""
@@ -204,17 +212,24 @@ class RpcWorker:
                 error = ProtocolError(f"call {header['no']} arrived after call {self._last_no}")
                 self._reply_error(socket, header, error)
                 raise error
-            self._last_no = header["no"]
-            if header["id"] in self._cancelled:
-                self._cancelled.discard(header["id"])
+            if not self._begin(header):
                 # The master counts the deadlines of later calls from here.
                 self._reply_error(socket, header, CallCancelled("cancelled before it had begun"))
                 continue
-            self._running = (header["id"], header["handler"], time.monotonic())
             try:
                 self._execute(socket, header, frames[1:], self._ordered)
             finally:
                 self._running = None
+
+    def _begin(self, header: dict[str, Any]) -> bool:
+        """Make this the running call; False when it was cancelled before."""
+        with self._begin_lock:
+            self._last_no = header["no"]
+            if header["id"] in self._cancelled:
+                self._cancelled.discard(header["id"])
+                return False
+            self._running = (header["id"], header["handler"], time.monotonic())
+            return True
 
     def _run_control(self, socket: zmq.Socket[bytes]) -> None:
         try:
@@ -258,9 +273,12 @@ class RpcWorker:
             self._cancel(header["id"], header["no"])
 
     def _cancel(self, request_id: bytes, no: int) -> None:
-        if no > self._last_no:
-            self._cancelled.add(request_id)
-        running = self._running
+        with self._begin_lock:
+            if no > self._last_no:
+                self._cancelled.add(request_id)
+            running = self._running
+            if running and running[0] == request_id:
+                self._abandoned = request_id
         if running and running[0] == request_id and sys.__stderr__ is not None:
             _log.warning("the master gave up on %s; where the threads are:", running[1])
             with contextlib.suppress(OSError, ValueError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from realhf.api.model import Model, TrainResult
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.model_function_call import WrongReply
 from realhf.dataflow.model_host import ModelHost
+from realhf.transport import rpc_worker
 from realhf.transport.codec import decode_sample
+from realhf.transport.errors import CallCancelled
+from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.tensor_store import TensorStore
 
 
@@ -37,7 +43,7 @@ def sample(ids: list[str], key: str = "ids") -> SequenceSample:
 
 
 class Host:
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, **options: Any) -> None:
         self.store, self.remote = TensorStore("here"), TensorStore("there")
         self.interface = Doubler()
         inference = MFCDef(
@@ -52,6 +58,7 @@ class Host:
             self.store,
             lambda endpoint, ids, keys, timeout_s: self.remote.get(ids, keys),
             run_dir=tmp_path,
+            **options,
         )
 
     def call(self, ids: list[str], remote: list[str] | None = None, **more: Any) -> dict[str, Any]:
@@ -153,3 +160,48 @@ def test_what_is_cleared_while_a_call_makes_it_is_not_left_behind(tmp_path: Path
     bench.interface.change = lambda out: out
     bench.call(["s1"])
     assert bench.store.has("s1", "result"), "another call about the same sample is another matter"
+
+
+async def test_a_call_that_is_cancelled_and_cleared_as_it_begins_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Host(tmp_path, given_up=lambda: worker.given_up())
+    master = RpcMaster("run", heartbeat_s=0.5, dead_after_s=10)
+    await master.start()
+    worker = RpcWorker("w", "model", 0, "run", master.endpoint, ordered=bench.host.handlers(),
+                       immediate=bench.host.immediate_handlers(), connect_timeout_s=20)  # fmt: skip
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    begins, goes_on, unpack = threading.Event(), threading.Event(), rpc_worker.unpack_payload
+
+    def unpack_slowly(frames: list[bytes]) -> Any:
+        if threading.current_thread() is thread:
+            begins.set()
+            assert goes_on.wait(20)
+        return unpack(frames)
+
+    monkeypatch.setattr(rpc_worker, "unpack_payload", unpack_slowly)
+    try:
+        await master.wait_for(["w"], timeout_s=20)
+        load = {"ids": ["s1"], "values": {"ids": [[1]]}, "metadata": {}}
+        cancelled = master.call("w", "load", load, timeout_s=20)
+        assert await asyncio.to_thread(begins.wait, 20)
+        cancelled.cancel()
+        await asyncio.sleep(0)  # the worker is told in the next pass of the loop
+        await master.call("w", "clear", {"ids": ["s1"]}, timeout_s=20)
+        goes_on.set()
+        assert (await master.call("w", "stats", {}, timeout_s=20))["samples"] == 0
+        await master.call("w", "load", load, timeout_s=20)
+        assert bench.store.has("s1", "ids"), "another call is another matter"
+    finally:
+        goes_on.set()
+        await master.close()
+        await asyncio.to_thread(thread.join, 20)
+
+
+def test_a_call_that_nobody_waits_for_is_not_made(tmp_path: Path) -> None:
+    bench = Host(tmp_path, given_up=lambda: True)
+    bench.store.put(sample(["s1"]))
+    with pytest.raises(CallCancelled, match="as it began"):
+        bench.call(["s1"])
+    assert not bench.store.has("s1", "result")
