@@ -48,10 +48,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class NoBatch:
-    """Why there is none: a value of ``X-Batch-Reason``."""
+    """Why there is none: a value of ``X-Batch-Reason``. ``holding``: the trainer has another batch under its present
+    name, which only a pull under that name acknowledges."""
 
     reason: str
     unregistered: bool = False
+    holding: bool = False
 
 
 def pull(state: TrajectoryState, now: float, request: PullRequest) -> Batch | NoBatch:
@@ -71,7 +73,8 @@ def pull(state: TrajectoryState, now: float, request: PullRequest) -> Batch | No
     formed = form(state, now)
     if isinstance(formed, NotSelected):
         state.counters[f"null:{formed.reason.partition(':')[0]}"] += 1
-        return NoBatch(formed.reason)
+        holding = any(lease.owner == request.identity and lease.mode == "implicit" for lease in state.leases.values())
+        return NoBatch(formed.reason, holding=holding)
     return _lease(state, now, formed, request)
 
 

@@ -54,7 +54,8 @@ def router(service: Service) -> APIRouter:
                 pulled = await engine.write(delivery.pull, wanted)
                 if isinstance(pulled, NoBatch):
                     body = _NOT_REGISTERED if pulled.unregistered else {"batch": None}
-                    return answer(body, {"X-Batch-Reason": pulled.reason} | handed_out(request))
+                    cookie = {} if pulled.holding else handed_out(request)
+                    return answer(body, {"X-Batch-Reason": pulled.reason} | cookie)
                 try:
                     return await _respond(service, request, pulled)
                 except PayloadLost as error:

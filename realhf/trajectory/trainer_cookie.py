@@ -1,8 +1,8 @@
 """A name for trainers that give themselves none: a cookie, which HTTP sessions carry along without knowing.
 
 Without it all trainers behind one address are one, and acknowledge each other's batches. It is handed out only with
-answers that carry no batch: the lease of a batch belongs to the name that asked for it. Source: trajectory
-specification 3.10.
+answers that carry no batch, and not while another answer carries one to the same address: the lease of a batch belongs
+to the name that asked for it, and nobody else's pull acknowledges it. Source: trajectory specification 3.10.
 """
 
 from __future__ import annotations
