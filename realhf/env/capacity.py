@@ -76,6 +76,20 @@ class SlotLeases:
         self._count(-1)
         self._release(slot)
 
+    def give_back_after(self, slot: Any, work: asyncio.Future[Any] | None) -> None:
+        """Give the slot back once ``work``, whose thread may be in it, is done; until then the lease counts."""
+        if work is None or work.done():
+            self.give_back(slot)
+            return
+        _LOG.warning("a slot stays leased: a thread is still in it")
+
+        def ended(work: asyncio.Future[Any]) -> None:
+            if not work.cancelled() and (error := work.exception()) is not None:
+                _LOG.warning("what nobody waited for any more failed: %s", error)
+            self.give_back(slot)
+
+        work.add_done_callback(ended)
+
     def _unwanted(self, acquired: asyncio.Future[Any]) -> None:
         """Who asked for the slot is gone; the thread that fetches it is not."""
         if not acquired.cancelled() and acquired.exception() is None:

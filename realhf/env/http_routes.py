@@ -26,7 +26,7 @@ from realhf.env.capacity import RETRY_AFTER_S, SlotLeases, SlotPool
 from realhf.env.metrics import ServerMetrics
 from realhf.env.origin_guard import OriginGuard
 from realhf.env.server_config import ServerConfig
-from realhf.env.session import Player
+from realhf.env.session import KILLED_WAIT_S, Player, kill_until_done
 from realhf.env.session_endpoint import SessionEndpoint
 
 _LOG = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ T = TypeVar("T")
 _MAX_BODY_BYTES = wire.MAX_FRAME_BYTES
 _MAX_TIMEOUT_S = 3600.0
 _JSON = "application/json"
+_STATELESS_KILLED_WAIT_S = 1.0
+"""By so much a request may outlast its ``timeout_s``."""
 
 
 class ResetRequest(BaseModel):
@@ -64,27 +66,26 @@ class StatelessPlayer:
         self._threads = threads
 
     async def play(self, action: Callable[[Player], T], timeout_s: float | None = None) -> T:
-        """Raises CapacityReached, WireError, or TimeoutError after ``timeout_s`` (the command is killed)."""
+        """Raises CapacityReached, WireError, or TimeoutError after ``timeout_s`` (the command is killed; a thread that
+        does not end of it keeps the slot)."""
         slot = await self._leases.take()
         if slot is None:
             raise CapacityReached(self._leases.refusal())
+        work = None
         try:
             player = self._player(slot)
             work = asyncio.get_running_loop().run_in_executor(self._threads, action, player)
             try:
                 done, _ = await asyncio.wait((work,), timeout=timeout_s)
             except asyncio.CancelledError:
-                player.kill()
-                await asyncio.wait((work,))  # until then a thread is in the slot
+                await kill_until_done(work, player.kill, KILLED_WAIT_S)
                 raise
             if not done:
-                player.kill()
-                await asyncio.wait((work,))
+                await kill_until_done(work, player.kill, _STATELESS_KILLED_WAIT_S)
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
             return work.result()
         finally:
-            self._leases.give_back(slot)
-
+            self._leases.give_back_after(slot, work)
 
     def _player(self, slot: Any) -> Player:
         try:

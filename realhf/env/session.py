@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 _WATCH_AFTER_S = 0.25
 _GRACE_S = 1.0
 _KILL_AGAIN_S = 0.2
-_KILLED_WAIT_S = 10.0
+KILLED_WAIT_S = 10.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -73,6 +73,7 @@ class Session:
         self._first_timeout = first_message_timeout_s or self._idle_timeout
         self._has_spoken = False
         self._task: asyncio.Task[Any] | None = None
+        self._in_flight: asyncio.Future[str] | None = None
         self._receiving: asyncio.Future[Message] | None = None
         self._idle = False
         self._stopping = False
@@ -83,9 +84,14 @@ class Session:
         if self._idle and self._task is not None:
             self._task.cancel()
 
+    @property
+    def unfinished(self) -> asyncio.Future[str] | None:
+        """The request whose thread does not end, although its worker was killed."""
+        return None if self._in_flight is None or self._in_flight.done() else self._in_flight
+
     async def serve(self, receive: Receive, send: Send) -> tuple[int, str] | None:
         """Answer frames until the end; returns code and reason of the close frame that is due, None when
-        the client is gone. No thread touches the slot any more when this returns."""
+        the client is gone. A thread is in the slot until ``unfinished`` is done."""
         self._task = asyncio.current_task()
         try:
             return await self._frames(receive, send)
@@ -191,7 +197,7 @@ class Session:
 
     async def _off_loop(self, request: Request, receive: Receive) -> str:
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, self._work, request)
+        work = self._in_flight = loop.run_in_executor(self._threads, self._work, request)
         try:
             done, _ = await asyncio.wait((work,), timeout=_WATCH_AFTER_S)
             if not done:
@@ -199,6 +205,8 @@ class Session:
         except asyncio.CancelledError:
             await self._finish_or_kill(work)
             raise
+        if not work.done():
+            raise WireError(wire.EXECUTION_ERROR, "the command did not end when its worker was killed")
         return work.result()
 
     async def _watch(self, work: asyncio.Future[str], receive: Receive) -> None:
@@ -213,17 +221,14 @@ class Session:
             await asyncio.wait((work,))
 
     async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
-        """Nobody waits for the answer any more. A killed command may be tried once more by the executor, so
-        the kill is repeated until the thread is back."""
+        """Nobody waits for the answer any more."""
         done, _ = await asyncio.wait((work,), timeout=_GRACE_S)
-        deadline = time.monotonic() + _KILLED_WAIT_S
-        while not done:
-            if time.monotonic() > deadline:
-                _LOG.error("a command did not end within %g s after its worker was killed", _KILLED_WAIT_S)
-                return
-            self._metrics.workers_killed.inc()
-            self._player.kill()
-            done, _ = await asyncio.wait((work,), timeout=_KILL_AGAIN_S)
+        if not done:
+            await kill_until_done(work, self._kill, KILLED_WAIT_S)
+
+    def _kill(self) -> None:
+        self._metrics.workers_killed.inc()
+        self._player.kill()
 
     def _work(self, request: Request) -> str:
         """In the worker thread: run the request and encode its reply. Raises WireError."""
@@ -253,3 +258,15 @@ class Session:
             return mcp.checked(message, self._max_command_bytes) or mcp.call_tool(message, self._step)
         except WireError as error:
             return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
+
+
+async def kill_until_done(work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float) -> None:
+    """A killed command may be tried once more by the executor, so the kill is repeated until the thread is back, or
+    for so long that something else must keep it: then it is still in its slot when this returns."""
+    deadline = time.monotonic() + limit_s
+    while not work.done():
+        if time.monotonic() > deadline:
+            _LOG.error("a command did not end within %g s after its worker was killed", limit_s)
+            return
+        kill()
+        await asyncio.wait((work,), timeout=_KILL_AGAIN_S)

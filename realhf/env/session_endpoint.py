@@ -85,7 +85,7 @@ class SessionEndpoint:
             pass
         finally:
             self._sessions.discard(session)
-            self._leases.give_back(slot)
+            self._leases.give_back_after(slot, session.unfinished)
         if close is not None:
             await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
 

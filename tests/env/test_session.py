@@ -9,12 +9,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
 
 from realhf.env.server import PortTaken, listen
-from tests.env.fake_stage import Stage
+from tests.env.fake_stage import FakeBlockingPlayer, Stage
 
 
 @pytest.fixture
@@ -125,3 +126,39 @@ def test_a_taken_port_is_named(stage: Stage) -> None:
     port = int(stage.server.url.rpartition(":")[2])
     with pytest.raises(PortTaken, match=str(port)):
         listen("127.0.0.1", port)
+
+
+@pytest.fixture
+def unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that outlast every kill, as a set-up does whose thread is in the environment's own code."""
+    monkeypatch.setattr(FakeBlockingPlayer, "kill", lambda player: None)
+    monkeypatch.setattr("realhf.env.session._GRACE_S", 0.05)
+    monkeypatch.setattr("realhf.env.session.KILLED_WAIT_S", 0.1, raising=False)
+    monkeypatch.setattr("realhf.env.session._KILLED_WAIT_S", 0.1, raising=False)
+
+
+@pytest.mark.usefixtures("unkillable")
+def test_a_slot_stays_leased_while_a_thread_is_in_it(stage: Stage) -> None:
+    session = stage.open()
+    send_step(session)
+    assert stage.players[0].started.wait(2)
+    session.socket.shutdown(socket.SHUT_RDWR)
+    stage.wait_for(lambda: not stage.server._endpoint._sessions, 5)
+    time.sleep(0.1)
+    assert stage.pool.free_count == 0 and not stage.pool.released
+    with pytest.raises(InvalidStatus):
+        stage.open()
+    stage.players[0].finish.set()
+    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
+    stage.open().close()
+
+
+@pytest.mark.usefixtures("unkillable")
+def test_a_stateless_request_is_answered_in_time_and_its_slot_stays_leased(stage: Stage) -> None:
+    body = {"action": {"command": "slow"}, "timeout_s": 0.1}
+    reply = httpx.post(stage.server.url + "/step", json=body, timeout=5, trust_env=False)
+    assert reply.status_code == 504 and "no answer within 0.1 s" in reply.text
+    assert httpx.post(stage.server.url + "/reset", json={}, timeout=5, trust_env=False).status_code == 503
+    assert stage.pool.free_count == 0
+    stage.players[0].finish.set()
+    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
