@@ -42,6 +42,11 @@ class CommandResult:
     def success(self) -> bool:
         return self.exit_code == 0 and self.refusal is None and not self.timed_out
 
+    @property
+    def lost(self) -> bool:
+        """Whether nothing is known of what the command did: it may have sent anything."""
+        return self.stopped or self.timed_out
+
 
 @dataclass(frozen=True)
 class OutputLimits:

@@ -128,9 +128,11 @@ class Episode:
         added = self._tracker.record(command, result)
         for deed in added:
             self._inventory.touch(deed.service, changed=not is_read(deed.operation))
+        if result.lost:
+            self._inventory.forget()
         before = self._meter.progress
         try:
-            grade = self._grader.evaluate(added)
+            grade = self._grader.evaluate(added, lost=result.lost)
             self._achieved = grade.achieved
             if grade.progress > before:
                 self._tracker.progressed()

@@ -223,15 +223,18 @@ class Grader:
         found += [str(check) for check in criteria.checks if not verified(check, now)]
         return found + [f"service {s}" for s in sorted(criteria.services) if not services_reached([s], self._evidence)]
 
-    def evaluate(self, added: Sequence[Evidence]) -> Grade:
-        """The grade after a command that sent the requests ``added``. Raises StateCallError or
+    def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
+        """The grade after a command that sent the requests ``added``; of a ``lost`` one nobody knows what it sent, so
+        that the state is looked at in any case. Raises StateCallError or
         ConnectionError when the simulator cannot be read."""
         self._evidence.extend(added)
         worthy = [deed for deed in added if earns_credit(deed, self.criteria)]
-        if worthy and not self.grade.achieved:
+        if (worthy or lost) and not self.grade.achieved:
             self.grade = self._judge(worthy)
         if self.criteria.sparing and any(not is_read(deed.operation) for deed in added):
             self._count_needless(Snapshot(self._state))
+        elif self.criteria.sparing and lost:
+            self._seen = self._readings(Snapshot(self._state))
         return self.grade
 
     def _count_needless(self, now: StateReader) -> None:

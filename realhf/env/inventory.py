@@ -142,6 +142,10 @@ class Inventory:
         if changed:
             self._known.pop(service, None)
 
+    def forget(self) -> None:
+        """Anything may have changed."""
+        self._known.clear()
+
     def read(self) -> dict[str, dict[str, list[str]]]:
         """Service to type to names; types without any are left out, and so are services that cannot be listed.
         Raises ConnectionError when the simulator does not answer."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from realhf.env.episode import Episode, EpisodeError
+from realhf.env.executor import CommandResult
 from realhf.env.reward import HARM_PENALTY, RewardMeter
 from realhf.env.task import Task, TaskError
 
@@ -30,6 +31,17 @@ def task(**criteria: Any) -> Task:
 def of_the_queue(name: str, **attributes: str) -> str:
     values = ",".join(f"{key}={value}" for key, value in attributes.items())
     return f"aws sqs set-queue-attributes --queue-url http://localhost/000000000000/{name} --attributes {values}"
+
+
+class LosingExecutor:
+    """A fake whose commands run, but whose workers are lost over them."""
+
+    def __init__(self, real: Any, end: dict[str, bool]) -> None:
+        self.real, self._end = real, end
+
+    def run(self, command: str) -> CommandResult:
+        assert self.real.run(command).success
+        return CommandResult(255, "", "lost", **self._end)
 
 
 PROTECTED = [
@@ -80,6 +92,23 @@ def test_steps_and_creations_protect_too(episode: Episode) -> None:
 def test_a_task_cannot_protect_what_does_not_exist(episode: Episode) -> None:
     with pytest.raises((TaskError, EpisodeError), match="does not exist"):
         episode.reset(task(state_checks=[DELAY], protected=[{"service": "s3", "type": "bucket", "name": "nowhere"}]))
+
+
+@pytest.mark.parametrize("end", [{"timed_out": True}, {"stopped": True}])
+def test_harm_by_a_command_that_nobody_saw_the_end_of_counts(episode: Episode, end: Any) -> None:
+    """Its worker was lost, and with it the account of what it sent."""
+    episode.reset(task(state_checks=[DELAY], protected=PROTECTED))
+    assert episode.state()["infra_state"]["s3"]["bucket"] == ["ledger"]
+    executor = LosingExecutor(episode._slot.executor, end)
+    episode._slot.executor = executor
+    try:
+        step = episode.step("aws s3api delete-bucket --bucket ledger")
+        assert not step.observation["command_success"] and step.reward == PENALTY
+        assert "s3" not in episode.state()["infra_state"]
+        assert episode.step("aws s3api create-bucket --bucket ledger").reward == -PENALTY
+        assert episode.step(of_the_queue("jobs", DelaySeconds="9")).done, "what it brought about counts as well"
+    finally:
+        episode._slot.executor = executor.real
 
 
 @pytest.mark.parametrize("mode", ["potential", "level"])
