@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,8 @@ FRESH = "\ufffb\ufffb\ufffb"
 """Stands for any text that nobody has named; a ``*`` takes it, a name and a ``?`` do not."""
 MOST_REQUESTS = 4_000
 """Requests that ``exceeds`` looks at; a policy that needs more is called too wide rather than understood."""
+MOST_COMPARISONS = 100_000
+"""Requests times patterns that ``exceeds`` compares, a fraction of a second's work; the same is said of more."""
 MOST_CHARACTERS, LONGEST_NAME = 20_480, 2_048
 """Of a policy and of an ARN, as AWS limits them."""
 _ANYTHING = ("*",)
@@ -67,13 +69,20 @@ class Statement:
     resources: Names = Names()
     conditions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
 
-    def applies(self, request: Request, *, unknown: bool = False) -> bool:
-        """Whether the statement speaks about the request; a condition that is not understood counts as ``unknown``."""
+    @property
+    def size(self) -> int:
+        """How many patterns and condition values are compared with a request at most."""
+        names = len(self.principals.patterns) + len(self.actions.patterns) + len(self.resources.patterns)
+        return names + sum(1 + len(values) for *_, values in self.conditions)
+
+    def applies(self, request: Request, *, unknown: bool = False, known: Set[str] | None = None) -> bool:
+        """Whether the statement speaks about the request; a condition that is not understood counts as ``unknown``,
+        and so does one on a key that the request has no value of, unless the key is ``known`` (None: all are)."""
         return (
             (not request.principal or self.principals.has(request.principal))
             and self.actions.has(request.action)
             and self.resources.has(request.resource)
-            and all(_condition_met(*condition, request.context, unknown) for condition in self.conditions)
+            and all(_condition_met(*condition, request.context, unknown, known) for condition in self.conditions)
         )
 
 
@@ -147,7 +156,8 @@ def allows(statements: Sequence[Statement], request: Request) -> bool:
 
 def exceeds(statements: Sequence[Statement], grants: Sequence[Grant]) -> Request | None:
     """A request that the policy allows and no grant covers, or None. Each pattern of the statements and the grants is
-    tried with something that nobody named in place of its wildcards, so no list of AWS's actions is needed."""
+    tried with something that nobody named in place of its wildcards, so no list of AWS's actions is needed. Conditions
+    narrow nothing here: who and what a policy is about does not depend on when."""
     actors = {"AWS:" + FRESH, "Service:" + FRESH, ""}
     actors |= {_example(p) for names in (one.principals for one in statements) for p in names.patterns}
     actions = {FRESH} | {_example(pattern) for one in statements for pattern in one.actions.patterns}
@@ -160,11 +170,11 @@ def exceeds(statements: Sequence[Statement], grants: Sequence[Grant]) -> Request
         actors = {""}
     else:
         actors -= {"", FRESH}
-    contexts = _contexts(statements, grants)
-    if len(actors) * len(actions) * len(resources) * len(contexts) > MOST_REQUESTS:
+    requests = len(actors) * len(actions) * len(resources)
+    if requests > MOST_REQUESTS or requests * sum(one.size for one in statements) > MOST_COMPARISONS:
         return Request(FRESH, FRESH, FRESH)
-    for who, what, where, context in itertools.product(sorted(actors), sorted(actions), sorted(resources), contexts):
-        request = Request(who, what, where, context)
+    for who, what, where in itertools.product(sorted(actors), sorted(actions), sorted(resources)):
+        request = Request(who, what, where)
         if may_allow(statements, request) and not any(grant.covers(request) for grant in grants):
             return request
     return None
@@ -191,24 +201,13 @@ def _piece(piece: str) -> re.Pattern[str]:
     return re.compile("".join(f"[^{FRESH[0]}]" if char == "?" else re.escape(char) for char in piece), re.DOTALL)
 
 
-def may_allow(statements: Sequence[Statement], request: Request) -> bool:
+def may_allow(statements: Sequence[Statement], request: Request, known: Set[str] = frozenset()) -> bool:
     """Whether the policy could let the request through: conditions that are not understood count as met by what is
-    allowed and as not met by what is denied."""
-    return any(one.allow and one.applies(request, unknown=True) for one in statements) and not any(
-        not one.allow and one.applies(request) for one in statements
+    allowed and as not met by what is denied. So do conditions on keys that the request has no value of, for a call may
+    come with any; only of the ``known`` keys it is certain that such a request comes without them."""
+    return any(one.allow and one.applies(request, unknown=True, known=known) for one in statements) and not any(
+        not one.allow and one.applies(request, known=known) for one in statements
     )
-
-
-def _contexts(statements: Sequence[Statement], grants: Sequence[Grant]) -> list[Mapping[str, str]]:
-    """None at all, those of the grants, those that the statements ask for, and one of values that nobody named."""
-    found: list[Mapping[str, str]] = [{}, *(grant.context for grant in grants)]
-    for one in statements:
-        found.append(dict.fromkeys((key for _, key, _ in one.conditions if key not in _ALWAYS), FRESH))
-        for place in range(max((len(values) for *_, values in one.conditions), default=0)):
-            conditions = [(key, values) for _, key, values in one.conditions if values and key not in _ALWAYS]
-            asked = {key: values[min(place, len(values) - 1)] for key, values in conditions}
-            found.append({key: _example(value) for key, value in asked.items()})
-    return [context for place, context in enumerate(found) if context not in found[:place]]
 
 
 def _example(pattern: str) -> str:
@@ -297,8 +296,16 @@ def _condition_text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | int | float) else str(value)
 
 
-def _condition_met(operator: str, key: str, values: tuple[str, ...], context: Mapping[str, str], unknown: bool) -> bool:
-    """Operators on texts, ARNs and truth values; a key without a value meets what is negated or ``IfExists``."""
+def _condition_met(
+    operator: str,
+    key: str,
+    values: tuple[str, ...],
+    context: Mapping[str, str],
+    unknown: bool,
+    known: Set[str] | None,
+) -> bool:
+    """Operators on texts, ARNs and truth values. Of a key that is known to have no value, negated conditions and
+    ``IfExists`` are met, and where ``unknown`` is, patterns that ask for no more than that there is one."""
     optional = operator.endswith("ifexists")
     operator = operator.removesuffix("ifexists")
     negated = "not" in operator
@@ -308,8 +315,11 @@ def _condition_met(operator: str, key: str, values: tuple[str, ...], context: Ma
     found = context.get(key, _ALWAYS.get(key))
     if found == "*":
         return True
+    if found is None and known is not None and key not in known:
+        return unknown
     if found is None:
-        return negated or optional
+        likes = known is not None and unknown and kind.endswith("like")
+        return negated or optional or (likes and any(not value.strip("*?") for value in values))
     if kind in ("bool", "stringequalsignorecase"):
         return (found.lower() in {value.lower() for value in values}) is not negated
     if kind == "stringequals":

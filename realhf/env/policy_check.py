@@ -56,8 +56,10 @@ class PolicyCheck:
             policy = parse_policy(document, self.owner)
         except PolicyError:
             return False
+        grants = self.allowed + self.refused + self.tolerated
+        known = frozenset(key for grant in grants for key in grant.context)
         return (
             all(allows(policy, request) for grant in self.allowed for request in grant.requests())
-            and not any(may_allow(policy, request) for grant in self.refused for request in grant.requests())
+            and not any(may_allow(policy, request, known) for grant in self.refused for request in grant.requests())
             and (self.wider or exceeds(policy, self.allowed + self.tolerated) is None)
         )

@@ -27,7 +27,8 @@ not keep their documents."""
 
 @dataclass(frozen=True)
 class RightsCheck:
-    """The identity exists, and none of its inline and attached policies allows what is ``refused``."""
+    """The identity exists, and none of its inline and attached policies, and of those that a user has by groups, could
+    allow what is ``refused``, under whatever condition."""
 
     kind: str
     name: str
@@ -51,8 +52,14 @@ class RightsCheck:
             raise
 
     def _documents(self, state: StateReader) -> Iterator[Any]:
-        kind = self.kind.title()
-        who = {f"{kind}Name": self.name}
+        yield from self._policies_of(state, self.kind.title(), self.name)
+        if self.kind == "user":
+            groups = state.call("iam", "ListGroupsForUser", {"UserName": self.name})["Groups"]
+            for group in groups[: MOST_POLICIES + 1]:
+                yield from self._policies_of(state, "Group", group["GroupName"])
+
+    def _policies_of(self, state: StateReader, kind: str, identity: str) -> Iterator[Any]:
+        who = {f"{kind}Name": identity}
         for name in state.call("iam", f"List{kind}Policies", who)["PolicyNames"][: MOST_POLICIES + 1]:
             yield state.call("iam", f"Get{kind}Policy", {**who, "PolicyName": name})["PolicyDocument"]
         attached = state.call("iam", f"ListAttached{kind}Policies", who)["AttachedPolicies"]
