@@ -24,11 +24,14 @@ _log = logging.getLogger(__name__)
 
 WINDOW_S = 0.06
 """So much computing is looked at before the threads change the way they wait."""
-CROWDED = 0.2
-"""Cores' worth of time that threads stood in the queue: a stranger on one core makes it a half or more."""
+CROWDED = 0.3
+"""Cores' worth of time that threads stood in the queue: a stranger on one of two cores makes it 0.3 to 0.6, while one
+window in 200 of a quiet run comes so far."""
 STEADY_WINDOWS = 32
-LONGEST_PATIENCE = 64
-"""Windows: spinning that has lasted so long was right; if it has not, the wait for the next doubles, up to so many."""
+LONGEST_PATIENCE = 8
+"""Windows: spinning that has lasted so long was right; if it has not, the wait for the next doubles, up to so many. A
+burst of other work at a bad moment then costs half a second of sleep, which is up to twice as slow where cores fall
+idle."""
 
 
 class Spin(Protocol):
