@@ -4,6 +4,8 @@ setup(
     name="realhf",
     version="0.1.0",
     description="Dataflow reinforcement learning for tool-using cloud agents",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["realhf*", "workers*", "experiments*", "configs*"]),
     package_data={
