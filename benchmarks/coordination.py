@@ -36,7 +36,7 @@ import psutil
 
 from realhf.api.experiment import RunPlan
 from realhf.api.graph import build_graph
-from realhf.api.registry import sources
+from realhf.builtins import sources
 from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.launch_build import build_experiment

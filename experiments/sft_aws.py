@@ -17,10 +17,10 @@ from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.plain import to_plain
 from realhf.api.sample import MicroBatchSpec
 from realhf.api.source_files import imported_files, matching_files
+from realhf.base.paths import PACKAGE
 from realhf.env.tasks.loader import training_tags
 from realhf.monitor.provenance import package_versions
 
-PACKAGE = Path(__file__).resolve().parent.parent / "realhf"
 EPISODE_MODULES = ("realhf.env.sft_data", "realhf.api.observation_text")
 TASK_FILES = ("env/tasks/**/*",)
 LEARNING_MODULES = ("realhf.algorithms.sft", "realhf.data.chat_dataset", "realhf.backends.builtin_policy",

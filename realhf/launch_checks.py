@@ -79,8 +79,8 @@ def _ranges(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _names(config: ExperimentConfig) -> Iterator[str]:
-    from realhf.api.registry import advantage_estimators, backends, policy_losses
     from realhf.api.rollout import ON_FAILURE
+    from realhf.builtins import advantage_estimators, backends, policy_losses
 
     known = {
         "actor.backend": (config.actor.backend, list(backends)),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.base.paths import CONFIGS
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("experiment", "model", "env", "scheduler")
 
 
@@ -36,7 +36,7 @@ class Argument(NamedTuple):
     value: str
 
 
-def compose_config(arguments: Sequence[str], config_dir: Path = CONFIG_DIR) -> Composed:
+def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Composed:
     """The configuration for these ``key=value`` arguments. Raises ConfigError that names the option."""
     pairs = [_argument(text) for text in arguments]
     given = {pair.key: pair.value for pair in pairs}
@@ -116,11 +116,11 @@ def _options_of(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{field.name}", value
 
 
-def experiment_names(config_dir: Path = CONFIG_DIR) -> list[str]:
+def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
     return choices("experiment", config_dir)
 
 
-def choices(group: str, config_dir: Path = CONFIG_DIR) -> list[str]:
+def choices(group: str, config_dir: Path = CONFIGS) -> list[str]:
     """Names of the files of a configuration group."""
     return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
 
@@ -239,7 +239,7 @@ def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:
     raise ConfigError(f"{given}: {lines[0]}" if given and given not in lines[0] else lines[0]) from None
 
 
-def help_text(config_dir: Path = CONFIG_DIR) -> str:
+def help_text(config_dir: Path = CONFIGS) -> str:
     """Usage, the choices of every group and all options with the library's defaults."""
     lines = ["usage: python -m realhf.launch experiment=NAME [key=value ...]", ""]
     lines += [f"  {group:11}{', '.join(choices(group, config_dir))}" for group in GROUPS]

@@ -14,11 +14,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from realhf.env.configured_pool import output_limits, simulator_pool
 from realhf.env.player import EpisodePlayer
 from realhf.env.pool import MiniStackPool
 from realhf.env.real_aws import RealAwsPool
 from realhf.env.server import EnvServer, listen
 from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, aws_endpoints, resolve
+from realhf.env.web.routes import mount
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.rpc_worker import RpcWorker
 
@@ -78,7 +80,7 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
     def make_player(slot: Any) -> EpisodePlayer:
         return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos)
 
-    server = EnvServer(pool, make_player, config, listener)
+    server = EnvServer(pool, make_player, config, listener, mount)
     try:
         pool.start()
         server.start()
@@ -101,9 +103,8 @@ def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = 
 def make_pool(config: ServerConfig) -> MiniStackPool | RealAwsPool:
     """Simulators, or the real account where that is confirmed."""
     if config.backend_type == "aws":
-        return RealAwsPool(config.allow_real_aws, config.allow_file, config.limits, aws_endpoints())
-    return MiniStackPool(config.pool_size, config.ministack_base_port, sandbox=config.containment, limits=config.limits,
-                         lambda_mode=config.lambda_mode, may_lack=config.missing_layers)  # fmt: skip
+        return RealAwsPool(config.allow_real_aws, config.allow_file, output_limits(config), aws_endpoints())
+    return simulator_pool(config, config.pool_size, config.ministack_base_port)
 
 
 def _follow_master(server: EnvServer, master: str, run_id: str, name: str) -> None:

@@ -23,7 +23,7 @@ from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
 from realhf.api.plugin import load_plugin
-from realhf.api.registry import sources
+from realhf.builtins import sources
 from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.buffer_types import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
@@ -32,8 +32,8 @@ from realhf.dataflow.rollout_statistics import episode_texts
 from realhf.dataflow.step_report import StepReport
 from realhf.monitor.events import EventStream
 from realhf.monitor.graph_files import write_graph_files
+from realhf.monitor.metrics_log import flatten_step
 from realhf.monitor.run_log import RunLog
-from realhf.monitor.step_metrics import flatten_step
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.event_loop import new_event_loop

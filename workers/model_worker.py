@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
 from realhf.api.model import Model
-from realhf.api.registry import backends, datasets, interfaces
 from realhf.api.trace import WEIGHTS
+from realhf.builtins import backends, datasets, interfaces
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.model_host import ModelHost
 from realhf.monitor.trace import open_trace

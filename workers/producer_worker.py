@@ -22,9 +22,9 @@ from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
-from realhf.api.registry import backends
 from realhf.api.source import SampleResult, SourceItem
 from realhf.backends.compute_threads import threads
+from realhf.builtins import backends
 from realhf.env.task_source import TaskCurriculumSource
 from realhf.rollout.interface import EnginePolicy
 from realhf.rollout.multi_turn_pool import MultiTurnEnvPool

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.advantages import at_last_token, normalise, return_to_go
-from realhf.algorithms.losses import kl_estimate, token_weights
+from realhf.algorithms.aggregation import token_weights
+from realhf.algorithms.losses import kl_estimate
 from realhf.algorithms.minibatches import minibatches
 from realhf.algorithms.nonfinite import NonFiniteGuard
 from realhf.algorithms.off_policy_statistics import mismatch_statistics, staleness_statistics
@@ -21,8 +22,8 @@ from realhf.algorithms.presets import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
 from realhf.api.config import PPOConfig
 from realhf.api.model import CallContext, Model, TrainResult
-from realhf.api.registry import advantage_estimators
 from realhf.api.sample import SequenceSample
+from realhf.builtins import advantage_estimators
 
 
 class PolicyGradientInterface:

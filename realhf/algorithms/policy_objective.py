@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from realhf.algorithms.aggregation import weighted_sum
 from realhf.algorithms.behaviour_weight import BehaviourWeight, behaviour_weight, loglinear_proximal
-from realhf.algorithms.losses import LossTerms, TokenLoss, kl_estimate, weighted_sum
+from realhf.algorithms.losses import LossTerms, TokenLoss, kl_estimate
 from realhf.algorithms.presets import ResolvedPPO
 from realhf.algorithms.sequences import PredictedTokens
-from realhf.api.registry import policy_losses
 from realhf.api.sample import SequenceSample
+from realhf.builtins import policy_losses
 
 ADVANTAGES, WEIGHTS, PROXIMAL = "advantages", "loss_weights", "proximal_logprobs"
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realhf.api.config import PPOConfig
-from realhf.api.registry import advantage_estimators, policy_losses
+from realhf.builtins import advantage_estimators, policy_losses
 
 LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")

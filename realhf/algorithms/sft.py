@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.algorithms.losses import token_weights, weighted_sum
+from realhf.algorithms.aggregation import token_weights, weighted_sum
 from realhf.algorithms.nonfinite import NonFiniteGuard
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
 from realhf.api.model import CallContext, Model

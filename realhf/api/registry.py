@@ -1,8 +1,6 @@
-"""Named parts: interfaces, backends, data sources, advantage estimators and losses.
+"""A registry maps a name to an object, or to a ``"module:attribute"`` string that is imported on first use.
 
-A registry maps a name to an object, or to a ``"module:attribute"`` string that is imported on first
-use, so that naming a part costs no import of torch. Built-in parts are listed here; an experiment
-file adds its own with ``@interfaces.register("name")``.
+So naming a part costs no import of torch. ``realhf.builtins`` holds the registries and what they know from the start.
 """
 
 from __future__ import annotations
@@ -33,10 +31,6 @@ class Registry:
 
         return add
 
-    def register_lazy(self, name: str, path: str) -> None:
-        """Add ``"module:attribute"`` under ``name``; imported when first asked for."""
-        self.register(name)(path)
-
     def get(self, name: str) -> Any:
         """The object called ``name``. Raises KeyError that names close and known names."""
         if name not in self._entries:
@@ -54,45 +48,3 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
-
-
-interfaces = Registry(
-    "interface",
-    {
-        "env_rollout": "realhf.rollout.interface:EnvRolloutInterface",
-        "outcome_reward": "realhf.algorithms.reward:OutcomeRewardInterface",
-        "logprob": "realhf.algorithms.logprob:LogprobInterface",
-        "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
-        "sft": "realhf.algorithms.sft:SFTInterface",
-        "trajectory_stream": "realhf.trajectory.stream_interface:TrajectoryStreamInterface",
-    },
-)
-backends = Registry("backend", {"torch": "realhf.backends.torch_backend:TorchBackend"})
-sources = Registry(
-    "data source",
-    {
-        "task_curriculum": "realhf.env.task_source:TaskCurriculumSource",
-        "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
-        "trajectory_slots": "realhf.trajectory.batch_slots:BatchSlotSource",
-    },
-)
-datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})
-advantage_estimators = Registry(
-    "advantage estimator",
-    {
-        "grpo": "realhf.algorithms.advantages:grpo",
-        "grpo_nostd": "realhf.algorithms.advantages:grpo_nostd",
-        "rloo": "realhf.algorithms.advantages:rloo",
-        "reinforce": "realhf.algorithms.advantages:reinforce",
-        "reinforce_pp": "realhf.algorithms.advantages:reinforce_pp",
-        "reinforce_pp_baseline": "realhf.algorithms.advantages:reinforce_pp_baseline",
-    },
-)
-policy_losses = Registry(
-    "policy loss",
-    {
-        "ppo": "realhf.algorithms.losses:ppo_loss",
-        "cispo": "realhf.algorithms.losses:cispo_loss",
-        "reinforce": "realhf.algorithms.losses:reinforce_loss",
-    },
-)

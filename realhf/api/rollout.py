@@ -1,4 +1,5 @@
-"""What the master and the rollout workers say to each other about one sample (spec dataflow, section 9)."""
+"""What the master says about one streamed sample, to the worker that plays it and to the worker that receives it
+(dataflow spec, section 9)."""
 
 from __future__ import annotations
 
@@ -35,3 +36,37 @@ class RolloutLease:
     def from_map(fields: Mapping[str, Any]) -> RolloutLease:
         """Undo of ``to_map``. Raises TypeError on other fields."""
         return RolloutLease(**fields)
+
+
+ACCEPTED, DUPLICATE, REFUSED = "accepted", "duplicate", "refused"
+"""Answers to an arrival: it will be trained; this attempt was accepted before; another attempt counts, or none."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A sample that has arrived and is durable. ``ref`` is [segment, offset, bytes] in the payload log, ``meta`` the
+    encoded metadata-only sample. With ``error`` set the sample is unusable, ``ref`` and ``meta`` are empty."""
+
+    id: str
+    attempt: int
+    producer: str
+    ref: list[int] = field(default_factory=list)
+    meta: list[bytes] = field(default_factory=list)
+    error: str = ""
+
+    def to_map(self) -> dict[str, Any]:
+        """msgpack-able."""
+        return {"id": self.id, "attempt": self.attempt, "producer": self.producer, "ref": self.ref,
+                "meta": self.meta, "error": self.error}  # fmt: skip
+
+    @staticmethod
+    def from_map(fields: Mapping[str, Any]) -> Arrival:
+        """Undo of ``to_map``. Raises TypeError on other fields."""
+        return Arrival(**fields)
+
+
+def checked_answers(arrivals: Sequence[Arrival], answers: Sequence[str]) -> list[str]:
+    """The answers if there is a known one for every arrival. Raises ValueError otherwise."""
+    if len(answers) != len(arrivals) or not set(answers) <= {ACCEPTED, DUPLICATE, REFUSED}:
+        raise ValueError(f"{len(arrivals)} arrivals were answered with {list(answers)!r:.200}")
+    return list(answers)

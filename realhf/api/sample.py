@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from realhf.api.keys import ITEMSIZE, dtype_tag
-from realhf.api.lengths import IntArray, Lengths, joined_lengths
-from realhf.api.packed_rows import join_rows, same_bits, take_rows
+from realhf.api.lengths import IntArray, Lengths, join_rows, joined_lengths, same_bits, take_rows
 from realhf.api.partition import balanced_parts
 
 if TYPE_CHECKING:

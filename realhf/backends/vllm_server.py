@@ -14,7 +14,8 @@ from types import TracebackType
 
 import httpx
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+from realhf.base.paths import PACKAGE
+
 _EXTENSION = "realhf.backends.vllm_extension.WeightExtension"
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
@@ -54,7 +55,7 @@ class VllmServer:
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         imports = _imports(log.parent / "vllm_imports")
-        command = [sys.executable, str(Path(__file__).with_name("vllm_guard.py")),
+        command = [sys.executable, "-m", "realhf.backends.vllm_guard",
                    *_command(str(executable), str(model), self._port, options)]  # fmt: skip
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
@@ -132,9 +133,9 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
 def _imports(folder: Path) -> Path:
     """A folder with our package alone: the server's packages are its own, and ours may lie among others."""
     folder.mkdir(exist_ok=True)
-    link = folder / _PACKAGE.name
+    link = folder / PACKAGE.name
     if not link.is_symlink():
-        link.symlink_to(_PACKAGE, target_is_directory=True)
+        link.symlink_to(PACKAGE, target_is_directory=True)
     return folder
 
 

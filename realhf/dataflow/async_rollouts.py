@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realhf.api.arrival import Arrival
 from realhf.api.experiment import RolloutSpec
+from realhf.api.rollout import Arrival
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer

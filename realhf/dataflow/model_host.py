@@ -20,9 +20,9 @@ import numpy as np
 
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Model, TrainResult
-from realhf.api.registry import interfaces as interface_registry
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
+from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.model_function_call import WrongReply, check_keys
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
-from realhf.api.rollout import RolloutLease
+from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
 from realhf.dataflow.journal_records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject

@@ -1,12 +1,23 @@
-"""Frames between the executor and its worker: a 4-byte big-endian length, then JSON."""
+"""Frames between a process and the contained child that works for it: a 4-byte big-endian length, then JSON.
+
+What a child sends is read as the words of a process that an agent may have taken over: nothing is believed before its
+size and its time were looked at.
+"""
 
 from __future__ import annotations
 
 import json
+import socket
 import struct
+import time
 from typing import Any
 
 _HEADER = struct.Struct(">I")
+_MAX_FRAME_BYTES = 64 << 20
+
+
+class BadFrame(Exception):
+    """The child did not answer as it should. It must not be used again."""
 
 
 def read_frame(stream: Any) -> dict[str, Any] | None:
@@ -21,3 +32,47 @@ def read_frame(stream: Any) -> dict[str, Any] | None:
 def frame(message: dict[str, Any]) -> bytes:
     body = json.dumps(message).encode("utf-8")
     return _HEADER.pack(len(body)) + body
+
+
+def spoke_unasked(channel: socket.socket) -> bool:
+    """Whether something lies unread in the channel, or the worker closed it."""
+    channel.setblocking(False)
+    try:
+        channel.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
+    """The next frame's content; no byte behind it is read. Raises TimeoutError, BadFrame."""
+    deadline = time.monotonic() + timeout_s
+    (size,) = _HEADER.unpack(_receive(channel, _HEADER.size, deadline))
+    if size > _MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {size} bytes")
+    try:
+        return json.loads(_receive(channel, size, deadline))
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(f"not JSON: {error}") from None
+
+
+def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
+    parts: list[bytes] = []
+    while size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        channel.settimeout(left)
+        try:
+            part = channel.recv(min(size, 1 << 20))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise BadFrame(str(error)) from None
+        if not part:
+            raise BadFrame("the worker ended")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -13,6 +13,10 @@ SANDBOX_MODES = ("auto", "bwrap", "plain")
 LAMBDA_MODES = ("stub", "sandbox")
 
 
+class NotContained(RuntimeError):
+    """Code of an agent could reach the host; nothing is served."""
+
+
 @dataclass
 class Containment:
     """``program``: bubblewrap, when simulators and CLI workers live under it; ``broker``: when Lambda code does.

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from realhf.env.cli_frames import BadFrame, receive_frame
+from realhf.env.containment import NotContained
 from realhf.env.containment_probe import PROBE, Attempt, ProbeTargets
 from realhf.env.fork_server import ForkServer
 from realhf.env.process_guard import NETWORK
 from realhf.env.sandbox import own_package
-from realhf.env.self_test import NotContained
-from realhf.env.worker_reply import BadReply, receive_frame
 
 SIMULATORS, WORKERS = "simulators", "CLI workers"
 _FOLDERS = {SIMULATORS: "simulators", WORKERS: "files"}
@@ -48,7 +48,7 @@ def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt
         theirs.close()
         try:
             answer = receive_frame(ours, _PROBE_S)
-        except (TimeoutError, BadReply) as error:
+        except (TimeoutError, BadFrame) as error:
             reason = str(error) or f"no answer within {_PROBE_S:g} s"
             raise NotContained(f"the containment probe of the {kind} failed: {reason}") from error
         finally:

@@ -6,10 +6,10 @@ Training uses the one that the learning benchmark shows to be better (``dataset.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from realhf.env.curriculum_base import Curriculum
+from realhf.env.curriculum_base import Curriculum, T, TaskSet
 from realhf.env.curriculum_learnability import LearnabilityCurriculum
 from realhf.env.curriculum_priority import PriorityCurriculum, PriorityRule
 
@@ -19,17 +19,16 @@ STRATEGIES = (LearnabilityCurriculum.strategy, PriorityCurriculum.strategy)
 def make_curriculum(
     strategy: str,
     seed: int,
-    tiers: Iterable[str] | None = None,
-    tags: Iterable[str] = (),
+    tasks: TaskSet[T],
     *,
     group_success: str = "fraction",
     priority: Mapping[str, Any] | None = None,
-) -> Curriculum:
+) -> Curriculum[T]:
     """``priority``: ``preset`` and constants of ``PriorityRule`` that differ from it. Raises ValueError for an unknown
     strategy, preset or constant."""
     if strategy == LearnabilityCurriculum.strategy:
-        return LearnabilityCurriculum(seed, tiers, tags, group_success=group_success)
+        return LearnabilityCurriculum(seed, tasks, group_success=group_success)
     if strategy == PriorityCurriculum.strategy:
         rule = PriorityRule.of(**(priority or {}))
-        return PriorityCurriculum(seed, tiers, tags, rule=rule, group_success=group_success)
+        return PriorityCurriculum(seed, tasks, rule=rule, group_success=group_success)
     raise ValueError(f"curriculum strategy {strategy!r} is unknown; known: {', '.join(sorted(STRATEGIES))}")

@@ -12,12 +12,9 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from realhf.env.task import TIERS, Task, TaskError
-from realhf.env.tasks.loader import instantiate, load_templates
+from typing import Any, Generic, Protocol, TypeVar
 
 STATE_VERSION = 1
 GROUP_SUCCESS = ("fraction", "any")
@@ -25,6 +22,37 @@ WEAK_RATE = 0.7
 _SEED_BITS = 31
 
 logger = logging.getLogger(__name__)
+
+
+class DrawnTask(Protocol):
+    """A task as far as a curriculum is concerned."""
+
+    @property
+    def task_id(self) -> int:
+        """The number of its template."""
+        ...
+
+
+T = TypeVar("T", bound=DrawnTask)
+T_co = TypeVar("T_co", bound=DrawnTask, covariant=True)
+
+
+class TaskSet(Protocol[T_co]):
+    """What a curriculum chooses from: numbered templates in groups of rising difficulty, and instances of them."""
+
+    @property
+    def group_of(self) -> Mapping[int, str]:
+        """The group of every template that may be drawn."""
+        ...
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """All groups there are, the easiest first, also those without a template here."""
+        ...
+
+    def instantiate(self, template_id: int, seed: int) -> T_co:
+        """The instance that ``seed`` draws for training."""
+        ...
 
 
 @dataclass
@@ -45,12 +73,14 @@ class TemplateRecord:
         return self.interval > 0
 
 
-class Curriculum:
+class Curriculum(Generic[T]):
     """Common part of the strategies: draws, records, figures, persistence.
 
+    Raises ValueError for a task set without templates, LookupError for a template that it does not hold.
+
     Args:
-        seed: of the draws. tiers: None: all there are. tags: templates with any of them. Held-out templates are
-            never served.
+        seed: of the draws.
+        tasks: what is drawn from.
         group_success: what a group counts as: the ``fraction`` of its valid rollouts that achieved the task, or
             ``any`` (1 when at least one did).
     """
@@ -59,19 +89,18 @@ class Curriculum:
 
     def __init__(
         self,
-        seed: int = 0,
-        tiers: Iterable[str] | None = None,
-        tags: Iterable[str] = (),
+        seed: int,
+        tasks: TaskSet[T],
         *,
         group_success: str = "fraction",
     ) -> None:
         if group_success not in GROUP_SUCCESS:
             raise ValueError(f"group_success is {group_success!r}; allowed: {', '.join(GROUP_SUCCESS)}")
-        templates = load_templates(tiers, tags=tags, split="train")
-        if not templates:
-            raise TaskError("the curriculum has no task in the tiers and with the tags it was given")
-        self._tier_of = {template.task_id: template.tier for template in templates}
-        self._tiers = [tier for tier in TIERS if tier in self._tier_of.values()]
+        if not tasks.group_of:
+            raise ValueError("the curriculum has no task in the groups and with the tags it was given")
+        self._tasks = tasks
+        self._tier_of = dict(tasks.group_of)
+        self._tiers = [group for group in tasks.groups if group in self._tier_of.values()]
         self._seed = seed
         self._any = group_success == "any"
         self._lock = threading.RLock()
@@ -86,30 +115,29 @@ class Curriculum:
             self._invalid_groups = 0
             self._rewards: list[float] = []
 
-    def next_task(self, seed: int | None = None) -> Task:
+    def next_task(self, seed: int | None = None) -> T:
         """The task to play now; ``seed`` fixes the instance instead of drawing it."""
         task = self.next_tasks(1)[0]
-        return task if seed is None else instantiate(task.task_id, seed)
+        return task if seed is None else self._tasks.instantiate(task.task_id, seed)
 
-    def next_tasks(self, count: int) -> list[Task]:
+    def next_tasks(self, count: int) -> list[T]:
         """``count`` training tasks for one batch, as different as the strategy allows."""
         with self._lock:
             chosen = self._choose(count)
-            return [instantiate(template_id, self._rng.getrandbits(_SEED_BITS)) for template_id in chosen]
+            return [self._tasks.instantiate(template_id, self._rng.getrandbits(_SEED_BITS)) for template_id in chosen]
 
-    def get_task_by_id(self, task_id: int, seed: int = 0) -> Task:
-        """An instance of a template of this curriculum. Raises TaskError for another."""
+    def get_task_by_id(self, task_id: int, seed: int = 0) -> T:
+        """An instance of a template of this curriculum."""
         self._check_known(task_id)
-        return instantiate(task_id, seed)
+        return self._tasks.instantiate(task_id, seed)
 
-    def record_result(self, task: Task, achieved: bool | float | None, reward: float = 0.0) -> None:
+    def record_result(self, task: DrawnTask, achieved: bool | float | None, reward: float = 0.0) -> None:
         """``record_template`` of the task's template."""
         self.record_template(task.task_id, achieved, reward)
 
     def record_template(self, task_id: int, achieved: bool | float | None, reward: float = 0.0) -> None:
         """The one way in for results: a group counts as one episode, ``achieved`` is the fraction of its valid
-        rollouts that achieved the task, None a group without valid rollouts. Raises TaskError for a template that
-        is not in this curriculum."""
+        rollouts that achieved the task, None a group without valid rollouts."""
         self._check_known(task_id)
         with self._lock:
             if achieved is None:
@@ -128,7 +156,7 @@ class Curriculum:
 
     def _check_known(self, template_id: int) -> None:
         if template_id not in self._tier_of:
-            raise TaskError(f"task {template_id} is not in this curriculum")
+            raise LookupError(f"task {template_id} is not in this curriculum")
 
     def success_rate(self, template_id: int) -> float:
         """The strategy's running success rate of a template, 0 if it was never tried."""

@@ -6,21 +6,20 @@ Most training goes to what succeeds sometimes, a little to everything. Source: l
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from realhf.env.curriculum_base import Curriculum, TemplateRecord
+from realhf.env.curriculum_base import Curriculum, T, TaskSet, TemplateRecord
 
 
-class LearnabilityCurriculum(Curriculum):
+class LearnabilityCurriculum(Curriculum[T]):
     """Weight p(1-p) + ``floor``; untried templates come first. ``decay`` forgets older groups."""
 
     strategy = "learnability"
 
     def __init__(
         self,
-        seed: int = 0,
-        tiers: Iterable[str] | None = None,
-        tags: Iterable[str] = (),
+        seed: int,
+        tasks: TaskSet[T],
         *,
         decay: float = 0.8,
         floor: float = 0.02,
@@ -28,7 +27,7 @@ class LearnabilityCurriculum(Curriculum):
     ) -> None:
         self._decay = decay
         self._floor = floor
-        super().__init__(seed, tiers, tags, group_success=group_success)
+        super().__init__(seed, tasks, group_success=group_success)
 
     def success_rate(self, template_id: int) -> float:
         record = self._records[template_id]

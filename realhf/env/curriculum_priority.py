@@ -5,12 +5,11 @@ Source: environment spec 8.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realhf.env.curriculum_base import Curriculum, TemplateRecord
-from realhf.env.task import TIERS
+from realhf.env.curriculum_base import Curriculum, T, TaskSet, TemplateRecord
 
 
 @dataclass(frozen=True)
@@ -71,22 +70,21 @@ def decayed_rate(results: Sequence[float], decay: float) -> float:
     return sum(w * r for w, r in zip(weights, reversed(results), strict=True)) / sum(weights) if results else 0.0
 
 
-class PriorityCurriculum(Curriculum):
+class PriorityCurriculum(Curriculum[T]):
     """Highest priority first, among the current tier and what is due from the tiers before it."""
 
     strategy = "priority"
 
     def __init__(
         self,
-        seed: int = 0,
-        tiers: Iterable[str] | None = None,
-        tags: Iterable[str] = (),
+        seed: int,
+        tasks: TaskSet[T],
         *,
         rule: PriorityRule | None = None,
         group_success: str = "fraction",
     ) -> None:
         self.rule = rule or PriorityRule()
-        super().__init__(seed, tiers, tags, group_success=group_success)
+        super().__init__(seed, tasks, group_success=group_success)
 
     def reset(self) -> None:
         with self._lock:
@@ -169,7 +167,7 @@ class PriorityCurriculum(Curriculum):
         with self._lock:
             records = self._records.values()
             return super().stats() | {
-                "tier": float(TIERS.index(self.tier)),
+                "tier": float(list(self._tasks.groups).index(self.tier)),
                 "tier_episodes": float(len(self._tier_results)),
                 "graduated": float(sum(record.graduated for record in records)),
                 "due": float(sum(self._due(record) for record in records)),

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from realhf.env.cli_frames import frame
+from realhf.env.cli_frames import BadFrame, frame, receive_frame, spoke_unasked
 from realhf.env.command_result import CommandResult, OutputLimits, SentRequest
 from realhf.env.fork_server import ForkedProcess
 from realhf.env.policy import check_command, refusal_text
-from realhf.env.worker_reply import BadReply, WorkerReply, parse_reply, receive_frame, spoke_unasked
+from realhf.env.worker_reply import WorkerReply, parse_reply
 
 __all__ = ["CliExecutor", "CommandResult", "ExecutorCounters", "OutputLimits", "SentRequest", "SimulatorLost"]
 
@@ -88,7 +88,7 @@ class CliExecutor:
         try:
             worker.channel.sendall(frame({}))
             return receive_frame(worker.channel, timeout_s) == {}
-        except (OSError, BadReply):
+        except (OSError, BadFrame):
             return False
 
     def run(self, command: str) -> CommandResult:
@@ -130,7 +130,7 @@ class CliExecutor:
             reply = self._exchange(worker, argv)
         except TimeoutError:
             reply, timed_out = None, True
-        except (OSError, BadReply):
+        except (OSError, BadFrame):
             reply = None
         worker.commands += 1
         if reply is None or reply.last or worker.commands >= MAX_COMMANDS_PER_WORKER:
@@ -149,10 +149,10 @@ class CliExecutor:
         return reply.result
 
     def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> WorkerReply:
-        """The worker's answer. Raises TimeoutError, OSError or BadReply when it is late, lost or not to be believed."""
+        """The worker's answer. Raises TimeoutError, OSError or BadFrame when it is late, lost or not to be believed."""
         limits = self._limits
         if spoke_unasked(worker.channel):  # or this answer would be taken for the next one's
-            raise BadReply("a frame that nobody asked for")
+            raise BadFrame("a frame that nobody asked for")
         message = {"argv": argv, "stdout_cap": limits.stdout_bytes, "stderr_cap": limits.stderr_bytes}
         worker.channel.settimeout(limits.timeout_s)
         worker.channel.sendall(frame(message))

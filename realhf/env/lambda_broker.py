@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.env import sandbox
+from realhf.env import lambda_bootstrap, sandbox, seccomp
 from realhf.env.bubblewrap import hidden
 from realhf.env.cli_frames import frame, read_frame
 from realhf.env.fork_server import serve_forks
@@ -29,7 +29,7 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _PYTHON = "/python"
 _TMP_BYTES = 16 << 20
 _BOOT = "/boot"
-_BOOT_FILES = ("lambda_bootstrap.py", "seccomp.py")
+_BOOT_FILES = (str(lambda_bootstrap.__file__), str(seccomp.__file__))
 _CPU_EXCEEDED = (-24, -9, 137, 152)
 
 
@@ -44,10 +44,11 @@ def sandbox_command(program: Path) -> list[str]:
         words += ["--ro-bind-try", path, path]
     words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]
     words += hidden_package(sandbox.own_package(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON})
-    for name in _BOOT_FILES:
-        words += ["--ro-bind", str(Path(__file__).with_name(name)), f"{_BOOT}/{name}"]
+    for file in _BOOT_FILES:
+        words += ["--ro-bind", file, f"{_BOOT}/{os.path.basename(file)}"]
     python = f"{_PYTHON}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    return [*words, "--remount-ro", "/", "--chdir", "/tmp", python, "-I", "-S", "-B", f"{_BOOT}/{_BOOT_FILES[0]}"]
+    bootstrap = f"{_BOOT}/{os.path.basename(_BOOT_FILES[0])}"
+    return [*words, "--remount-ro", "/", "--chdir", "/tmp", python, "-I", "-S", "-B", bootstrap]
 
 
 def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from realhf.base.paths import IMPORT_ROOT
 from realhf.env.fork_server import ForkedProcess, ForkServer
 from realhf.env.owner_channel import ENVIRONMENT, OWNER, OwnerChannel
 
@@ -49,7 +50,7 @@ def zygote_environment(folder: Path) -> dict[str, str]:
 
 
 def _import_path() -> list[str]:
-    return [str(Path(__file__).resolve().parents[2])]
+    return [str(IMPORT_ROOT)]
 
 
 def not_up(name: str, reason: object, log: str) -> str:

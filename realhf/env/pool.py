@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from realhf.base.paths import IMPORT_ROOT
 from realhf.env.bubblewrap import housekept, sandboxed
-from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES, Containment
+from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES, Containment, NotContained
 from realhf.env.containment_check import SIMULATORS, WORKERS, judge, probe_layers
 from realhf.env.containment_probe import Attempt
 from realhf.env.executor import OutputLimits, SimulatorLost
@@ -21,7 +22,7 @@ from realhf.env.health_loop import HealthLoop
 from realhf.env.lease_book import EXHAUSTED, LeaseBook, SlotState
 from realhf.env.ministack_process import MiniStackProcess, not_up, zygote_environment
 from realhf.env.process_guard import LAYERS
-from realhf.env.self_test import NotContained, self_test
+from realhf.env.self_test import self_test
 from realhf.env.slot import ACCOUNT, START_TIMEOUT_S, Slot
 from realhf.env.state_client import ClientFactory
 
@@ -282,7 +283,7 @@ def worker_environment() -> dict[str, str]:
         "LANG": "C.UTF-8",
         "TZ": "UTC",
         "PYTHONHASHSEED": "0",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "PYTHONPATH": str(IMPORT_ROOT),
         "AWS_ACCESS_KEY_ID": ACCOUNT,
         "AWS_SECRET_ACCESS_KEY": "none",
         "AWS_DEFAULT_REGION": "us-east-1",

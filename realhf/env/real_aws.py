@@ -24,6 +24,8 @@ from typing import Any
 import botocore.session
 from botocore.exceptions import BotoCoreError, ClientError
 
+from realhf.base.paths import IMPORT_ROOT
+from realhf.env.cli_frames import BadFrame
 from realhf.env.command_result import CommandResult, OutputLimits
 from realhf.env.executor import TIMED_OUT, SimulatorLost
 from realhf.env.policy import REGION, Verdict, check_command, refusal_text
@@ -36,13 +38,13 @@ from realhf.env.real_aws_permissions import (
 )
 from realhf.env.state_client import StateCallError
 from realhf.env.vfs import VirtualFolder
-from realhf.env.worker_reply import BadReply, parse_reply
+from realhf.env.worker_reply import parse_reply
 
 _LOG = logging.getLogger(__name__)
 _FILE_VALUE = re.compile("fileb?://", re.IGNORECASE)
 _CHILD_ENVIRONMENT = {
     "PATH": "/nonexistent", "HOME": "/nonexistent", "LANG": "C.UTF-8", "TZ": "UTC", "AWS_PAGER": "",
-    "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    "PYTHONPATH": str(IMPORT_ROOT),
 }  # fmt: skip
 EXHAUSTED = "the account's only session is taken"
 
@@ -116,7 +118,7 @@ class RealAwsExecutor:
             reply = parse_reply({**json.loads(out), "last": True}, self._limits)
         except subprocess.TimeoutExpired:
             return CommandResult(124, "", TIMED_OUT, timed_out=True)
-        except (ValueError, TypeError, BadReply):
+        except (ValueError, TypeError, BadFrame):
             said = problem[-500:].decode("utf-8", "replace")
             _LOG.error("real AWS: the command line ended without an answer: %s", said)
             return CommandResult(255, "", "command stopped", stopped=True)

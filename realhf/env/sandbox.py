@@ -17,6 +17,8 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from realhf.base.paths import PACKAGE
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
@@ -133,7 +135,7 @@ def package_roots() -> tuple[str, ...]:
 def own_package() -> str:
     """The folder of this package, whose tasks and their answers no contained process may read. It may lie among the
     installed packages."""
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return str(PACKAGE)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from realhf.env.containment import NotContained
 from realhf.env.ministack_process import MiniStackProcess
 
 _ROLE = "arn:aws:iam::000000000000:role/self-test"
@@ -42,10 +43,6 @@ def handler(event, context):
         return "ran, contained"
     return "ran, connected"
 """
-
-
-class NotContained(RuntimeError):
-    """Code of an agent could reach the host; nothing is served."""
 
 
 def self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from fastapi import FastAPI
 
 from realhf.env import wire
 from realhf.env.capacity import SlotLeases, SlotPool, watch_loop_lag
@@ -20,7 +21,6 @@ from realhf.env.metrics import ServerMetrics
 from realhf.env.server_config import ServerConfig
 from realhf.env.session import Player
 from realhf.env.session_endpoint import SessionEndpoint
-from realhf.env.web.routes import mount
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,9 +47,17 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+class Page(Protocol):
+    """Something that was added to the application and ends with the server."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
 class EnvServer:
     """The application served on its own thread, so that the main thread is free for signals and RPC.
-    ``ended`` is set when that thread is over."""
+    ``ended`` is set when that thread is over. ``mount`` adds a page to the application, unless ``config`` has none."""
 
     def __init__(
         self,
@@ -57,6 +65,7 @@ class EnvServer:
         make_player: Callable[[Any], Player],
         config: ServerConfig,
         listener: socket.socket,
+        mount: Callable[[FastAPI, ServerConfig], Page] | None = None,
     ) -> None:
         self._metrics = ServerMetrics(pool.metrics)
         self._threads = ThreadPoolExecutor(config.pool_size + 2, thread_name_prefix="env-session")
@@ -64,7 +73,7 @@ class EnvServer:
         self._endpoint = SessionEndpoint(leases, make_player, self._threads, config, self._metrics)
         stateless = StatelessPlayer(leases, make_player, self._threads)
         app = build_app(pool, leases, self._endpoint, stateless, config, self._metrics)
-        self._playground = mount(app, config) if config.web_mounted else None
+        self._page = mount(app, config) if mount is not None and config.web_mounted else None
         self._listener = listener
         self._address = listener.getsockname()[:2]
         self._server = uvicorn.Server(
@@ -112,8 +121,8 @@ class EnvServer:
                 _LOG.error("sessions did not end within %g s", timeout_s)
             self._server.should_exit = True
             self._thread.join(max(0.5, deadline - time.monotonic()))
-        if self._playground is not None:
-            self._playground.close()
+        if self._page is not None:
+            self._page.close()
 
     def _run(self) -> None:
         try:

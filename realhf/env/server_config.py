@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from realhf.env.command_result import OutputLimits
 from realhf.env.injected_faults import DEFAULT_KINDS, InjectedFaults
 from realhf.env.loopback import is_loopback_host
 from realhf.env.process_guard import LAYERS
@@ -148,11 +147,6 @@ class ServerConfig:
     def injected(self) -> InjectedFaults:
         """The simulated trouble that is asked for."""
         return InjectedFaults(self.step_latency_ms, self.fault_rate, self.fault_kinds, self.fault_seed)
-
-    @property
-    def limits(self) -> OutputLimits:
-        """Of every command."""
-        return OutputLimits(self.cmd_timeout_s, self.max_stdout_bytes, self.max_stderr_bytes, self.max_command_bytes)
 
     @property
     def missing_layers(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from realhf.api.source import SampleResult, SourceItem
 from realhf.env.curriculum import make_curriculum
 from realhf.env.task import Task
+from realhf.env.tasks.task_set import AwsTaskSet
 
 
 class TaskCurriculumSource:
@@ -25,7 +26,7 @@ class TaskCurriculumSource:
         priority: Mapping[str, Any] | None = None,
     ) -> None:
         self._curriculum = make_curriculum(
-            strategy, seed, tiers, tags, group_success=group_success, priority=priority
+            strategy, seed, AwsTaskSet(tiers, tags), group_success=group_success, priority=priority
         )
         self._drawn = 0
 

@@ -5,18 +5,13 @@ Nothing of a reply is believed before its size, its time and the type of every f
 
 from __future__ import annotations
 
-import json
-import socket
-import struct
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from realhf.env.cli_frames import BadFrame
 from realhf.env.command_result import CommandResult, OutputLimits, SentRequest
 
-_HEADER = struct.Struct(">I")
-_MAX_FRAME_BYTES = 64 << 20
 _MAX_REQUESTS = 10_000
 _NOTE_CHARS = 64
 """Of the remark that a stream was cut, which comes on top of what is kept."""
@@ -24,10 +19,6 @@ _FIELDS: Mapping[str, type] = {"exit_code": int, "stdout": str, "stderr": str, "
                                "truncated": bool}  # fmt: skip
 _REQUEST_FIELDS: Mapping[str, type] = {"service": str, "operation": str, "params": dict, "status": int,
                                        "error_code": str}  # fmt: skip
-
-
-class BadReply(Exception):
-    """The worker did not answer as workers do. It must not be used again."""
 
 
 @dataclass(frozen=True)
@@ -39,65 +30,21 @@ class WorkerReply:
     last: bool
 
 
-def spoke_unasked(channel: socket.socket) -> bool:
-    """Whether something lies unread in the channel, or the worker closed it."""
-    channel.setblocking(False)
-    try:
-        channel.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
-    """The next frame's content; no byte behind it is read. Raises TimeoutError, BadReply."""
-    deadline = time.monotonic() + timeout_s
-    (size,) = _HEADER.unpack(_receive(channel, _HEADER.size, deadline))
-    if size > _MAX_FRAME_BYTES:
-        raise BadReply(f"a frame of {size} bytes")
-    try:
-        return json.loads(_receive(channel, size, deadline))
-    except (ValueError, RecursionError) as error:
-        raise BadReply(f"not JSON: {error}") from None
-
-
-def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        channel.settimeout(left)
-        try:
-            part = channel.recv(min(size, 1 << 20))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise BadReply(str(error)) from None
-        if not part:
-            raise BadReply("the worker ended")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
 def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
-    """Raises BadReply for anything but a well-formed answer to a command that ran under ``limits``."""
+    """Raises BadFrame for anything but a well-formed answer to a command that ran under ``limits``."""
     if not isinstance(data, dict):
-        raise BadReply("not an object")
+        raise BadFrame("not an object")
     _check_types(data, _FIELDS)
     for stream, most in (("stdout", limits.stdout_bytes), ("stderr", limits.stderr_bytes)):
         if len(data[stream]) > most + _NOTE_CHARS:
-            raise BadReply(f"more {stream} than was asked for")
+            raise BadFrame(f"more {stream} than was asked for")
     refusal = data.get("refusal")
     if refusal is not None:
         if not isinstance(refusal, list) or [type(part) for part in refusal] != [str, str]:
-            raise BadReply("a malformed refusal")
+            raise BadFrame("a malformed refusal")
         refusal = (refusal[0], refusal[1])
     if len(data["requests"]) > _MAX_REQUESTS:
-        raise BadReply("more requests than a command can send")
+        raise BadFrame("more requests than a command can send")
     result = CommandResult(data["exit_code"], data["stdout"], data["stderr"], truncated=data["truncated"],
                            requests=tuple(_sent(entry) for entry in data["requests"]))  # fmt: skip
     return WorkerReply(result, refusal, data["last"])
@@ -105,7 +52,7 @@ def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
 
 def _sent(entry: Any) -> SentRequest:
     if not isinstance(entry, dict) or set(entry) != set(_REQUEST_FIELDS):
-        raise BadReply("a malformed request")
+        raise BadFrame("a malformed request")
     _check_types(entry, _REQUEST_FIELDS)
     return SentRequest(**entry)
 
@@ -113,4 +60,4 @@ def _sent(entry: Any) -> SentRequest:
 def _check_types(data: Mapping[str, Any], fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
         if type(data.get(name)) is not kind:
-            raise BadReply(f"{name} is not of type {kind.__name__}")
+            raise BadFrame(f"{name} is not of type {kind.__name__}")

@@ -1,16 +1,21 @@
-"""Metrics of every step: ``metrics.jsonl``, TensorBoard and, if asked for, wandb."""
+"""Flattens the report of a step into numbers and writes them: ``metrics.jsonl``, TensorBoard and, if asked for, wandb.
+
+Names: ``<call>/<metric>``, ``seconds/<call>``, ``buffer/...``, and ``staleness/...``, which the training call measures
+and the whole run is judged by. TensorBoard files are written without torch.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from realhf.api.config import MonitorConfig
-from realhf.monitor.tensorboard import TensorBoardWriter
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"
@@ -79,3 +84,64 @@ def _start_wandb(run_dir: Path, run_name: str, *, resumed: bool) -> Any:
         known.write_text(uuid.uuid4().hex, encoding="utf-8")
     return wandb.init(dir=str(run_dir), name=run_name, project="realhf", id=known.read_text(encoding="utf-8").strip(),
                       resume="allow")
+
+
+class TensorBoardWriter:
+    """Scalars of a run in ``folder``. ``first_step``: later points of an earlier, interrupted run are purged
+    by TensorBoard when it reads the file."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+        self._writer.add_event(Event(
+            wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START)
+        ))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def flatten_step(
+    *,
+    wall_s: float,
+    stats: Mapping[str, Mapping[str, Any]],
+    times: Mapping[str, Mapping[str, float]],
+    tokens: Mapping[str, int],
+    buffer: Mapping[str, Any],
+    source: Mapping[str, float],
+    train_calls: Sequence[str],
+) -> dict[str, float]:
+    """``tokens[call]``: tokens a call took in. Tokens per second count what was generated, or without
+    generation what was trained on, over the whole step."""
+    metrics: dict[str, float] = {"step_seconds": wall_s}
+    for call, values in stats.items():
+        metrics |= {_name(call, name): float(value) for name, value in values.items() if _is_number(value)}
+    for call, spent in times.items():
+        metrics[f"seconds/{call}"] = spent["compute_s"]
+        metrics[f"fetch_seconds/{call}"] = spent["fetch_s"]
+        metrics[f"queue_seconds/{call}"] = spent["queue_s"]
+    generated = sum(value for name, value in metrics.items() if name.endswith("/generated_tokens"))
+    metrics["tokens"] = generated or float(sum(tokens.get(call, 0) for call in train_calls))
+    metrics["tokens_per_second"] = metrics["tokens"] / wall_s if wall_s > 0 else 0.0
+    metrics["buffer/resident"] = float(buffer.get("peak_resident", 0))
+    metrics |= {f"source/{name}": float(value) for name, value in source.items() if _is_number(value)}
+    return metrics
+
+
+def _name(call: str, figure: str) -> str:
+    return figure if figure.startswith("staleness/") else f"{call}/{figure}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from realhf.base.paths import PACKAGE
+
 PACKAGES = ("torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "pyzmq", "msgpack", "networkx", "numpy",
             "ministack", "awscli", "safetensors")
 
@@ -36,7 +38,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 def write_provenance(run_dir: Path, arguments: Sequence[str]) -> None:
     """``provenance.json`` in the run folder."""
     content = {
-        "git": git_state(Path(__file__).resolve().parent),
+        "git": git_state(PACKAGE),
         "packages": package_versions(),
         "python": platform.python_version(),
         "machine": {"system": platform.system(), "processor": platform.machine()},

@@ -25,6 +25,7 @@ from realhf.monitor.trace_format import (
     COMPLETE,
     COUNTER,
     INSTANT,
+    Lanes,
     TraceEvent,
     file_of,
     line_event,
@@ -32,7 +33,6 @@ from realhf.monitor.trace_format import (
     process_events,
     process_number,
 )
-from realhf.monitor.trace_lanes import Lanes
 
 LIMIT_BYTES = 64 * 2**20
 FLUSH_INTERVAL_S = 0.5

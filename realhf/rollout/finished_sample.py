@@ -9,8 +9,8 @@ from typing import Any
 
 from realhf.api.mfc import MFCDef
 from realhf.api.model import CallContext
-from realhf.api.registry import interfaces
 from realhf.api.rollout import RolloutLease
+from realhf.builtins import interfaces
 from realhf.rollout.group_player import PlayedGroup
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.rollout.transcript import transcript

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.algorithms.aggregation import token_weights
 from realhf.algorithms.behaviour_weight import loglinear_proximal
-from realhf.algorithms.losses import token_weights
 from realhf.algorithms.policy_objective import PolicyObjective
 from realhf.algorithms.presets import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys

@@ -18,7 +18,7 @@ from realhf.algorithms.losses import (
     weighted_sum,
 )
 from realhf.algorithms.presets import resolve
-from realhf.api.registry import policy_losses
+from realhf.builtins import policy_losses
 
 LENGTHS = [4, 1, 6, 3]
 

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 import torch
 
-from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.api.keys import KeySpec
+from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.api.sample import SequenceSample
 from realhf.data.payload_log import PayloadLog
 from realhf.data.sample_limits import SampleLimits

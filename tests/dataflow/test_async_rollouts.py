@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from toy_streamed_run import TRAINER, CountingSource, FakeWorkers, meta_of, plan_of, worker_info
 
-from realhf.api.arrival import Arrival
+from realhf.api.rollout import Arrival
 from realhf.api.source import SampleResult
 from realhf.dataflow import async_rollouts
 from realhf.dataflow.async_rollouts import AsyncRollouts

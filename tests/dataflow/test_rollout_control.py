@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from toy_streamed_run import CountingSource, meta_of
 
-from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
-from realhf.api.rollout import RolloutLease
+from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.api.source import SampleResult
 from realhf.dataflow.journal import Journal, JournalError
 from realhf.dataflow.journal_audit import audit_folder

@@ -12,8 +12,7 @@ from typing import Any
 
 from toy_streamed_run import TRAINER, CountingSource, meta_of, plan_of, worker_info
 
-from realhf.api.arrival import ACCEPTED, Arrival
-from realhf.api.rollout import RolloutLease
+from realhf.api.rollout import ACCEPTED, Arrival, RolloutLease
 from realhf.api.source import SampleResult
 from realhf.dataflow.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied

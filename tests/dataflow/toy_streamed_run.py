@@ -10,11 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from realhf.api.arrival import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.api.config import AsyncConfig, FailureConfig
 from realhf.api.experiment import RolloutSpec
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.rollout import RolloutLease
+from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from realhf.env import bubblewrap, seccomp
-from realhf.env.containment import Containment
+from realhf.env.containment import Containment, NotContained
 from realhf.env.containment_check import judge
 from realhf.env.containment_probe import Attempt
 from realhf.env.pool import MiniStackPool
 from realhf.env.process_guard import LAYERS
 from realhf.env.sandbox import own_package
-from realhf.env.self_test import NotContained
 
 pytestmark = pytest.mark.sim
 BWRAP = bubblewrap.find()

@@ -12,9 +12,10 @@ from realhf.env.curriculum_base import Curriculum
 from realhf.env.curriculum_learnability import LearnabilityCurriculum
 from realhf.env.curriculum_priority import PRESETS, PriorityCurriculum, PriorityRule, decayed_rate
 from realhf.env.names import is_heldout_pair, is_name
-from realhf.env.task import TaskError
+from realhf.env.task import Task
 from realhf.env.tasks import instantiate, load_templates
 from realhf.env.tasks.loader import is_heldout_seed
+from realhf.env.tasks.task_set import AwsTaskSet
 
 STRATEGIES = ("priority", "learnability")
 TRAIN = {template.task_id for template in load_templates(split="train")}
@@ -23,12 +24,12 @@ WARMUP = {template.task_id for template in load_templates(["warmup"], split="tra
 BEGINNER = {template.task_id for template in load_templates(["beginner"], split="train")}
 
 
-def record(curriculum: Curriculum, template_id: int, *results: float) -> None:
+def record(curriculum: Curriculum[Task], template_id: int, *results: float) -> None:
     for result in results:
         curriculum.record_result(instantiate(template_id, 0), result, result)
 
 
-def drill(curriculum: Curriculum, steps: int) -> list[tuple[int, int]]:
+def drill(curriculum: Curriculum[Task], steps: int) -> list[tuple[int, int]]:
     """Draw, record a result that depends on the template, and so on."""
     drawn = []
     for _ in range(steps):
@@ -45,7 +46,7 @@ def test_decayed_rate() -> None:
 
 
 def test_priority_arithmetic() -> None:
-    curriculum = PriorityCurriculum(0)
+    curriculum = PriorityCurriculum(0, AwsTaskSet())
     assert curriculum.priority(1) == 100
     record(curriculum, 1, 0.0)
     assert curriculum.priority(1) == 50 - 20, "weak, but attempted just now"
@@ -55,7 +56,7 @@ def test_priority_arithmetic() -> None:
 
 
 def test_mastery_and_spaced_repetition() -> None:
-    curriculum = PriorityCurriculum(0, ["warmup"])
+    curriculum = PriorityCurriculum(0, AwsTaskSet(["warmup"]))
 
     def schedule() -> tuple[int, int]:
         return curriculum._records[1].interval, curriculum._records[1].reference
@@ -79,7 +80,7 @@ def test_mastery_and_spaced_repetition() -> None:
 
 
 def test_a_result_counts_as_a_re_test_only_where_one_was_due_when_the_task_was_chosen() -> None:
-    curriculum = PriorityCurriculum(0)
+    curriculum = PriorityCurriculum(0, AwsTaskSet())
     record(curriculum, 1, 1.0, 1.0, 1.0)
     record(curriculum, 2, 0.0, 0.0)
     assert curriculum.get_stats()["spaced_rep_due"] == []
@@ -92,34 +93,34 @@ def test_a_result_counts_as_a_re_test_only_where_one_was_due_when_the_task_was_c
 
 
 def test_window_of_ten() -> None:
-    curriculum = PriorityCurriculum(0)
+    curriculum = PriorityCurriculum(0, AwsTaskSet())
     record(curriculum, 1, *[1.0] * 5, *[0.0] * 10)
     assert curriculum.success_rate(1) == 0
 
 
 def test_promotion() -> None:
-    fast = PriorityCurriculum(0)
+    fast = PriorityCurriculum(0, AwsTaskSet())
     record(fast, 1, 1.0, 1.0)
     assert fast.tier == "warmup"
     record(fast, 1, 1.0)
     assert fast.tier == "beginner"
-    slow = PriorityCurriculum(0)
+    slow = PriorityCurriculum(0, AwsTaskSet())
     record(slow, 1, 0.0, 0.0, 1.0, 1.0)
     assert slow.tier == "warmup"
     record(slow, 1, 1.0)
     assert slow.tier == "beginner"
     record(slow, 1, 1.0, 1.0, 1.0)
     assert slow.tier == "beginner", "results of an earlier tier do not promote"
-    failing = PriorityCurriculum(0)
+    failing = PriorityCurriculum(0, AwsTaskSet())
     record(failing, 1, 1.0, 1.0, 0.0)
     assert failing.tier == "warmup", "a failure blocks the fast track"
-    last = PriorityCurriculum(0, ["beginner"])
+    last = PriorityCurriculum(0, AwsTaskSet(["beginner"]))
     record(last, 101, *[1.0] * 20)
     assert last.tier == "beginner"
 
 
 def test_candidates_are_the_tier_and_what_is_due() -> None:
-    curriculum = PriorityCurriculum(0)
+    curriculum = PriorityCurriculum(0, AwsTaskSet())
     record(curriculum, 1, 1.0, 1.0, 1.0)
     assert {task.task_id for task in curriculum.next_tasks(len(BEGINNER))} == BEGINNER
     record(curriculum, 101, 0.0, 0.0, 0.0)
@@ -127,7 +128,7 @@ def test_candidates_are_the_tier_and_what_is_due() -> None:
 
 
 def test_learnability_weights() -> None:
-    curriculum = LearnabilityCurriculum(0, decay=0.5)
+    curriculum = LearnabilityCurriculum(0, AwsTaskSet(), decay=0.5)
     record(curriculum, 1, 1.0, 0.0, 0.5)
     expected = (0.25 * 1.0 + 0.5 * 0.0 + 0.5) / 1.75
     assert curriculum.success_rate(1) == pytest.approx(expected)
@@ -135,7 +136,7 @@ def test_learnability_weights() -> None:
 
 
 def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> None:
-    curriculum = LearnabilityCurriculum(3, tags=["starter"])
+    curriculum = LearnabilityCurriculum(3, AwsTaskSet(tags=["starter"]))
     starters = {template.task_id for template in load_templates(tags=["starter"])}
     first: list[int] = []
     for count in (16, 16, len(starters) - 32):
@@ -156,7 +157,7 @@ def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> N
 def test_heldout_is_never_served(strategy: str) -> None:
     """Neither held-out templates, nor held-out names, nor held-out seeds."""
     assert len(HELDOUT) >= 20 and not HELDOUT & TRAIN
-    curriculum = make_curriculum(strategy, 1)
+    curriculum = make_curriculum(strategy, 1, AwsTaskSet())
     for _ in range(120):
         for task in curriculum.next_tasks(8):
             curriculum.record_result(task, 1.0, 1.0)
@@ -167,39 +168,39 @@ def test_heldout_is_never_served(strategy: str) -> None:
                     adjective, noun, _ = value.split("-")
                     assert not is_heldout_pair(adjective, noun)
     assert curriculum.get_stats()["episode_count"] == 960
-    with pytest.raises(TaskError, match="not in this curriculum"):
+    with pytest.raises(LookupError, match="not in this curriculum"):
         curriculum.record_result(instantiate(min(HELDOUT), 0), 1.0, 1.0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tags_choose_the_templates(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 0, tags=["starter"])
+    curriculum = make_curriculum(strategy, 0, AwsTaskSet(tags=["starter"]))
     starters = {template.task_id for template in load_templates(tags=["starter"], split="train")}
     assert set(curriculum._records) == starters and len(starters) == 39
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resume_continues_with_the_same_tasks(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 7)
+    curriculum = make_curriculum(strategy, 7, AwsTaskSet())
     drill(curriculum, 20)
     state = json.loads(json.dumps(curriculum.state_dict()))
-    other = make_curriculum(strategy, 99)
+    other = make_curriculum(strategy, 99, AwsTaskSet())
     other.load_state_dict(state)
     assert drill(other, 15) == drill(curriculum, 15)
     assert other.stats() == curriculum.stats()
-    assert drill(make_curriculum(strategy, 7), 3) == drill(make_curriculum(strategy, 7), 3)
-    assert drill(make_curriculum(strategy, 7), 3) != drill(make_curriculum(strategy, 8), 3)
+    assert drill(make_curriculum(strategy, 7, AwsTaskSet()), 3) == drill(make_curriculum(strategy, 7, AwsTaskSet()), 3)
+    assert drill(make_curriculum(strategy, 7, AwsTaskSet()), 3) != drill(make_curriculum(strategy, 8, AwsTaskSet()), 3)
 
 
 def test_loading_minds_version_strategy_and_task_set(caplog: pytest.LogCaptureFixture) -> None:
-    curriculum = make_curriculum("learnability", 0)
+    curriculum = make_curriculum("learnability", 0, AwsTaskSet())
     record(curriculum, 1, 0.5)
     state = curriculum.state_dict()
     with pytest.raises(ValueError, match="strategy"):
-        make_curriculum("priority", 0).load_state_dict(state)
+        make_curriculum("priority", 0, AwsTaskSet()).load_state_dict(state)
     with pytest.raises(ValueError, match="version"):
         curriculum.load_state_dict(state | {"version": 0})
-    smaller = LearnabilityCurriculum(0, ["warmup"])
+    smaller = LearnabilityCurriculum(0, AwsTaskSet(["warmup"]))
     smaller.load_state_dict(state)
     assert "another set of tasks" in caplog.text
     assert smaller.success_rate(1) == 0.5 and smaller.stats()["untried"] == len(WARMUP) - 1
@@ -207,7 +208,7 @@ def test_loading_minds_version_strategy_and_task_set(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_record_result_is_the_only_mutation(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 0)
+    curriculum = make_curriculum(strategy, 0, AwsTaskSet())
     drill(curriculum, 5)
     before = copy.deepcopy(curriculum.state_dict())
     curriculum.next_task()
@@ -225,7 +226,7 @@ def test_record_result_is_the_only_mutation(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 0)
+    curriculum = make_curriculum(strategy, 0, AwsTaskSet())
     curriculum.record_result(instantiate(1, 0), None)
     figures = curriculum.stats()
     assert (figures["invalid_groups"], figures["episodes"], figures["untried"]) == (1, 0, len(TRAIN))
@@ -236,29 +237,29 @@ def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) ->
 
 
 def test_wrong_arguments() -> None:
-    curriculum = make_curriculum("learnability", 0, ["warmup"])
-    with pytest.raises(TaskError, match="101"):
+    curriculum = make_curriculum("learnability", 0, AwsTaskSet(["warmup"]))
+    with pytest.raises(LookupError, match="101"):
         record(curriculum, 101, 1.0)
     with pytest.raises(ValueError, match="fraction"):
         record(curriculum, 1, 1.5)
     with pytest.raises(ValueError, match="reward"):
         curriculum.record_result(instantiate(1, 0), 1.0, float("nan"))
-    with pytest.raises(TaskError, match="101"):
+    with pytest.raises(LookupError, match="101"):
         curriculum.get_task_by_id(101)
     with pytest.raises(ValueError, match="learnability, priority"):
-        make_curriculum("greedy", 0)
+        make_curriculum("greedy", 0, AwsTaskSet())
     with pytest.raises(ValueError, match="fraction, any"):
-        make_curriculum("learnability", 0, group_success="most")
+        make_curriculum("learnability", 0, AwsTaskSet(), group_success="most")
     with pytest.raises(ValueError, match="slow, standard"):
-        make_curriculum("priority", 0, priority={"preset": "quick"})
+        make_curriculum("priority", 0, AwsTaskSet(), priority={"preset": "quick"})
     with pytest.raises(ValueError, match="patience"):
-        make_curriculum("priority", 0, priority={"patience": 3})
-    with pytest.raises(TaskError, match="no task"):
-        make_curriculum("priority", 0, ["expert"], ["starter"])
+        make_curriculum("priority", 0, AwsTaskSet(), priority={"patience": 3})
+    with pytest.raises(ValueError, match="no task"):
+        make_curriculum("priority", 0, AwsTaskSet(["expert"], ["starter"]))
 
 
 def test_concurrent_records_are_all_counted() -> None:
-    curriculum = make_curriculum("priority", 0)
+    curriculum = make_curriculum("priority", 0, AwsTaskSet())
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda n: record(curriculum, 1 + n % 13, 0.0), range(400)))
     assert curriculum.stats()["episodes"] == 400
@@ -267,14 +268,14 @@ def test_concurrent_records_are_all_counted() -> None:
 def test_a_group_counts_as_its_fraction_or_as_any() -> None:
     for group_success, expected in (("fraction", 0.25), ("any", 1.0)):
         for strategy in STRATEGIES:
-            curriculum = make_curriculum(strategy, 0, group_success=group_success)
+            curriculum = make_curriculum(strategy, 0, AwsTaskSet(), group_success=group_success)
             curriculum.record_result(instantiate(1, 0), 0.25)
             curriculum.record_result(instantiate(2, 0), 0.0)
             assert curriculum.success_rate(1) == expected and curriculum.success_rate(2) == 0.0
 
 
 def test_get_stats_of_the_priority_strategy() -> None:
-    curriculum = PriorityCurriculum(0)
+    curriculum = PriorityCurriculum(0, AwsTaskSet())
     record(curriculum, 1, 1.0, 1.0, 0.0, 1.0)
     record(curriculum, 2, 0.5)
     curriculum.record_result(instantiate(3, 0), None)
@@ -289,7 +290,7 @@ def test_get_stats_of_the_priority_strategy() -> None:
     later = curriculum.get_stats()
     assert (later["tier_episodes"], later["spaced_rep_due"]) == (2, [1])
     assert later["tier_success_rate"] == pytest.approx(decayed_rate([1, 0], 0.85))
-    other = PriorityCurriculum(9)
+    other = PriorityCurriculum(9, AwsTaskSet())
     other.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
     assert other.get_stats() == later
     other.reset()
@@ -297,7 +298,7 @@ def test_get_stats_of_the_priority_strategy() -> None:
 
 
 def test_both_strategies_tell_the_same_figures() -> None:
-    kinds = [make_curriculum(strategy, 0) for strategy in STRATEGIES]
+    kinds = [make_curriculum(strategy, 0, AwsTaskSet()) for strategy in STRATEGIES]
     for curriculum in kinds:
         record(curriculum, 1, 0.0)
     first, second = (curriculum.get_stats() for curriculum in kinds)
@@ -306,7 +307,7 @@ def test_both_strategies_tell_the_same_figures() -> None:
 
 def test_the_slow_preset_and_changed_constants() -> None:
     assert PRESETS["standard"] == PriorityRule()
-    slow = make_curriculum("priority", 0, priority={"preset": "slow", "fast_track_rate": 2.0})
+    slow = make_curriculum("priority", 0, AwsTaskSet(), priority={"preset": "slow", "fast_track_rate": 2.0})
     assert isinstance(slow, PriorityCurriculum)
     record(slow, 1, *[1.0] * 5)
     assert slow.tier == "beginner"
@@ -314,7 +315,7 @@ def test_the_slow_preset_and_changed_constants() -> None:
     assert slow.tier == "beginner", "the standard rule would have promoted after five"
     record(slow, 101, 1.0)
     assert slow.tier == "intermediate"
-    bold = PriorityCurriculum(0, rule=PriorityRule.of(weak=10.0, due=1.0, recent=0.0, untried=7.0))
+    bold = PriorityCurriculum(0, AwsTaskSet(), rule=PriorityRule.of(weak=10.0, due=1.0, recent=0.0, untried=7.0))
     assert bold.priority(1) == 7.0
     record(bold, 1, 0.0)
     assert bold.priority(1) == 10.0

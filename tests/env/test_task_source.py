@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from realhf.api.registry import sources
 from realhf.api.source import DataSource, SampleResult, SourceItem
+from realhf.builtins import sources
 from realhf.env.task import Task
 from realhf.env.task_source import TaskCurriculumSource
 from realhf.env.tasks import instantiate

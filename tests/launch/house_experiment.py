@@ -11,7 +11,7 @@ from experiments.toy_experiment import build as build_toy
 
 from realhf.api.config import ExperimentConfig
 from realhf.api.experiment import ExperimentSpec
-from realhf.api.registry import interfaces, policy_losses, sources
+from realhf.builtins import interfaces, policy_losses, sources
 
 
 @policy_losses.register("twice")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError
+from realhf.base.paths import CONFIGS
 from realhf.launch import main
 from realhf.launch_build import build_experiment
-from realhf.launch_config import CONFIG_DIR, choices, compose_config, experiment_names, help_text
+from realhf.launch_config import choices, compose_config, experiment_names, help_text
 
 TOY = Path(__file__).with_name("toy_experiment.py")
 
@@ -19,7 +20,7 @@ TOY = Path(__file__).with_name("toy_experiment.py")
 @pytest.fixture
 def configs(tmp_path: Path) -> Path:
     """A copy of the configurations, to be added to."""
-    shutil.copytree(CONFIG_DIR, tmp_path / "configs")
+    shutil.copytree(CONFIGS, tmp_path / "configs")
     return tmp_path / "configs"
 
 
@@ -79,9 +80,9 @@ def test_a_choice_of_which_nothing_is_read(configs: Path):
 
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_what_is_shipped_has_effect(experiment: str):
-    build(CONFIG_DIR, f"experiment={experiment}")
+    build(CONFIGS, f"experiment={experiment}")
     for model in choices("model"):
-        build(CONFIG_DIR, f"experiment={experiment}", f"model={model}")
+        build(CONFIGS, f"experiment={experiment}", f"model={model}")
 
 
 def test_the_help_shows_the_defaults_of_the_section_that_an_option_stands_in():

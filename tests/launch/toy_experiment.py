@@ -15,8 +15,8 @@ from typing import Any
 from realhf.api.config import ExperimentConfig, run_folder
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.registry import backends, interfaces, sources
 from realhf.api.source import SourceItem
+from realhf.builtins import backends, interfaces, sources
 
 
 class ToyEngine:

@@ -15,10 +15,10 @@ from rich.console import Console
 from realhf.api.config import MonitorConfig
 from realhf.monitor import display as display_module
 from realhf.monitor import report
-from realhf.monitor.async_plot import staleness_bound
 from realhf.monitor.display import LiveDisplay, PlainDisplay, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics_log import MetricsLog
+from realhf.monitor.plots import staleness_bound
 from realhf.monitor.rollout_figures import (
     flatten_rollouts,
     is_asynchronous,

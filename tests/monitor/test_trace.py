@@ -21,8 +21,7 @@ from realhf.api.trace import GENERATE, OTHER, WEIGHTS, kind_of
 from realhf.monitor import trace
 from realhf.monitor.trace import TraceWriter, merge_traces
 from realhf.monitor.trace_files import read_events
-from realhf.monitor.trace_format import file_of, line_number, process_number
-from realhf.monitor.trace_lanes import Lanes
+from realhf.monitor.trace_format import Lanes, file_of, line_number, process_number
 
 MS = 1_000_000
 

@@ -15,6 +15,7 @@ from realhf.env.curriculum_base import Curriculum
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.task import Task
 from realhf.env.tasks.loader import solve
+from realhf.env.tasks.task_set import AwsTaskSet
 from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
 
 pytestmark = pytest.mark.sim
@@ -44,12 +45,12 @@ def test_the_oracle_earns_one_and_chance_earns_little(server: EnvServerProcess) 
     threads = set(threading.enumerate())
     children = len(psutil.Process(server.process.pid).children(recursive=True))
     tiers = ["warmup", "beginner", "intermediate"]
-    good = make_curriculum("priority", 1, tiers, ["starter"])
+    good = make_curriculum("priority", 1, AwsTaskSet(tiers, ["starter"]))
     assert play(server, good, oracle=True) == pytest.approx([1.0] * STEPS)
     figures = good.get_stats()
     assert figures["episode_count"] == STEPS and figures["promotions"][0] == (3, "beginner")
     assert not figures["weak_spots"] and figures["avg_reward_last_10"] == pytest.approx(1.0)
-    poor = make_curriculum("priority", 1, tiers, ["starter"])
+    poor = make_curriculum("priority", 1, AwsTaskSet(tiers, ["starter"]))
     rewards = play(server, poor, oracle=False)
     assert sum(rewards) / STEPS < 0.2
     assert poor.get_stats()["tier"] == "warmup" and poor.get_stats()["promotions"] == []

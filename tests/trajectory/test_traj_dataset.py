@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from realhf.api.model import CallContext, Model
-from realhf.api.registry import interfaces, sources
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.source import DataSource
+from realhf.builtins import interfaces, sources
 from realhf.trajectory.client import Denied, NoBatchYet, NotRegistered, TrajectoryClient
 from realhf.trajectory.lease_keeper import LeaseKeeper
 from realhf.trajectory.stream_interface import TrajectoryStreamInterface

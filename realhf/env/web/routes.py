@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from realhf.env import wire
+from realhf.env.configured_pool import simulator_pool
 from realhf.env.hints import HINT_COMMAND, LEVELS
 from realhf.env.player import EpisodePlayer
 from realhf.env.pool import MiniStackPool
@@ -43,8 +44,7 @@ def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RE
 
 def _game(config: ServerConfig) -> Game:
     def make_pool() -> MiniStackPool:
-        return MiniStackPool(1, config.web_ministack_port, sandbox=config.containment, limits=config.limits,
-                             lambda_mode=config.lambda_mode, may_lack=config.missing_layers)  # fmt: skip
+        return simulator_pool(config, 1, config.web_ministack_port)
 
     def make_player(slot: Any) -> EpisodePlayer:
         return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos)

@@ -1,0 +1,50 @@
+"""The parts that have a name: interfaces, backends, data sources, datasets, advantage estimators and policy losses.
+
+Built-in parts are listed here as text, so that this module knows everybody and imports nobody. An experiment file adds
+its own with ``@interfaces.register("name")``.
+"""
+
+from __future__ import annotations
+
+from realhf.api.registry import Registry
+
+interfaces = Registry(
+    "interface",
+    {
+        "env_rollout": "realhf.rollout.interface:EnvRolloutInterface",
+        "outcome_reward": "realhf.algorithms.reward:OutcomeRewardInterface",
+        "logprob": "realhf.algorithms.logprob:LogprobInterface",
+        "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
+        "sft": "realhf.algorithms.sft:SFTInterface",
+        "trajectory_stream": "realhf.trajectory.stream_interface:TrajectoryStreamInterface",
+    },
+)
+backends = Registry("backend", {"torch": "realhf.backends.torch_backend:TorchBackend"})
+sources = Registry(
+    "data source",
+    {
+        "task_curriculum": "realhf.env.task_source:TaskCurriculumSource",
+        "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
+        "trajectory_slots": "realhf.trajectory.batch_slots:BatchSlotSource",
+    },
+)
+datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})
+advantage_estimators = Registry(
+    "advantage estimator",
+    {
+        "grpo": "realhf.algorithms.advantages:grpo",
+        "grpo_nostd": "realhf.algorithms.advantages:grpo_nostd",
+        "rloo": "realhf.algorithms.advantages:rloo",
+        "reinforce": "realhf.algorithms.advantages:reinforce",
+        "reinforce_pp": "realhf.algorithms.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "realhf.algorithms.advantages:reinforce_pp_baseline",
+    },
+)
+policy_losses = Registry(
+    "policy loss",
+    {
+        "ppo": "realhf.algorithms.losses:ppo_loss",
+        "cispo": "realhf.algorithms.losses:cispo_loss",
+        "reinforce": "realhf.algorithms.losses:reinforce_loss",
+    },
+)
