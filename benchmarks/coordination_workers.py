@@ -19,7 +19,7 @@ from typing import Any
 
 from realhf.api.env import RolloutOutcome, Turn
 from realhf.api.experiment import RunPlan
-from realhf.api.rollout import RolloutLease
+from realhf.api.streaming import RolloutLease
 from realhf.rollout.group_player import PlayedGroup
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.rpc_worker import RpcWorker

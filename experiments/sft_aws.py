@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from realhf.api.config import ExperimentConfig, OptimizerConfig, run_folder
-from realhf.api.content_key import content_key
 from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.plain import to_plain
 from realhf.api.sample import MicroBatchSpec
-from realhf.api.source_files import imported_files, matching_files
+from realhf.base.content_key import content_key
+from realhf.base.dataclass_json import to_plain
 from realhf.base.paths import PACKAGE
+from realhf.base.source_files import imported_files, matching_files
 from realhf.env.tasks.loader import training_tags
 from realhf.monitor.provenance import package_versions
 

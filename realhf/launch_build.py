@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
-from realhf.api.plain import from_plain, to_plain
-from realhf.api.plugin import load_plugin
+from realhf.base.dataclass_json import from_plain, to_plain
+from realhf.base.plugin import load_plugin
 from realhf.launch_config import Composed
 from realhf.launch_effects import check_effects, watched
 

@@ -79,7 +79,7 @@ def _ranges(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _names(config: ExperimentConfig) -> Iterator[str]:
-    from realhf.api.rollout import ON_FAILURE
+    from realhf.api.streaming import ON_FAILURE
     from realhf.builtins import advantage_estimators, backends, policy_losses
 
     known = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from realhf.api.chat import unread_variables
 from realhf.api.config import ModelConfig
-from realhf.api.context import context_limit
+from realhf.base.context_limit import context_limit
 
 BUILTIN = "builtin"
 

@@ -22,7 +22,7 @@ from realhf.api.config import RecoverMode
 from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
-from realhf.api.plugin import load_plugin
+from realhf.base.plugin import load_plugin
 from realhf.builtins import sources
 from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.buffer_types import EndOfData

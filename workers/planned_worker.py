@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from realhf.api.experiment import RunPlan
-from realhf.api.plugin import load_plugin
+from realhf.base.plugin import load_plugin
 from realhf.scheduler.failure import run_guarded
 
 _CHATTY = ("httpx", "httpx2")

@@ -24,7 +24,7 @@ from realhf.api.config import (
     RpcConfig,
 )
 from realhf.api.mfc import MFCDef
-from realhf.api.plain import from_plain, to_plain
+from realhf.base.dataclass_json import from_plain, to_plain
 
 PLAN_FILE = "plan.json"
 

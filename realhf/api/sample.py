@@ -18,7 +18,7 @@ import numpy as np
 
 from realhf.api.keys import ITEMSIZE, dtype_tag
 from realhf.api.lengths import IntArray, Lengths, join_rows, joined_lengths, same_bits, take_rows
-from realhf.api.partition import balanced_parts
+from realhf.base.partition import balanced_parts
 
 if TYPE_CHECKING:
     from torch import Tensor

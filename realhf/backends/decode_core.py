@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
-from realhf.api.context import context_limit
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.fast_decoder import fast_decoder
 from realhf.backends.forward_pass import Decoding, ForwardPass, ModulePass, Piece
 from realhf.backends.kv_cache import RowCache
 from realhf.backends.row_table import PrefillItem, RowTable
 from realhf.backends.sampling import sample_tokens, uniform_at
+from realhf.base.context_limit import context_limit
 
 _STEP_TOKENS = {"cpu": 256}
 """Missing tokens that one step computes, by kind of device (8192 elsewhere), and the rest of the turn that reaches the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from realhf.api.context import context_limit
+from realhf.base.context_limit import context_limit
 
 
 class ModelLoadError(ValueError):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.api.rollout import ACCEPTED, DUPLICATE, Arrival, checked_answers
 from realhf.api.sample import SequenceSample
+from realhf.api.streaming import ACCEPTED, DUPLICATE, Arrival, checked_answers
 from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog, PayloadRef
 from realhf.data.sample_limits import SampleLimits
 from realhf.transport.codec import encode_sample

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.keys import KeyTable
-from realhf.api.rollout import Arrival
+from realhf.api.streaming import Arrival
 from realhf.data.sample_limits import SampleLimits
 from realhf.data.stream_dataset import StreamDataset
 from realhf.transport.service_thread import BlockingServiceClient

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.experiment import RolloutSpec
-from realhf.api.rollout import Arrival
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource
+from realhf.api.streaming import Arrival
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.journal_records import Admit, Draw, Drop
 from realhf.dataflow.journal_state import Recovery

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import MFCDef
-from realhf.api.partition import balanced_parts
 from realhf.api.sample import SequenceSample, inverse_perm
+from realhf.base.partition import balanced_parts
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer_types import BatchLease
 from realhf.dataflow.step_report import CallReport, merge_stats

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
+from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.dataflow.journal_records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.rollout_ledger import RolloutLedger
 from realhf.dataflow.staleness import StalenessManager

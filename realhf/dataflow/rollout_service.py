@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from realhf.api.rollout import Arrival
+from realhf.api.streaming import Arrival
 from realhf.dataflow.rollout_control import RolloutControl
 from realhf.transport.service_loop import LoopServiceServer
 from realhf.transport.service_server import Request

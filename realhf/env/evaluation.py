@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from realhf.api.agent import Agent, Conversation, Reply
-from realhf.api.intervals import mean_interval, wilson_interval
+from realhf.base.intervals import mean_interval, wilson_interval
 from realhf.env.episode import Episode, EpisodeError, StepData
 from realhf.env.executor import SimulatorLost
 from realhf.env.pool import MiniStackPool

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from realhf.api.niceness import share_niceness
+from realhf.base.process_priority import share_niceness
 from realhf.env import sandbox
 
 _MAX_DATAGRAM = 64 * 1024

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.monitor.evaluations import Evaluations
 from realhf.monitor.headline import Row
 from realhf.monitor.plots import plot_async, plot_learning, plot_time_split, staleness_bound
 from realhf.monitor.rollout_figures import is_asynchronous
+from realhf.monitor.run_files import Evaluations
 
 LEARNING, TIME, ASYNC, TIMELINE = "learning.png", "time.png", "async.png", "timeline.png"
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor import report_html as html
-from realhf.monitor.evaluations import NONFINITE_FILE, Evaluations
 from realhf.monitor.headline import Row, figure, success_by_tier
 from realhf.monitor.metrics_log import read_metrics
 from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
 from realhf.monitor.plots import staleness_bound
 from realhf.monitor.rollout_figures import is_asynchronous, rollout_summary
+from realhf.monitor.run_files import NONFINITE_FILE, Evaluations
 from realhf.monitor.timeline import plot_timeline
 from realhf.monitor.trace import merge_traces
 from realhf.monitor.trace_format import TRACE_FILE

@@ -8,11 +8,11 @@ from typing import Any
 
 from realhf.api.config import MonitorConfig
 from realhf.api.trace import STEP, NoTrace, Tracer
-from realhf.monitor.evaluations import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes, append_nonfinite
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics_log import MetricsLog
 from realhf.monitor.pictures import TIMELINE, draw_pictures
 from realhf.monitor.report import write_report
+from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes, append_nonfinite
 from realhf.monitor.summary import build_summary, write_summary
 from realhf.monitor.timeline import plot_timeline
 from realhf.monitor.trace import merge_traces

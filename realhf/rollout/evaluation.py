@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realhf.api.env import RolloutOutcome
-from realhf.api.intervals import wilson_interval
+from realhf.base.intervals import wilson_interval
 
 
 def evaluation_report(outcomes: Sequence[RolloutOutcome]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.api.rollout import ON_FAILURE
+from realhf.api.streaming import ON_FAILURE
 from realhf.rollout.env_client import CapacityError, EnvError
 
 FAILURES = (ConnectionError, TimeoutError, EnvError)

@@ -9,7 +9,7 @@ from typing import Any
 
 from realhf.api.mfc import MFCDef
 from realhf.api.model import CallContext
-from realhf.api.rollout import RolloutLease
+from realhf.api.streaming import RolloutLease
 from realhf.builtins import interfaces
 from realhf.rollout.group_player import PlayedGroup
 from realhf.rollout.rollout_sample import outcomes_to_sample

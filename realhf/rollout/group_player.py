@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from realhf.api.env import RolloutOutcome
 from realhf.api.generation import TokenSource
-from realhf.api.rollout import ENGINE_ERROR, ENV_ERROR, RolloutLease
+from realhf.api.streaming import ENGINE_ERROR, ENV_ERROR, RolloutLease
 from realhf.rollout.aws_env import AwsEnv
 from realhf.rollout.episode_agent import EpisodeAgent
 from realhf.rollout.failure_policy import FailurePolicy
@@ -26,7 +26,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
 
 class GroupFailed(RuntimeError):
-    """Too few rollouts of a sample are valid. ``outcome`` is a word of ``realhf.api.rollout``."""
+    """Too few rollouts of a sample are valid. ``outcome`` is a word of ``realhf.api.streaming``."""
 
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)

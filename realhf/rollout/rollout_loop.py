@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from realhf.api.rollout import RolloutLease
+from realhf.api.streaming import RolloutLease
 from realhf.api.trace import Tracer
 from realhf.rollout.group_player import GroupFailed, PlayedGroup, Player, within
 from realhf.transport.errors import ProtocolError

@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 
-from realhf.api.niceness import step_back
+from realhf.base.process_priority import step_back
 from realhf.scheduler.process_control import die_with_parent
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from realhf.api.content_key import content_key
-from realhf.api.plain import from_plain, to_plain
-from realhf.api.plugin import load_plugin
+from realhf.base.content_key import content_key
+from realhf.base.dataclass_json import from_plain, to_plain
+from realhf.base.plugin import load_plugin
 
 
 class Colour(Enum):

@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from realhf.api.config import GenConfig
-from realhf.api.context import context_limit
 from realhf.api.model import GenRequest
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded_generation import EmbeddedGenerator
 from realhf.backends.packed_forward import PackedForward
 from realhf.backends.torch_backend import load_causal_lm
+from realhf.base.context_limit import context_limit
 
 WINDOW = 8
 SHAPE: dict[str, Any] = {

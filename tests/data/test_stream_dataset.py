@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from realhf.api.keys import KeySpec
-from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.api.sample import SequenceSample
+from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.data.payload_log import PayloadLog
 from realhf.data.sample_limits import SampleLimits
 from realhf.data.stream_dataset import StreamDataset

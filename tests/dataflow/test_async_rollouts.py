@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from toy_streamed_run import TRAINER, CountingSource, FakeWorkers, meta_of, plan_of, worker_info
 
-from realhf.api.rollout import Arrival
 from realhf.api.source import SampleResult
+from realhf.api.streaming import Arrival
 from realhf.dataflow import async_rollouts
 from realhf.dataflow.async_rollouts import AsyncRollouts
 from realhf.dataflow.journal import Journal

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from toy_streamed_run import CountingSource, meta_of
 
-from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.api.source import SampleResult
+from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.dataflow.journal import Journal, JournalError
 from realhf.dataflow.journal_audit import audit_folder
 from realhf.dataflow.rollout_control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutsFailed

@@ -12,8 +12,8 @@ from typing import Any
 
 from toy_streamed_run import TRAINER, CountingSource, meta_of, plan_of, worker_info
 
-from realhf.api.rollout import ACCEPTED, Arrival, RolloutLease
 from realhf.api.source import SampleResult
+from realhf.api.streaming import ACCEPTED, Arrival, RolloutLease
 from realhf.dataflow.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied
 from realhf.transport.roster import WorkerInfo

@@ -13,9 +13,9 @@ from typing import Any
 from realhf.api.config import AsyncConfig, FailureConfig
 from realhf.api.experiment import RolloutSpec
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.rollout import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
+from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.journal import segments
 from realhf.transport.codec import encode_sample

@@ -14,7 +14,7 @@ from realhf.api.config import FailureConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
-from realhf.api.rollout import RolloutLease
+from realhf.api.streaming import RolloutLease
 from realhf.rollout.env_client import ConnectionLost
 from realhf.rollout.episode_agent import EpisodeEnv, TurnAgent
 from realhf.rollout.failure_policy import FailFast, Retry, failure_policy

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realhf.api.rollout import RolloutLease
+from realhf.api.streaming import RolloutLease
 from realhf.api.trace import NoTrace
 from realhf.rollout.group_player import GroupFailed, PlayedGroup
 from realhf.rollout.rollout_loop import RolloutLoop

@@ -29,7 +29,7 @@ time.sleep(600)
 STARTER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from realhf.api.niceness import share_niceness
+from realhf.base.process_priority import share_niceness
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 share_niceness(child.pid)
 pids = [os.getpid(), child.pid]

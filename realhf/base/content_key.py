@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from realhf.api.plain import to_plain
+from realhf.base.dataclass_json import to_plain
 
 
 def content_key(options: Any, files: Iterable[Path] = ()) -> str:
