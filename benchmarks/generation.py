@@ -34,7 +34,7 @@ from realhf.api.config import BuiltinModelConfig, GenConfig
 from realhf.api.generation import StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.builtin_policy import build_model, train_tokenizer
-from realhf.backends.continuous_batching import ContinuousGenerator
+from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 
 MODEL = BuiltinModelConfig()
 TURNS, GROUP = 4, 8
@@ -195,8 +195,8 @@ def compare(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, 
 
 def vllm_player(model: Any, executable: Path, threads: int, stack: ExitStack) -> Play:
     """A vLLM server with the same weights, over HTTP with token ids."""
-    from realhf.backends.vllm_generation import VllmGenerator
-    from realhf.backends.vllm_server import VllmOptions, VllmServer
+    from realhf.backends.vllm.generation import VllmGenerator
+    from realhf.backends.vllm.server import VllmOptions, VllmServer
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     model.save_pretrained(folder / "model")

@@ -24,7 +24,7 @@ from realhf.monitor.provenance import package_versions
 EPISODE_MODULES = ("realhf.env.sft_data", "realhf.api.observation_text")
 TASK_FILES = ("env/tasks/**/*",)
 LEARNING_MODULES = ("realhf.algorithms.sft", "realhf.data.chat_dataset", "realhf.backends.builtin_policy",
-                    "realhf.backends.torch_backend", "realhf.dataflow.model_host")
+                    "realhf.backends.training.torch_backend", "realhf.dataflow.model_host")
 """With all that they import: what a demonstration and a warm-started policy depend on."""
 
 

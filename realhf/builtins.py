@@ -19,7 +19,7 @@ interfaces = Registry(
         "trajectory_stream": "realhf.trajectory.stream_interface:TrajectoryStreamInterface",
     },
 )
-backends = Registry("backend", {"torch": "realhf.backends.torch_backend:TorchBackend"})
+backends = Registry("backend", {"torch": "realhf.backends.training.torch_backend:TorchBackend"})
 sources = Registry(
     "data source",
     {

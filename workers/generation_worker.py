@@ -20,7 +20,7 @@ from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import GenOutput
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
-from realhf.backends.tokenizer_loading import load_tokenizer
+from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import answer_of, request_of
 from realhf.transport.roster import WorkerInfo

@@ -25,7 +25,7 @@ from realhf.transport.weights.publisher import Medium, WeightPublisher
 from workers.planned_worker import run_planned
 
 if TYPE_CHECKING:
-    from realhf.backends.compute_threads import ComputeThreads
+    from realhf.backends.threads.compute_threads import ComputeThreads
 
 HOST_HANDLERS = ("call", "load", "evaluate", "save", "restore", "committed", "export", "stats")
 STREAM_HANDLERS = ("open", "restore", "prune", "check", "stats")
@@ -120,7 +120,7 @@ def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> Com
     needs at the same time: threads that wait for each other lose more by sharing a core than they gain."""
     import torch
 
-    from realhf.backends.compute_threads import threads
+    from realhf.backends.threads.compute_threads import threads
 
     cores = len(os.sched_getaffinity(0)) - taken
     count = configured or max(1, cores // n_model_workers)

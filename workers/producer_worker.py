@@ -23,7 +23,7 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
 from realhf.api.source import SampleResult, SourceItem
-from realhf.backends.compute_threads import threads
+from realhf.backends.threads.compute_threads import threads
 from realhf.builtins import backends
 from realhf.env.task_source import TaskCurriculumSource
 from realhf.rollout.interface import EnginePolicy

@@ -19,7 +19,7 @@ from realhf.api.chat import TemplateChat
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
-from realhf.backends.tokenizer_loading import check_context, load_tokenizer
+from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents import make_agent
 from realhf.rollout.failure_policy import failure_policy

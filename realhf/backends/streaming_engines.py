@@ -39,8 +39,8 @@ def make_streaming_generator(
 
 @contextlib.contextmanager
 def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
-    from realhf.backends.continuous_batching import ContinuousGenerator
-    from realhf.backends.torch_backend import load_causal_lm
+    from realhf.backends.embedded.continuous_batching import ContinuousGenerator
+    from realhf.backends.training.torch_backend import load_causal_lm
 
     torch.set_num_threads(options.generation_threads)
     weights = load_causal_lm(model.path, model.role, getattr(torch, model.dtype))
@@ -52,7 +52,7 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer) -> Iterato
 
 @contextlib.contextmanager
 def _vllm(url: str, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
-    from realhf.backends.vllm_generation import VllmGenerator
+    from realhf.backends.vllm.generation import VllmGenerator
 
     yield VllmGenerator(url, version=-1, kv_policy=options.kv_policy, pause_timeout_s=options.pause_timeout_s,
                         tracer=tracer)
@@ -63,7 +63,7 @@ def _vllm_server(
     model: ModelSpec, options: AsyncConfig, log: Path, timeout_s: float, on_death: Callable[[str], None]
 ) -> Iterator[str]:
     """The address of a server that runs inside the block."""
-    from realhf.backends.vllm_server import VllmOptions, VllmServer
+    from realhf.backends.vllm.server import VllmOptions, VllmServer
 
     found = shutil.which(options.vllm_executable) or options.vllm_executable
     server = VllmServer(model.path, executable=Path(found).expanduser(), log=log,

@@ -58,9 +58,9 @@ class LocalModelAgent:
         """Read weights and tokenizer; torch computes on so many threads."""
         import torch
 
-        from realhf.backends.compute_threads import threads as compute_threads
-        from realhf.backends.embedded_generation import EmbeddedGenerator
-        from realhf.backends.torch_backend import check_chat_template, load_causal_lm, load_tokenizer
+        from realhf.backends.embedded.generation import EmbeddedGenerator
+        from realhf.backends.threads.compute_threads import threads as compute_threads
+        from realhf.backends.training.torch_backend import check_chat_template, load_causal_lm, load_tokenizer
 
         torch.set_num_threads(threads)
         tokenizer = load_tokenizer(self.path, "model")

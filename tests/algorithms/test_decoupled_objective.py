@@ -14,7 +14,7 @@ from realhf.algorithms.policy_objective import PolicyObjective
 from realhf.algorithms.presets import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.micro_batches import micro_batches
+from realhf.backends.training.micro_batches import micro_batches
 
 GROUPS = [[9, 4], [1, 12, 6]]
 STEP = 5

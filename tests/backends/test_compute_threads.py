@@ -15,9 +15,9 @@ import torch
 from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import MicroBatchSpec
-from realhf.backends.compute_threads import STEADY_WINDOWS, WINDOW_S, ComputeThreads, threads, unmanaged
-from realhf.backends.core_account import LinuxCoreAccount
-from realhf.backends.torch_engine import TorchEngine
+from realhf.backends.threads.compute_threads import STEADY_WINDOWS, WINDOW_S, ComputeThreads, threads, unmanaged
+from realhf.backends.threads.core_account import LinuxCoreAccount
+from realhf.backends.training.torch_engine import TorchEngine
 from workers.model_worker import share_of_cores
 
 

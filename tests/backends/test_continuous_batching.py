@@ -15,8 +15,8 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.continuous_batching import ContinuousGenerator
-from realhf.backends.embedded_generation import EmbeddedGenerator
+from realhf.backends.embedded.continuous_batching import ContinuousGenerator
+from realhf.backends.embedded.generation import EmbeddedGenerator
 
 DEADLINE_S = 30.0
 POSITIONS = 4096

@@ -10,8 +10,8 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.embedded_generation import EmbeddedGenerator
-from realhf.backends.row_attention import row_decode_attention
+from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.backends.embedded.row_attention import row_decode_attention
 
 ARCHITECTURES = ["qwen3", "llama", "qwen2", "gpt2"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from realhf.api.config import OptimizerConfig
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sequence_choice import choose_sequences
-from realhf.backends.micro_batches import micro_batches
-from realhf.backends.torch_engine import TorchEngine
+from realhf.backends.training.micro_batches import micro_batches
+from realhf.backends.training.torch_engine import TorchEngine
 
 GROUP = [[60] * 8]
 RAGGED = [[40, 31, 7, 22], [17, 50, 2, 1], [33, 33, 12, 64]]

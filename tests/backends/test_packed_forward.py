@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from realhf.api.sample import SequenceSample
-from realhf.backends import packed_forward
-from realhf.backends.packed_forward import PackedForward
+from realhf.backends.training import packed_forward
+from realhf.backends.training.packed_forward import PackedForward
 
 GROUPS = [[40, 3, 1], [17], [2, 60, 33, 33]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from realhf.backends.sampling import stream_of, uniform_at
+from realhf.backends.embedded.sampling import stream_of, uniform_at
 
 
 def test_numbers_are_uniform_and_independent_across_neighbouring_seeds_and_positions() -> None:

@@ -20,9 +20,9 @@ from transformers import (
 from realhf.api.config import GenConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import SequenceSample
-from realhf.backends.embedded_generation import EmbeddedGenerator
-from realhf.backends.packed_forward import PackedForward
-from realhf.backends.torch_backend import load_causal_lm
+from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.base.context_limit import context_limit
 
 WINDOW = 8

@@ -15,9 +15,9 @@ from realhf.api.config import GenConfig, LRSchedule, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.optimizer import learning_rate
-from realhf.backends.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
-from realhf.backends.torch_engine import TorchEngine
+from realhf.backends.training.optimizer import learning_rate
+from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
+from realhf.backends.training.torch_engine import TorchEngine
 
 GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.2, lr_scheduler_type=LRSchedule.cosine)

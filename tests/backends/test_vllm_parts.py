@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from realhf.backends import vllm_guard
-from realhf.backends.vllm_api import VllmError
-from realhf.backends.vllm_generation import VllmGenerator, position_seed
-from realhf.backends.vllm_server import VllmServer
-from realhf.backends.vllm_weights import checked, file_in_memory, folder_on_disk, folder_shapes
+from realhf.backends.vllm import guard as vllm_guard
+from realhf.backends.vllm.api import VllmError
+from realhf.backends.vllm.generation import VllmGenerator, position_seed
+from realhf.backends.vllm.server import VllmServer
+from realhf.backends.vllm.weights import checked, file_in_memory, folder_on_disk, folder_shapes
 from tests.process_family import gone
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.tensor([1, -2], dtype=torch.bfloat16)}

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from realhf.api.config import OptimizerConfig
-from realhf.backends.torch_engine import TorchEngine
-from realhf.backends.weight_copy import copy_weights
+from realhf.backends.embedded.weight_copy import copy_weights
+from realhf.backends.training.torch_engine import TorchEngine
 from realhf.transport.weights.flat_buffer import layout, pack
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from realhf.backends.wide_linear import LEAST_ROWS, WideLinear, widen
+from realhf.backends.embedded.onednn_linear import LEAST_ROWS, WideLinear, widen
 
 
 def pair(features: int, out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from realhf.api.config import ModelConfig
-from realhf.backends.tokenizer_loading import ModelLoadError, check_context
+from realhf.backends.training.tokenizer_loading import ModelLoadError, check_context
 from realhf.launch_build import build_experiment
 from realhf.launch_config import compose_config
 from realhf.launch_model import model_problems

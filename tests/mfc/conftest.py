@@ -18,7 +18,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.builtin_policy import build_builtin_policy
-from realhf.backends.torch_backend import TorchBackend
+from realhf.backends.training.torch_backend import TorchBackend
 from realhf.data.chat_dataset import ChatDataset
 from realhf.env.task import Task
 from realhf.env.tasks.loader import instantiate

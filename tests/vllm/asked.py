@@ -10,7 +10,7 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.vllm_generation import VllmGenerator
+from realhf.backends.vllm.generation import VllmGenerator
 
 LIMIT_S = 60.0
 PROMPT = [5, 9, 200, 41, 77, 130, 12, 300, 8, 33]

@@ -10,7 +10,7 @@ import torch
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_model, train_tokenizer
-from realhf.backends.vllm_server import VllmServer
+from realhf.backends.vllm.server import VllmServer
 
 HERE = Path(__file__).resolve().parent
 EXECUTABLE = HERE.parents[1] / ".venv-vllm" / "bin" / "vllm"

@@ -10,8 +10,8 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput
-from realhf.backends.vllm_generation import VllmGenerator
-from realhf.backends.vllm_server import VllmServer
+from realhf.backends.vllm.generation import VllmGenerator
+from realhf.backends.vllm.server import VllmServer
 from tests.vllm.asked import LONG, PROMPT, Asked, logprobs_of
 
 

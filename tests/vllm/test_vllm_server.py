@@ -19,9 +19,9 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.vllm_api import VllmError
-from realhf.backends.vllm_generation import VllmGenerator
-from realhf.backends.vllm_server import VllmOptions, VllmServer
+from realhf.backends.vllm.api import VllmError
+from realhf.backends.vllm.generation import VllmGenerator
+from realhf.backends.vllm.server import VllmOptions, VllmServer
 from tests.process_family import gone
 from tests.vllm.asked import LONG, PROMPT, Asked, logprobs_of
 from tests.vllm.conftest import EXECUTABLE
@@ -29,7 +29,7 @@ from tests.vllm.conftest import EXECUTABLE
 OWNER = """
 import sys, time
 from pathlib import Path
-from realhf.backends.vllm_server import VllmServer
+from realhf.backends.vllm.server import VllmServer
 server = VllmServer(sys.argv[1], executable=Path(sys.argv[2]), log=Path(sys.argv[3]))
 server.wait_until_up()
 print(server.url, server.process.pid, flush=True)

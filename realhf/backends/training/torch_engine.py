@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import LossFn, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.compute_threads import ComputeThreads, unmanaged
-from realhf.backends.embedded_generation import EmbeddedGenerator
-from realhf.backends.micro_batches import micro_batches
-from realhf.backends.optimizer import PolicyOptimizer
-from realhf.backends.packed_forward import PackedForward
-from realhf.backends.weight_copy import named_weights
-from realhf.backends.wide_linear import widen
+from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.backends.embedded.onednn_linear import widen
+from realhf.backends.embedded.weight_copy import named_weights
+from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
+from realhf.backends.training.micro_batches import micro_batches
+from realhf.backends.training.optimizer import PolicyOptimizer
+from realhf.backends.training.packed_forward import PackedForward
 
 _WEIGHTS, _STATE = "model.safetensors", "engine.pt"
 

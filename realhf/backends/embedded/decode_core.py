@@ -17,11 +17,11 @@ from torch import Tensor
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.fast_decoder import fast_decoder
-from realhf.backends.forward_pass import Decoding, ForwardPass, ModulePass, Piece
-from realhf.backends.kv_cache import RowCache
-from realhf.backends.row_table import PrefillItem, RowTable
-from realhf.backends.sampling import sample_tokens, uniform_at
+from realhf.backends.embedded.fast_decoder import fast_decoder
+from realhf.backends.embedded.forward_pass import Decoding, ForwardPass, ModulePass, Piece
+from realhf.backends.embedded.kv_cache import RowCache
+from realhf.backends.embedded.row_table import PrefillItem, RowTable
+from realhf.backends.embedded.sampling import sample_tokens, uniform_at
 from realhf.base.context_limit import context_limit
 
 _STEP_TOKENS = {"cpu": 256}

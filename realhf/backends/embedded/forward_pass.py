@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.backends.attention_masks import AttentionMasks
-from realhf.backends.kv_cache import RowCache
-from realhf.backends.row_attention import row_decoding
+from realhf.backends.embedded.attention_masks import AttentionMasks
+from realhf.backends.embedded.kv_cache import RowCache
+from realhf.backends.embedded.row_attention import row_decoding
 
 _PASS_TOKENS = 4096
 """Padded tokens of one pass over pieces: bounds the memory of its mask and activations."""

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from realhf.backends.core_account import CoreAccount, LinuxCoreAccount
-from realhf.backends.omp_spin import OmpSpin
+from realhf.backends.threads.core_account import CoreAccount, LinuxCoreAccount
+from realhf.backends.threads.omp_spin import OmpSpin
 
 _log = logging.getLogger(__name__)
 

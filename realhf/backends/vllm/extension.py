@@ -1,8 +1,8 @@
 """What a vLLM server runs of ours: new weights between two tokens, read from a safetensors file.
 
-Loaded inside the server (``--worker-extension-cls realhf.backends.vllm_extension.WeightExtension``), in the server's
+Loaded inside the server (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``), in the server's
 own environment: this module imports nothing of ours, and vLLM mixes the class into its worker. The server must be
-paused while weights change; ``realhf.backends.vllm_generation`` sees to that.
+paused while weights change; ``realhf.backends.vllm.generation`` sees to that.
 """
 
 from __future__ import annotations

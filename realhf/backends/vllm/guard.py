@@ -1,6 +1,6 @@
 """Runs a command in a session of its own and ends all of it when standard input closes: when its owner is gone.
 
-    python -m realhf.backends.vllm_guard COMMAND ARGUMENT...
+    python -m realhf.backends.vllm.guard COMMAND ARGUMENT...
 
 vLLM is several processes; whoever starts it may be killed at any moment. It imports nothing heavy and starts at once.
 """

@@ -25,16 +25,16 @@ from realhf.api.config import GenConfig
 from realhf.api.generation import Done
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS, NoTrace, Tracer
-from realhf.backends.sampling import check_gen_config
-from realhf.backends.vllm_api import Completion, ServedModel, VllmApi, VllmError
-from realhf.backends.vllm_weights import TIED_HEAD, Shapes, checked, file_in_memory, folder_on_disk, folder_shapes
+from realhf.backends.embedded.sampling import check_gen_config
+from realhf.backends.vllm.api import Completion, ServedModel, VllmApi, VllmError
+from realhf.backends.vllm.weights import TIED_HEAD, Shapes, checked, file_in_memory, folder_on_disk, folder_shapes
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _CALL_TIMEOUT_S = 30.0
 _ABORT_EVERY_S = 0.2
 _ABORT_TIMEOUT_S = 10.0
-EXTENSION = "realhf.backends.vllm_extension.WeightExtension"
+EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 
 
 @dataclass

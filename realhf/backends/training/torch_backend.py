@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from realhf.api.experiment import ModelSpec
-from realhf.backends.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
-from realhf.backends.torch_engine import TorchEngine
+from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
+from realhf.backends.training.torch_engine import TorchEngine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -16,7 +16,7 @@ import httpx
 
 from realhf.base.paths import PACKAGE
 
-_EXTENSION = "realhf.backends.vllm_extension.WeightExtension"
+_EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
 _WORDS = 3000
@@ -55,7 +55,7 @@ class VllmServer:
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         imports = _imports(log.parent / "vllm_imports")
-        command = [sys.executable, "-m", "realhf.backends.vllm_guard",
+        command = [sys.executable, "-m", "realhf.backends.vllm.guard",
                    *_command(str(executable), str(model), self._port, options)]  # fmt: skip
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.padded_batches import BATCH_TOKENS, padded_batches
+from realhf.backends.training.padded_batches import BATCH_TOKENS, padded_batches
 
 _CHUNK_ELEMENTS = 1 << 24
 """Logits held at once, in elements: larger vocabularies are projected in chunks, recomputed backward."""

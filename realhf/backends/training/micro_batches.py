@@ -8,7 +8,7 @@ import numpy as np
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sequence_choice import choose_sequences
-from realhf.backends.padded_batches import BATCH_TOKENS, padded_batches, padded_size
+from realhf.backends.training.padded_batches import BATCH_TOKENS, padded_batches, padded_size
 
 _log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.backends.attention_masks import sliding_window
-from realhf.backends.forward_pass import Decoding, Piece
-from realhf.backends.grouped_attention import blocks_attention, row_blocks
-from realhf.backends.kv_cache import RowCache
-from realhf.backends.wide_linear import LEAST_ROWS, WideLinear, product, suits
+from realhf.backends.embedded.attention_masks import sliding_window
+from realhf.backends.embedded.forward_pass import Decoding, Piece
+from realhf.backends.embedded.grouped_attention import blocks_attention, row_blocks
+from realhf.backends.embedded.kv_cache import RowCache
+from realhf.backends.embedded.onednn_linear import LEAST_ROWS, WideLinear, product, suits
 
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
