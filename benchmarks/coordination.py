@@ -37,8 +37,8 @@ import psutil
 from realhf.api.experiment import RunPlan
 from realhf.api.graph import build_graph
 from realhf.builtins import sources
-from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.executor import FunctionExecutor
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.launch_build import build_experiment
 from realhf.launch_config import compose_config
 from realhf.transport.event_loop import new_event_loop

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_end_to_end import MOVING, launch
 
-from realhf.dataflow.journal_audit import audit_folder
+from realhf.dataflow.journal.audit import audit_folder
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -24,11 +24,11 @@ from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
 from realhf.base.plugin import load_plugin
 from realhf.builtins import sources
-from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
-from realhf.dataflow.buffer_types import EndOfData
+from realhf.dataflow.buffer.types import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.executor import FunctionExecutor
-from realhf.dataflow.rollout_statistics import episode_texts
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
+from realhf.dataflow.rollouts.statistics import episode_texts
 from realhf.dataflow.step_report import StepReport
 from realhf.monitor.events import EventStream
 from realhf.monitor.graph_files import write_graph_files

@@ -12,8 +12,8 @@ from typing import Any
 from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import InterfaceType
 from realhf.api.source import DataSource, ResultSink, SampleResult
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.buffer_types import EndOfData, Retired
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.types import EndOfData, Retired
 from realhf.dataflow.loader import Loader, StepLoader
 from realhf.dataflow.model_function_call import WAITS, Caller, ModelFunctionCall
 from realhf.dataflow.step_report import CallReport, StepReport, step_report

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, SourceItem
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.model_function_call import Caller
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample

@@ -16,8 +16,8 @@ from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import MFCDef
 from realhf.api.sample import SequenceSample, inverse_perm
 from realhf.base.partition import balanced_parts
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.buffer_types import BatchLease
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.types import BatchLease
 from realhf.dataflow.step_report import CallReport, merge_stats
 from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.transport.codec import decode_sample

@@ -13,11 +13,11 @@ from toy_streamed_run import TRAINER, CountingSource, FakeWorkers, meta_of, plan
 
 from realhf.api.source import SampleResult
 from realhf.api.streaming import Arrival
-from realhf.dataflow import async_rollouts
-from realhf.dataflow.async_rollouts import AsyncRollouts
-from realhf.dataflow.journal import Journal
-from realhf.dataflow.journal_audit import audit_folder
-from realhf.dataflow.rollout_control import RolloutsFailed
+from realhf.dataflow.journal.audit import audit_folder
+from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.rollouts import async_rollouts
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
+from realhf.dataflow.rollouts.control import RolloutsFailed
 from realhf.transport.errors import RpcTimeout, WorkerDied
 from realhf.transport.service_client import ServiceClient
 

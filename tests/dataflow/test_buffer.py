@@ -10,8 +10,9 @@ import torch
 from toy_buffer import buffer_graph, meta_of, outputs_of
 
 from realhf.api.sample import DuplicateKeyError, SequenceSample
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.buffer_types import (
+from realhf.dataflow.buffer.sample_table import UnknownSampleError
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.types import (
     BatchLease,
     BatchTooLarge,
     BufferClosed,
@@ -21,7 +22,6 @@ from realhf.dataflow.buffer_types import (
     NotDroppable,
     Retired,
 )
-from realhf.dataflow.sample_table import UnknownSampleError
 
 
 def ids(first: int, last: int) -> list[str]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_buffer import buffer_graph, meta_of, outputs_of
 
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.buffer_types import BatchLease, BufferClosed, BufferFull, EndOfData, NotDroppable, Retired
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.types import BatchLease, BufferClosed, BufferFull, EndOfData, NotDroppable, Retired
 
 MAX_SIZE = 24
 SIZES = {"gen": 2, "ref": 3, "rew": 1, "train": 6}

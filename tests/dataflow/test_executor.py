@@ -12,7 +12,7 @@ from toy_graph import FakeCaller
 from toy_source import ToySource, toy_graph
 
 from realhf.api.sample import SequenceSample
-from realhf.dataflow.buffer_types import EndOfData
+from realhf.dataflow.buffer.types import EndOfData
 from realhf.dataflow.executor import FunctionExecutor, StallError
 from realhf.dataflow.model_function_call import MFCFailed
 from realhf.dataflow.step_report import StepReport

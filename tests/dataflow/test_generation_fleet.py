@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from toy_generation_fleet import FleetRun
 
-from realhf.dataflow.journal import Journal
+from realhf.dataflow.journal.writer import Journal
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.dataflow.journal import ARCHIVE, SEGMENT_BYTES, Journal, JournalError, read_segment, segments
-from realhf.dataflow.journal_records import (
+from realhf.dataflow.journal.records import (
     Accept,
     Admit,
     Ckpt,
@@ -23,7 +22,8 @@ from realhf.dataflow.journal_records import (
     Resume,
     Totals,
 )
-from realhf.dataflow.journal_state import JournalState, fold
+from realhf.dataflow.journal.state import JournalState, fold
+from realhf.dataflow.journal.writer import ARCHIVE, SEGMENT_BYTES, Journal, JournalError, read_segment, segments
 
 
 def admit(id: str, order: int, attempt: int = 0, version: int = 0) -> Admit:
@@ -273,8 +273,8 @@ async def test_many_appends_do_not_wait_for_the_interval(tmp_path: Path) -> None
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from realhf.dataflow.journal import Journal
-from realhf.dataflow.journal_records import Draw
+from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.journal.records import Draw
 
 async def main():
     journal, records = Journal.open(Path(sys.argv[1]), sync_interval_s=0.001)

@@ -13,10 +13,10 @@ import pytest
 from test_journal import STORY, accept, admit
 from toy_journaled_run import JournaledRun
 
-from realhf.dataflow.journal import ARCHIVE, Journal
-from realhf.dataflow.journal_audit import Tally, audit, audit_folder, main
-from realhf.dataflow.journal_records import Commit, Consume, Drop, Record, Reject, Resume, Totals
-from realhf.dataflow.journal_state import fold
+from realhf.dataflow.journal.audit import Tally, audit, audit_folder, main
+from realhf.dataflow.journal.records import Commit, Consume, Drop, Record, Reject, Resume, Totals
+from realhf.dataflow.journal.state import fold
+from realhf.dataflow.journal.writer import ARCHIVE, Journal
 
 
 def tally_of(*records: Record) -> Tally:

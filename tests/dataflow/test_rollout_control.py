@@ -13,14 +13,14 @@ from toy_streamed_run import CountingSource, meta_of
 
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
-from realhf.dataflow.journal import Journal, JournalError
-from realhf.dataflow.journal_audit import audit_folder
-from realhf.dataflow.rollout_control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutsFailed
-from realhf.dataflow.rollout_ledger import RolloutLedger
-from realhf.dataflow.rollout_service import RolloutService
-from realhf.dataflow.staleness import StalenessManager
-from realhf.dataflow.straggler_gate import StragglerGate
-from realhf.dataflow.task_supply import Task, TaskSupply
+from realhf.dataflow.journal.audit import audit_folder
+from realhf.dataflow.journal.rollout_ledger import RolloutLedger
+from realhf.dataflow.journal.writer import Journal, JournalError
+from realhf.dataflow.rollouts.control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutsFailed
+from realhf.dataflow.rollouts.sample_queue import Task, TaskSupply
+from realhf.dataflow.rollouts.service import RolloutService
+from realhf.dataflow.rollouts.staleness import StalenessManager
+from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.transport.service_client import ServiceClient, ServiceError
 
 W0, W1 = "rollout_worker/0:11", "rollout_worker/1:12"

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from realhf.dataflow.staleness import StalenessManager
+from realhf.dataflow.rollouts.staleness import StalenessManager
 
 
 def manager(batch_size: int = 4, eta: int = 2, max_concurrent: int = 1000, **counters: int) -> StalenessManager:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from toy_rollouts import Conditions, Simulation
 
-from realhf.dataflow.straggler_gate import StragglerGate
+from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 
 
 def gate_of(batch_size: int, eta: int, *admitted: str, wait: bool = True) -> StragglerGate:

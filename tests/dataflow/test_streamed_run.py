@@ -10,8 +10,8 @@ from random import Random
 import pytest
 from toy_streamed_run import StreamedRun
 
-from realhf.dataflow.journal import Journal
-from realhf.dataflow.journal_audit import audit_folder
+from realhf.dataflow.journal.audit import audit_folder
+from realhf.dataflow.journal.writer import Journal
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realhf.dataflow.weight_updates import WeightUpdates
+from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.transport.errors import RemoteError, RpcError, RpcTimeout, WorkerDied
 from realhf.transport.roster import WorkerInfo
 

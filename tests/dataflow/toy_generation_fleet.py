@@ -14,7 +14,7 @@ from toy_streamed_run import TRAINER, CountingSource, meta_of, plan_of, worker_i
 
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, Arrival, RolloutLease
-from realhf.dataflow.async_rollouts import AsyncRollouts
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied
 from realhf.transport.roster import WorkerInfo
 from workers.generation_worker import VersionGate

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from realhf.dataflow.journal import Journal, segments
-from realhf.dataflow.journal_records import (
+from realhf.dataflow.journal.records import (
     Accept,
     Admit,
     Ckpt,
@@ -20,7 +19,8 @@ from realhf.dataflow.journal_records import (
     Reject,
     Resume,
 )
-from realhf.dataflow.journal_state import fold
+from realhf.dataflow.journal.state import fold
+from realhf.dataflow.journal.writer import Journal, segments
 
 
 @dataclass

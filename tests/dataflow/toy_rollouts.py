@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from realhf.dataflow.staleness import StalenessManager
-from realhf.dataflow.straggler_gate import StragglerGate
+from realhf.dataflow.rollouts.staleness import StalenessManager
+from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 
 
 @dataclass(frozen=True)

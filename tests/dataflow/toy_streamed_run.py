@@ -16,8 +16,8 @@ from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
-from realhf.dataflow.async_rollouts import AsyncRollouts, RolloutPlan
-from realhf.dataflow.journal import segments
+from realhf.dataflow.journal.writer import segments
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.transport.codec import encode_sample
 from realhf.transport.roster import WorkerInfo
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from realhf.api.streaming import Arrival
-from realhf.dataflow.rollout_control import RolloutControl
+from realhf.dataflow.rollouts.control import RolloutControl
 from realhf.transport.service_loop import LoopServiceServer
 from realhf.transport.service_server import Request
 

@@ -17,11 +17,11 @@ from typing import Any
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
-from realhf.dataflow.journal_records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
-from realhf.dataflow.rollout_ledger import RolloutLedger
-from realhf.dataflow.staleness import StalenessManager
-from realhf.dataflow.straggler_gate import StragglerGate
-from realhf.dataflow.task_supply import Task, TaskSupply, item_map
+from realhf.dataflow.journal.records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
+from realhf.dataflow.journal.rollout_ledger import RolloutLedger
+from realhf.dataflow.rollouts.sample_queue import Task, TaskSupply, item_map
+from realhf.dataflow.rollouts.staleness import StalenessManager
+from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.transport.codec import decode_sample
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-    from realhf.dataflow.buffer_types import Station
+    from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+    from realhf.dataflow.buffer.types import Station
 
 
 def stats(buffer: AsyncIOSequenceBuffer) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from realhf.dataflow.journal import Journal
-from realhf.dataflow.journal_records import Accept, Ckpt, End, Record, Resume
-from realhf.dataflow.journal_state import JournalState, Recovery, fold
+from realhf.dataflow.journal.records import Accept, Ckpt, End, Record, Resume
+from realhf.dataflow.journal.state import JournalState, Recovery, fold
+from realhf.dataflow.journal.writer import Journal
 
 
 class RolloutLedger:

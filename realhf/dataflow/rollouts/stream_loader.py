@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from realhf.api.sample import SequenceSample
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.storage_map import StorageMap
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import SequenceSample
-from realhf.dataflow.ready_queue import Order, ReadyQueue
-from realhf.dataflow.sample_table import MetaView, SampleTable
+from realhf.dataflow.buffer.ready_queue import Order, ReadyQueue
+from realhf.dataflow.buffer.sample_table import MetaView, SampleTable
 
 NO_COHORT = -1
 

@@ -14,20 +14,20 @@ from realhf.api.experiment import RolloutSpec
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource
 from realhf.api.streaming import Arrival
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.journal_records import Admit, Draw, Drop
-from realhf.dataflow.journal_state import Recovery
-from realhf.dataflow.rollout_control import RolloutControl, RolloutRules, RolloutsFailed
-from realhf.dataflow.rollout_ledger import RolloutLedger
-from realhf.dataflow.rollout_service import RolloutService
-from realhf.dataflow.rollout_statistics import rollout_figures
-from realhf.dataflow.staleness import StalenessManager
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.journal.records import Admit, Draw, Drop
+from realhf.dataflow.journal.rollout_ledger import RolloutLedger
+from realhf.dataflow.journal.state import Recovery
+from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutsFailed
+from realhf.dataflow.rollouts.sample_queue import Task, TaskSupply, item_of
+from realhf.dataflow.rollouts.service import RolloutService
+from realhf.dataflow.rollouts.staleness import StalenessManager
+from realhf.dataflow.rollouts.statistics import rollout_figures
+from realhf.dataflow.rollouts.straggler_gate import StragglerGate
+from realhf.dataflow.rollouts.stream_loader import StreamLoader
+from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpdates
 from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.storage_map import StorageMap
-from realhf.dataflow.straggler_gate import StragglerGate
-from realhf.dataflow.stream_loader import StreamLoader
-from realhf.dataflow.task_supply import Task, TaskSupply, item_of
-from realhf.dataflow.weight_updates import GenerationCaller, WeightUpdates
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import WorkerDied
 from realhf.transport.roster import WorkerInfo

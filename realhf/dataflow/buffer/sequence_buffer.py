@@ -19,8 +19,12 @@ import numpy as np
 
 from realhf.api.graph import DataFlowGraph
 from realhf.api.sample import DuplicateKeyError, SequenceSample
-from realhf.dataflow import buffer_report
-from realhf.dataflow.buffer_types import (
+from realhf.dataflow.buffer import report as buffer_report
+from realhf.dataflow.buffer.ready_queue import ReadyQueue
+from realhf.dataflow.buffer.recent_ids import REMEMBERED, RecentIds
+from realhf.dataflow.buffer.sample_table import SampleTable
+from realhf.dataflow.buffer.space_queue import SpaceQueue
+from realhf.dataflow.buffer.types import (
     NO_COHORT,
     BatchLease,
     BatchTooLarge,
@@ -33,10 +37,6 @@ from realhf.dataflow.buffer_types import (
     Station,
     Waiter,
 )
-from realhf.dataflow.ready_queue import ReadyQueue
-from realhf.dataflow.recent_ids import REMEMBERED, RecentIds
-from realhf.dataflow.sample_table import SampleTable
-from realhf.dataflow.space_queue import SpaceQueue
 
 
 class AsyncIOSequenceBuffer:

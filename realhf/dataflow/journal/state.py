@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.dataflow.journal_records import (
+from realhf.dataflow.journal.records import (
     Accept,
     Admit,
     Ckpt,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from realhf.dataflow.journal_records import Record, Totals
+from realhf.dataflow.journal.records import Record, Totals
 
 _log = logging.getLogger(__name__)
 _HEADER = struct.Struct("<II")

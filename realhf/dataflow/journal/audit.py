@@ -1,6 +1,6 @@
 """Counts a journal's samples one by one: was any lost, was any trained twice?
 
-``python -m realhf.dataflow.journal_audit FOLDER`` prints the tally as JSON and ends with status 1 where something is
+``python -m realhf.dataflow.journal.audit FOLDER`` prints the tally as JSON and ends with status 1 where something is
 wrong. It keeps a book of its own, apart from the code with which the run recovers. With the archive of the removed
 segments (``Journal.open(..., archive=True)``) it sees the whole run, else what happened since the last snapshot.
 Source: spec dataflow, section 9, "Journal".
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from realhf.dataflow.journal import ARCHIVE, JournalError, read_segment, segments
-from realhf.dataflow.journal_records import Accept, Admit, Commit, Consume, Drop, End, Record, Reject, Resume, Totals
+from realhf.dataflow.journal.records import Accept, Admit, Commit, Consume, Drop, End, Record, Reject, Resume, Totals
+from realhf.dataflow.journal.writer import ARCHIVE, JournalError, read_segment, segments
 
 
 @dataclass(frozen=True)
