@@ -42,7 +42,7 @@ from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.launch_build import build_experiment
 from realhf.launch_config import compose_config
 from realhf.transport.event_loop import new_event_loop
-from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc.master import RpcMaster
 
 WORKERS = ("model_worker", "rollout_worker", "generation")
 GROUP = 8

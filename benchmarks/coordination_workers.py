@@ -22,7 +22,7 @@ from realhf.api.experiment import RunPlan
 from realhf.api.streaming import RolloutLease
 from realhf.rollout.group_player import PlayedGroup
 from realhf.scheduler.failure import run_guarded
-from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.rpc.worker import RpcWorker
 
 PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS = 40, 20, 20
 TURNS = 2
@@ -142,8 +142,8 @@ def model_worker(args: argparse.Namespace) -> None:
     from realhf.api.model import Model
     from realhf.data.stream_host import StreamHost
     from realhf.dataflow.model_host import ModelHost
-    from realhf.transport.data_plane import DataPlane
-    from realhf.transport.tensor_store import TensorStore
+    from realhf.transport.tensors.data_plane import DataPlane
+    from realhf.transport.tensors.store import TensorStore
     from workers.model_worker import STREAM_HANDLERS
 
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from realhf.env.server import EnvServer, listen
 from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, aws_endpoints, resolve
 from realhf.env.web.routes import mount
 from realhf.scheduler.failure import run_guarded
-from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.rpc.worker import RpcWorker
 
 
 class Interrupted(Exception):

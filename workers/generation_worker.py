@@ -23,9 +23,9 @@ from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import answer_of, request_of
-from realhf.transport.roster import WorkerInfo
-from realhf.transport.rpc_worker import RpcWorker
-from realhf.transport.service_server import Request, ServiceServer
+from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.service.server import Request, ServiceServer
 from realhf.transport.weights.receiver import receive
 from workers.planned_worker import run_planned
 

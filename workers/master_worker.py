@@ -37,8 +37,8 @@ from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.event_loop import new_event_loop
-from realhf.transport.roster import WorkerInfo
-from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.rpc.roster import WorkerInfo
 
 ACTIVITY_INTERVAL_S = 0.3
 

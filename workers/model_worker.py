@@ -18,9 +18,9 @@ from realhf.builtins import backends, datasets, interfaces
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.model_host import ModelHost
 from realhf.monitor.trace import open_trace
-from realhf.transport.data_plane import DataPlane
-from realhf.transport.rpc_worker import RpcWorker
-from realhf.transport.tensor_store import TensorStore
+from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.tensors.data_plane import DataPlane
+from realhf.transport.tensors.store import TensorStore
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from workers.planned_worker import run_planned
 

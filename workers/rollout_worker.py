@@ -29,10 +29,10 @@ from realhf.rollout.group_player import GroupPlayer
 from realhf.rollout.grpo_pool import GrpoPool
 from realhf.rollout.rollout_loop import RolloutLoop
 from realhf.transport.event_loop import new_event_loop
-from realhf.transport.push_producer import StreamProducer
-from realhf.transport.roster import WorkerInfo
-from realhf.transport.rpc_worker import RpcWorker
-from realhf.transport.service_client import ServiceClient
+from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.service.client import ServiceClient
+from realhf.transport.stream.producer import StreamProducer
 from workers.planned_worker import run_planned
 
 DRAIN_S = 30.0

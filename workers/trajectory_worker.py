@@ -20,7 +20,7 @@ import uvicorn
 from realhf.scheduler.failure import run_guarded
 from realhf.trajectory.cli import uvicorn_config
 from realhf.trajectory.config import ConfigError, TrajectoryConfig, add_arguments, resolve
-from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.rpc.worker import RpcWorker
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0

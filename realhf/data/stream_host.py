@@ -10,8 +10,8 @@ from realhf.api.keys import KeyTable
 from realhf.api.streaming import Arrival
 from realhf.data.sample_limits import SampleLimits
 from realhf.data.stream_dataset import StreamDataset
-from realhf.transport.service_thread import BlockingServiceClient
-from realhf.transport.tensor_store import TensorStore
+from realhf.transport.service.thread import BlockingServiceClient
+from realhf.transport.tensors.store import TensorStore
 
 NOTIFY_TIMEOUT_S = 60.0
 

@@ -21,7 +21,7 @@ from realhf.dataflow.buffer.types import BatchLease
 from realhf.dataflow.step_report import CallReport, merge_stats
 from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.transport.codec import decode_sample
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.roster import WorkerInfo
 
 WAITS = "waits"
 

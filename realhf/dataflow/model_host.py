@@ -26,7 +26,7 @@ from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.model_function_call import WrongReply, check_keys
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
-from realhf.transport.tensor_store import TensorStore
+from realhf.transport.tensors.store import TensorStore
 
 Fetcher = Callable[[str, Sequence[str], Sequence[str], float], SequenceSample]
 """(endpoint, ids, keys, timeout in seconds) -> the values; ``DataPlane.fetch`` is one."""

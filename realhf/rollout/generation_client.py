@@ -12,7 +12,7 @@ from typing import Any
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.transport.errors import PeerLost, RpcTimeout
-from realhf.transport.service_client import ServiceClient, ServiceError
+from realhf.transport.service.client import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
 """Errors of living workers after which a request is given up."""

@@ -12,7 +12,7 @@ from realhf.api.streaming import RolloutLease
 from realhf.api.trace import Tracer
 from realhf.rollout.group_player import GroupFailed, PlayedGroup, Player, within
 from realhf.transport.errors import ProtocolError
-from realhf.transport.service_client import ServiceClient
+from realhf.transport.service.client import ServiceClient
 
 _log = logging.getLogger(__name__)
 HOLD_S = 10.0

@@ -19,7 +19,7 @@ from realhf.dataflow.rollouts import async_rollouts
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
 from realhf.transport.errors import RpcTimeout, WorkerDied
-from realhf.transport.service_client import ServiceClient
+from realhf.transport.service.client import ServiceClient
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from realhf.dataflow.rollouts.sample_queue import Task, TaskSupply
 from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
-from realhf.transport.service_client import ServiceClient, ServiceError
+from realhf.transport.service.client import ServiceClient, ServiceError
 
 W0, W1 = "rollout_worker/0:11", "rollout_worker/1:12"
 

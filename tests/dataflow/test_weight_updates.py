@@ -9,7 +9,7 @@ import pytest
 
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.transport.errors import RemoteError, RpcError, RpcTimeout, WorkerDied
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.roster import WorkerInfo
 
 
 class FakeCaller:

@@ -16,7 +16,7 @@ from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, Arrival, RolloutLease
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.roster import WorkerInfo
 from workers.generation_worker import VersionGate
 
 PLAYER = "rollout_worker/0:1"

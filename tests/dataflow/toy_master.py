@@ -21,7 +21,7 @@ from toy_source import ToySource, toy_graph
 
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.model_function_call import MFCFailed
-from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc.master import RpcMaster
 
 HERE = Path(__file__).parent
 SKIP = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, type)

@@ -19,7 +19,7 @@ from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutL
 from realhf.dataflow.journal.writer import segments
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.transport.codec import encode_sample
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.roster import WorkerInfo
 
 TRAINER = "model_worker/0"
 

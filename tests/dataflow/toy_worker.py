@@ -8,9 +8,9 @@ from pathlib import Path
 from toy_graph import ToyGen, toy_host
 from toy_source import toy_graph
 
-from realhf.transport.data_plane import DataPlane
-from realhf.transport.rpc_worker import RpcWorker
-from realhf.transport.tensor_store import TensorStore
+from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.tensors.data_plane import DataPlane
+from realhf.transport.tensors.store import TensorStore
 
 
 def main() -> None:

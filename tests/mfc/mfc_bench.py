@@ -15,9 +15,9 @@ from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan, SourceSpec
 from realhf.api.mfc import MFCDef
 from realhf.api.sample import SequenceSample
 from realhf.transport.codec import decode_sample
-from realhf.transport.data_plane import DataPlane
-from realhf.transport.rpc_master import RpcMaster
-from realhf.transport.tensor_store import TensorStore
+from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.tensors.data_plane import DataPlane
+from realhf.transport.tensors.store import TensorStore
 
 RUN_ID = "mfc"
 WORKER, ENV, PEER = "model_worker/0", "env/0", "peer"

@@ -14,7 +14,7 @@ from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout import generation_client
 from realhf.rollout.generation_client import GenerationClient, answer_of, request_of
-from realhf.transport.service_server import Request, ServiceServer
+from realhf.transport.service.server import Request, ServiceServer
 
 
 class FakeEngine:

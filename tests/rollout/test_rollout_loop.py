@@ -13,9 +13,9 @@ from realhf.api.trace import NoTrace
 from realhf.rollout.group_player import GroupFailed, PlayedGroup
 from realhf.rollout.rollout_loop import RolloutLoop
 from realhf.transport.errors import CodecError, PeerLost, ProtocolError
-from realhf.transport.push_stream import StreamFailed
-from realhf.transport.service_client import ServiceClient, ServiceError
-from realhf.transport.service_server import Request, ServiceServer
+from realhf.transport.service.client import ServiceClient, ServiceError
+from realhf.transport.service.server import Request, ServiceServer
+from realhf.transport.stream.push_stream import StreamFailed
 
 
 class FakeMaster:

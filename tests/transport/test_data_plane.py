@@ -16,13 +16,13 @@ import torch
 import zmq
 
 from realhf.api.sample import SequenceSample
-from realhf.transport import data_plane
-from realhf.transport.data_plane import DataPlane
 from realhf.transport.envelope import pack_header
 from realhf.transport.errors import DataError, DataMissing, FetchTimeout, PeerLost
-from realhf.transport.shared_mapping import MappingCache
-from realhf.transport.shared_memory import Segment, SegmentPool
-from realhf.transport.tensor_store import TensorStore
+from realhf.transport.tensors import data_plane
+from realhf.transport.tensors.data_plane import DataPlane
+from realhf.transport.tensors.shared_mapping import MappingCache
+from realhf.transport.tensors.shared_memory import Segment, SegmentPool
+from realhf.transport.tensors.store import TensorStore
 from tests.process_family import freeze
 from tests.transport.shared_segments import named_segments
 

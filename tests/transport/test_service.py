@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from realhf.transport.errors import PeerLost, RpcTimeout
-from realhf.transport.service_client import ServiceClient, ServiceError
-from realhf.transport.service_server import Request, ServiceServer
+from realhf.transport.service.client import ServiceClient, ServiceError
+from realhf.transport.service.server import Request, ServiceServer
 
 RUN = "run-1"
 

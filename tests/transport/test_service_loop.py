@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from realhf.transport.errors import PeerLost
-from realhf.transport.service_client import ServiceClient, ServiceError
-from realhf.transport.service_loop import LoopServiceServer
-from realhf.transport.service_server import Request
+from realhf.transport.service.client import ServiceClient, ServiceError
+from realhf.transport.service.loop import LoopServiceServer
+from realhf.transport.service.server import Request
 
 RUN = "run-1"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from realhf.transport.errors import PeerLost, RpcTimeout
-from realhf.transport.service_client import ServiceError
-from realhf.transport.service_server import Request, ServiceServer
-from realhf.transport.service_thread import BlockingServiceClient
+from realhf.transport.service.client import ServiceError
+from realhf.transport.service.server import Request, ServiceServer
+from realhf.transport.service.thread import BlockingServiceClient
 
 RUN = "run-1"
 

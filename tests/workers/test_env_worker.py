@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 
-from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc.master import RpcMaster
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realhf.api.model import GenOutput
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.roster import WorkerInfo
 from workers.generation_worker import GenerationWorker, SlotTable, VersionGate
 
 

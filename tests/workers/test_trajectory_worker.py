@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from realhf.trajectory.client import AsyncTrajectoryClient
-from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc.master import RpcMaster
 
 GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
 

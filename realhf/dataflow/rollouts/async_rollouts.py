@@ -30,7 +30,7 @@ from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import WorkerDied
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.roster import WorkerInfo
 
 _log = logging.getLogger(__name__)
 ROLLOUT, GENERATION, TRAINER = "rollout_worker", "generation", "model_worker"

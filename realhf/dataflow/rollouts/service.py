@@ -9,8 +9,8 @@ from typing import Any
 
 from realhf.api.streaming import Arrival
 from realhf.dataflow.rollouts.control import RolloutControl
-from realhf.transport.service_loop import LoopServiceServer
-from realhf.transport.service_server import Request
+from realhf.transport.service.loop import LoopServiceServer
+from realhf.transport.service.server import Request
 
 MAX_LEASES = 4096
 MAX_HOLD_S = 60.0

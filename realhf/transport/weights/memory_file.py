@@ -3,7 +3,7 @@
 The publisher writes the file, seals it and holds its descriptor; a receiver opens it through the publisher's /proc
 entry. A sealed file cannot change, so what a receiver has verified stays verified, and there is no name that could be
 left behind: the kernel frees the memory when the last process that uses it lets go, however it ends. (Segments of
-``realhf.transport.shared_memory`` are filled again and again; weights must survive that under a slow reader.)
+``realhf.transport.tensors.shared_memory`` are filled again and again; weights must survive that under a slow reader.)
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from realhf.transport.service_server import LINGER_MS, Request, ServiceListener
+from realhf.transport.service.server import LINGER_MS, Request, ServiceListener
 
 
 class LoopServiceServer(ServiceListener):

@@ -21,11 +21,11 @@ from realhf.transport import envelope
 from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import DataError, DataMissing, ProtocolError, TransportError
-from realhf.transport.peer_connection import PeerConnection
 from realhf.transport.process_id import host_token
-from realhf.transport.shared_mapping import MappingCache
-from realhf.transport.shared_memory import SegmentPool, SegmentRef
-from realhf.transport.tensor_store import TensorStore
+from realhf.transport.tensors.peer_connection import PeerConnection
+from realhf.transport.tensors.shared_mapping import MappingCache
+from realhf.transport.tensors.shared_memory import SegmentPool, SegmentRef
+from realhf.transport.tensors.store import TensorStore
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)

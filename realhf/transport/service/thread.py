@@ -10,7 +10,7 @@ from typing import Any
 
 from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.event_loop import new_event_loop
-from realhf.transport.service_client import ServiceClient
+from realhf.transport.service.client import ServiceClient
 
 _GRACE_S = 5.0
 

@@ -18,7 +18,6 @@ from typing import Any
 import zmq
 
 from realhf.transport import envelope
-from realhf.transport.call_lane import CallLane, PendingCall, remote_error
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import (
     MasterLost,
@@ -28,9 +27,10 @@ from realhf.transport.errors import (
     RpcTimeout,
     WorkerDied,
 )
-from realhf.transport.heartbeat import HeartbeatServer
 from realhf.transport.process_id import host_token, start_time
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.call_lane import CallLane, PendingCall, remote_error
+from realhf.transport.rpc.heartbeat import HeartbeatServer
+from realhf.transport.rpc.roster import WorkerInfo
 
 __all__ = [
     "MasterLost",

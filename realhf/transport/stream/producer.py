@@ -14,7 +14,7 @@ import zmq
 
 from realhf.transport.envelope import HIGH_WATER_MARK, MAX_HEADER_BYTES, pack_header
 from realhf.transport.errors import ProtocolError
-from realhf.transport.push_stream import Ack, StreamFailed, check_frames, pack_probe, pack_sample, read_ack
+from realhf.transport.stream.push_stream import Ack, StreamFailed, check_frames, pack_probe, pack_sample, read_ack
 
 _log = logging.getLogger(__name__)
 

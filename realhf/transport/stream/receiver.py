@@ -15,7 +15,7 @@ import zmq
 from realhf.transport.codec import MAX_FRAME_BYTES
 from realhf.transport.envelope import HIGH_WATER_MARK, require_loopback
 from realhf.transport.errors import ProtocolError
-from realhf.transport.push_stream import WINDOW, Ack, StreamFailed, StreamMessage, pack_ack, read_from_producer
+from realhf.transport.stream.push_stream import WINDOW, Ack, StreamFailed, StreamMessage, pack_ack, read_from_producer
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ import zmq
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import CallCancelled, MasterLost, ProtocolError, RpcTimeout
-from realhf.transport.heartbeat import HeartbeatClient
 from realhf.transport.process_id import host_token, start_time
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc.heartbeat import HeartbeatClient
+from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.waker import Waker
 
 __all__ = ["MasterLost", "ProtocolError", "RpcTimeout", "RpcWorker"]

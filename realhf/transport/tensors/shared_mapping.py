@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from realhf.transport.errors import ProtocolError
-from realhf.transport.shared_memory import SegmentRef
+from realhf.transport.tensors.shared_memory import SegmentRef
 
 PAGE = mmap.PAGESIZE
 FILE_PAGE, SWAPPED, PRESENT = 1 << 61, 1 << 62, 1 << 63
