@@ -16,7 +16,7 @@ interfaces = Registry(
         "logprob": "realhf.algorithms.logprob:LogprobInterface",
         "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
         "sft": "realhf.algorithms.sft:SFTInterface",
-        "trajectory_stream": "realhf.trajectory.stream_interface:TrajectoryStreamInterface",
+        "trajectory_stream": "realhf.trajectory.training.stream_interface:TrajectoryStreamInterface",
     },
 )
 backends = Registry("backend", {"torch": "realhf.backends.training.torch_backend:TorchBackend"})
@@ -25,7 +25,7 @@ sources = Registry(
     {
         "task_curriculum": "realhf.env.task_source:TaskCurriculumSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
-        "trajectory_slots": "realhf.trajectory.batch_slots:BatchSlotSource",
+        "trajectory_slots": "realhf.trajectory.training.batch_slots:BatchSlotSource",
     },
 )
 datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})

@@ -32,7 +32,7 @@ TORCH_FREE = ("realhf/api", "realhf/dataflow", "realhf/env", "realhf/monitor", "
 PROGRAMS = {"realhf/env/evaluate.py"}
 """Commands that put parts of several rooms together, as the launcher does; nothing may import them."""
 READS_ENVIRONMENT = {"realhf/env/server_config.py", "realhf/rollout/aws_tool.py",
-                     "realhf/rollout/trainer_settings.py", "realhf/trajectory/config.py"}
+                     "realhf/rollout/trainer_settings.py", "realhf/trajectory/http/config.py"}
 
 
 def modules(*folders: str) -> list[Path]:

@@ -19,7 +19,7 @@ import uvicorn
 
 from realhf.scheduler.failure import run_guarded
 from realhf.trajectory.cli import uvicorn_config
-from realhf.trajectory.config import ConfigError, TrajectoryConfig, add_arguments, resolve
+from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
 from realhf.transport.rpc.worker import RpcWorker
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None
     index = name.rpartition("/")[2]
     if not index.isdigit():
         raise ConfigError(f"--name is {name!r}; it must end in /<number>")
-    from realhf.trajectory.server import create_app
+    from realhf.trajectory.http.server import create_app
 
     listener = listen(config.host, config.port)
     server = uvicorn.Server(uvicorn_config(config, create_app(config)))

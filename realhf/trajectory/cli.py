@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from realhf.trajectory.config import ConfigError, TrajectoryConfig, add_arguments, resolve
+from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = resolve(arguments)
         if arguments.reload:
             os.environ.update(config.to_environment())
-            uvicorn.run("realhf.trajectory.server:app", host=config.host, port=config.port, reload=True,
+            uvicorn.run("realhf.trajectory.http.server:app", host=config.host, port=config.port, reload=True,
                         access_log=False)  # fmt: skip
             return 0
         return serve(config)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(config: TrajectoryConfig) -> int:
     """Run the server in this process. Raises RuntimeError when it does not come up."""
-    from realhf.trajectory.server import create_app
+    from realhf.trajectory.http.server import create_app
 
     server = uvicorn.Server(uvicorn_config(config, create_app(config)))
     server.run()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from realhf.trajectory import delivery, push, registry
-from realhf.trajectory.options import StateOptions
-from realhf.trajectory.records import Encoding
-from realhf.trajectory.state import TrajectoryState
-from realhf.trajectory.wire.incoming import Incoming
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.records import Encoding
+from realhf.trajectory.state import delivery, push, registry
+from realhf.trajectory.state.server_state import TrajectoryState
 
 TRAINER = {"wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "c",
            "save_checkpoint_interval": 10, "starting_step": 0, "num_steps": 100}  # fmt: skip

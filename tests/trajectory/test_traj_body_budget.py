@@ -11,7 +11,7 @@ import httpx
 import pytest
 import zstandard
 
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.wire.body import gunzip, unzstd
 from realhf.trajectory.wire.body_budget import BodyBudget, BodyShare
 from tests.trajectory.conftest import running_server, start

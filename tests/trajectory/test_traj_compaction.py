@@ -11,15 +11,15 @@ import httpx
 import pytest
 from isal import isal_zlib
 
-from realhf.trajectory import compaction, delivery, maintenance, push, quarantine, registry, views
-from realhf.trajectory.compaction import Compactor, held_bytes
-from realhf.trajectory.delivery import Batch, PullRequest
-from realhf.trajectory.engine import Engine
-from realhf.trajectory.options import StateOptions
-from realhf.trajectory.records import Encoding
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.records import Encoding
+from realhf.trajectory.state import compaction, delivery, maintenance, push, quarantine, registry, views
+from realhf.trajectory.state.compaction import Compactor, held_bytes
+from realhf.trajectory.state.delivery import Batch, PullRequest
+from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.sqlite import SqliteStore
-from realhf.trajectory.wire.incoming import Incoming
 from tests.trajectory.conftest import running_server, start
 from tests.trajectory.driver import TRAINER, Driver
 from tests.trajectory.groups import group
@@ -208,7 +208,7 @@ def test_a_batch_whose_payloads_moved_after_it_was_formed_is_delivered(tmp_path:
         await opening(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("realhf.trajectory.service.open_store",
+        patch.setattr("realhf.trajectory.http.service.open_store",
                       lambda url, durable: StoreThatMovesFirst(tmp_path, segment_bytes=100))  # fmt: skip
         patch.setattr(Engine, "open", noticed)
         with running_server() as url, httpx.Client(base_url=url) as api:

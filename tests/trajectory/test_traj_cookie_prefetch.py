@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from realhf.trajectory import delivery
-from realhf.trajectory.delivery import Batch, NoBatch, PullRequest
+from realhf.trajectory.state import delivery
+from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
 from tests.trajectory.test_traj_delivery import started
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.trajectory import delivery, maintenance
-from realhf.trajectory.delivery import Batch, NoBatch
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state import delivery, maintenance
+from realhf.trajectory.state.delivery import Batch, NoBatch
 from tests.trajectory.driver import Driver, ids, sizes
 
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from realhf.trajectory.cli import command_line, main
-from realhf.trajectory.config import ConfigError, TrajectoryConfig, resolve
+from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, resolve
 from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start
 from tests.trajectory.groups import group
 

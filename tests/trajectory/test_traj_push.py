@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
-from realhf.trajectory import delivery, maintenance, quarantine, views
-from realhf.trajectory.delivery import NoBatch
-from realhf.trajectory.engine import Engine
-from realhf.trajectory.options import StateOptions
-from realhf.trajectory.records import Replay
-from realhf.trajectory.refusal import Refusal
-from realhf.trajectory.state import TrajectoryState
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.records import Replay
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state import delivery, maintenance, quarantine, views
+from realhf.trajectory.state.delivery import NoBatch
+from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.memory import MemoryStore
 from tests.trajectory.driver import Driver, ids, sizes
 

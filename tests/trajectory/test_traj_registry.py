@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.trajectory import registry, views
-from realhf.trajectory.delivery import NoBatch
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state import registry, views
+from realhf.trajectory.state.delivery import NoBatch
 from tests.trajectory.driver import TRAINER, Driver, sizes
 
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.exact_selection import select_exact
-from realhf.trajectory.fair_share import FairShare
-from realhf.trajectory.minimum_selection import select_with_minimums
-from realhf.trajectory.mixbuffer import find_groups_summing_to_target, find_set
-from realhf.trajectory.packs import NotSelected, Selected
-from realhf.trajectory.queue_index import Lane, QueueIndex
-from realhf.trajectory.records import Encoding, GroupRecord, Payload, Place
-from realhf.trajectory.selection import select_batch
+from realhf.trajectory.base.records import Encoding, GroupRecord, Payload, Place
+from realhf.trajectory.batching.exact_selection import select_exact
+from realhf.trajectory.batching.fair_share import FairShare
+from realhf.trajectory.batching.minimum_selection import select_with_minimums
+from realhf.trajectory.batching.packs import NotSelected, Selected
+from realhf.trajectory.batching.queue_index import Lane, QueueIndex
+from realhf.trajectory.batching.selection import select_batch
+from realhf.trajectory.state.mixbuffer import find_groups_summing_to_target, find_set
 
 PAYLOAD = Payload(b"", 10, Encoding.JSON, 0, 0)
 
@@ -262,7 +262,7 @@ class CountingLane(Lane):
 
 @pytest.mark.parametrize("minimums", [[], [(0, 0.2), (1, 0.2)]])
 def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("realhf.trajectory.queue_index.Lane", CountingLane)
+    monkeypatch.setattr("realhf.trajectory.batching.queue_index.Lane", CountingLane)
     seen = {}
     for length in (400, 40_000):
         index = index_of([(2 ** (number % 3), number % 4) for number in range(length)])
@@ -274,7 +274,7 @@ def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]
 
 
 def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch):
-    from realhf.trajectory import packs
+    from realhf.trajectory.batching import packs
 
     pushes = 0
 

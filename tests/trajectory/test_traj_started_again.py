@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from realhf.trajectory import registry
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state import registry
 from tests.trajectory.conftest import REGISTRATION, running_server, start
 from tests.trajectory.driver import TRAINER, Driver
 from tests.trajectory.groups import group

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from realhf.trajectory.records import Encoding, EnvRecord, GroupRecord, LeaseRecord, Payload, Place, RunRecord
+from realhf.trajectory.base.records import Encoding, EnvRecord, GroupRecord, LeaseRecord, Payload, Place, RunRecord
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.open import open_store

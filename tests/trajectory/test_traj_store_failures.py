@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from isal import isal_zlib
 
-from realhf.trajectory import engine as engine_module
-from realhf.trajectory import push, registry
-from realhf.trajectory.engine import Engine
-from realhf.trajectory.options import StateOptions
-from realhf.trajectory.records import Encoding, GroupRecord, Payload, PayloadRef, Place
-from realhf.trajectory.state import TrajectoryState
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.records import Encoding, GroupRecord, Payload, PayloadRef, Place
+from realhf.trajectory.state import engine as engine_module
+from realhf.trajectory.state import push, registry
+from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
-from realhf.trajectory.wire.incoming import Incoming
 from tests.trajectory.driver import TRAINER
 
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from realhf.trajectory import delivery, push, registry, views
-from realhf.trajectory.delivery import Batch, PullRequest
-from realhf.trajectory.engine import Engine
-from realhf.trajectory.options import StateOptions
-from realhf.trajectory.records import Encoding, RunRecord
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.records import Encoding, RunRecord
+from realhf.trajectory.state import delivery, push, registry, views
+from realhf.trajectory.state.delivery import Batch, PullRequest
+from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, StateLost, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
-from realhf.trajectory.wire.incoming import Incoming
 from tests.trajectory.driver import TRAINER
 from tests.trajectory.redis_server import RedisServer
 

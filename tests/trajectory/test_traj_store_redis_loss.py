@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import redis
 
-from realhf.trajectory import push, registry, views
-from realhf.trajectory.engine import Engine
-from realhf.trajectory.options import StateOptions
-from realhf.trajectory.records import Encoding, RunRecord
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.records import Encoding, RunRecord
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state import push, registry, views
+from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
-from realhf.trajectory.wire.incoming import Incoming
 from tests.trajectory.driver import TRAINER
 from tests.trajectory.redis_server import RedisServer
 

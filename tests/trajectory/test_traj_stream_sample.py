@@ -18,7 +18,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.trajectory.client.encoding import decode_batch, encode_groups
 from realhf.trajectory.client.episodes import group_of
-from realhf.trajectory.stream_sample import Converted, RowLimits, groups_to_sample
+from realhf.trajectory.training.stream_sample import Converted, RowLimits, groups_to_sample
 from realhf.trajectory.wire import splice
 from realhf.trajectory.wire.msgpack_groups import read_group
 

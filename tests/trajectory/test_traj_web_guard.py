@@ -17,9 +17,9 @@ import pytest
 import uvicorn
 from starlette.types import Message
 
-from realhf.trajectory.config import TrajectoryConfig
-from realhf.trajectory.drained_send import drain_writes
-from realhf.trajectory.server import create_app
+from realhf.trajectory.http.config import TrajectoryConfig
+from realhf.trajectory.http.drained_send import drain_writes
+from realhf.trajectory.http.server import create_app
 from tests.env.web.chromium import ABSENT, PROGRAM, Chromium
 from tests.trajectory.conftest import REGISTRATION, running_server, start
 from tests.trajectory.groups import group

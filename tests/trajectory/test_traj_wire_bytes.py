@@ -19,12 +19,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.records import Encoding, Payload
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.records import Encoding, Payload
+from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.wire import convert, deflate, splice
 from realhf.trajectory.wire.body import MOST_MEMBERS, read_body
 from realhf.trajectory.wire.encode import encode_batch, encode_group
-from realhf.trajectory.wire.incoming import Incoming
 from realhf.trajectory.wire.intake import INLINE_BYTES, parse_groups
 from realhf.trajectory.wire.offload import Offload
 from tests.trajectory.groups import EVERYTHING, binary, encoded, group, tensor

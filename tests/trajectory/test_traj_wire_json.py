@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.records import FIELDS, N_STOCK_FIELDS
+from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.wire import json_groups, lax_groups, splice
-from realhf.trajectory.wire.incoming import Incoming
 from realhf.trajectory.wire.intake import INLINE_NESTS, parse_groups
 from realhf.trajectory.wire.offload import Offload
 from tests.trajectory.groups import EVERYTHING, encoded, group

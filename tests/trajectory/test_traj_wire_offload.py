@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.wire.offload import Offload
 
 DEADLINE_S = 20.0

@@ -34,7 +34,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path: Pat
 
 SERVER_THAT_NEVER_STOPS = """
 import asyncio, sys
-from realhf.trajectory.engine import Engine
+from realhf.trajectory.state.engine import Engine
 from workers import trajectory_worker
 
 async def never(self):

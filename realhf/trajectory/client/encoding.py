@@ -16,8 +16,8 @@ import numpy as np
 import zstandard
 from isal import igzip
 
+from realhf.trajectory.base.records import FIELDS
 from realhf.trajectory.client.errors import BadAnswer, BadGroup
-from realhf.trajectory.records import FIELDS
 
 MSGPACK = "application/msgpack"
 COMPRESSIONS = ("auto", "none", "gzip", "zstd")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realhf.trajectory.records import Payload, PayloadRef
+from realhf.trajectory.base.records import Payload, PayloadRef
 from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure, empty_snapshot
 
 

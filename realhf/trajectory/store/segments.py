@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from realhf.trajectory.records import Payload
+from realhf.trajectory.base.records import Payload
 
 logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from isal import isal_zlib
 
-from realhf.trajectory.records import TABLES, GroupRecord, LeaseRecord, Payload, PayloadRef, Place, RunRecord
+from realhf.trajectory.base.records import TABLES, GroupRecord, LeaseRecord, Payload, PayloadRef, Place, RunRecord
 from realhf.trajectory.store.base import Changes, Files, PayloadLost, Snapshot, StoreFailure, empty_snapshot
 from realhf.trajectory.store.segments import SEGMENT_BYTES, Segments
 

@@ -13,7 +13,7 @@ from typing import Any
 import zstandard
 from isal import isal_zlib
 
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
 
 INLINE_BYTES = 256 << 10
 """Compressed bodies up to here are tried on the event loop; larger ones in a thread, without the GIL."""

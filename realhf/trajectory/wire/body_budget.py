@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
 
 
 class BodyBudget:

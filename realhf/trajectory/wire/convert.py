@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from realhf.trajectory.records import FIELDS
+from realhf.trajectory.base.records import FIELDS
 from realhf.trajectory.wire.json_groups import Int64
 from realhf.trajectory.wire.msgpack_groups import FLOAT_ROWS, INTEGER_ROWS, Tensor, decoders
 

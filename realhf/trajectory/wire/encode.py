@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from realhf.trajectory.records import Encoding, Payload
+from realhf.trajectory.base.records import Encoding, Payload
 from realhf.trajectory.wire import convert, deflate, splice
 
 GZIP_FROM_BYTES = 1000

@@ -13,9 +13,9 @@ from typing import IO, TypeAlias
 
 import msgspec
 
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.wire import json_groups, lax_groups, msgpack_groups
-from realhf.trajectory.wire.incoming import Incoming
 from realhf.trajectory.wire.offload import Offload
 
 YIELD_BYTES = 128 << 10

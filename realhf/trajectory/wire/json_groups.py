@@ -15,8 +15,8 @@ import numpy as np
 from isal import isal_zlib
 from msgspec import UNSET, UnsetType
 
-from realhf.trajectory.records import FIELDS, Encoding
-from realhf.trajectory.wire.incoming import Incoming
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.records import FIELDS, Encoding
 from realhf.trajectory.wire.number_rows import float_rows, integer_rows
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from realhf.trajectory.refusal import Refusal
+from realhf.trajectory.base.refusal import Refusal
 
 T = TypeVar("T")
 DEADLINE_S = 120.0

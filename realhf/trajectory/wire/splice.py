@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
-from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS
+from realhf.trajectory.base.records import FIELDS, N_STOCK_FIELDS
 
 Piece = bytes | memoryview
 Part = tuple[int, bytes]

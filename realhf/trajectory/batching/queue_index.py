@@ -1,0 +1,170 @@
+"""The queue by environment and size: everything batch forming and pacing ask, without a walk over the queue.
+
+Source: trajectory specification 2.5, 3.3 ("formation MUST be O(groups in batch + envs x sizes)").
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from realhf.trajectory.base.records import GroupRecord
+
+
+class Unit(Protocol):
+    """What is packed as a whole: a single group, or a bundle of them. ``order``: that of its first member."""
+
+    @property
+    def order(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def env_id(self) -> int | None: ...
+    @property
+    def members(self) -> Sequence[GroupRecord]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Groups that left the mix buffer together (3.5)."""
+
+    order: int
+    size: int
+    env_id: int | None
+    members: tuple[GroupRecord, ...]
+
+
+class Lane:
+    """Units of one environment and one size, oldest first. Deletion is lazy: a unit is skipped, and dropped when it
+    is at either end or when half of the lane is gone."""
+
+    __slots__ = ("_dead", "_units")
+
+    def __init__(self) -> None:
+        self._units: deque[Unit] = deque()
+        self._dead: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._units) - len(self._dead)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return (unit for unit in self._units if unit.order not in self._dead)
+
+    def newest(self, count: int) -> list[Unit]:
+        """The last ``count`` units, oldest of them first."""
+        backwards = (unit for unit in reversed(self._units) if unit.order not in self._dead)
+        return list(islice(backwards, count))[::-1]
+
+    def append(self, unit: Unit) -> None:
+        self._units.append(unit)
+
+    def discard(self, order: int) -> None:
+        units, dead = self._units, self._dead
+        dead.add(order)
+        while units and units[0].order in dead:
+            dead.remove(units.popleft().order)
+        while units and units[-1].order in dead:
+            dead.remove(units.pop().order)
+        if len(dead) > 64 and len(dead) * 2 > len(units):
+            self._units = deque(self)
+            dead.clear()
+
+
+class QueueIndex:
+    """Queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals. Every call costs amortised O(1), views
+    O(environments + sizes). Records that it gives out say which groups are meant; the payload of a group may have moved
+    since it was added, so that whoever wants it asks the state for the record."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self.sequences = 0
+        self.nbytes = 0
+        self.lanes: dict[tuple[int | None, int], Lane] = {}
+        self._sizes: Counter[int] = Counter()
+        self._env_sizes: dict[int | None, Counter[int]] = {}
+        self._env_sequences: dict[int | None, int] = {}
+        self._open: dict[int, list[GroupRecord]] = {}
+        self._bundles: dict[int, Bundle] = {}
+
+    def add(self, record: GroupRecord) -> None:
+        """To the tail. Orders grow from call to call; a bundle becomes a unit when its last member is here."""
+        self._count(record, 1)
+        if record.bundle is None:
+            self._lane(record.env_id, record.size).append(record)
+            return
+        first, members = record.bundle
+        held = self._open.setdefault(first, [])
+        held.append(record)
+        if len(held) == members:
+            del self._open[first]
+            size = sum(member.size for member in held)
+            self._bundles[first] = Bundle(first, size, record.env_id, tuple(held))
+            self._lane(record.env_id, size).append(self._bundles[first])
+
+    def remove(self, record: GroupRecord) -> None:
+        """Out of the queue; the first member that leaves ends its bundle."""
+        self._count(record, -1)
+        if record.bundle is None:
+            self._discard(record.env_id, record.size, record.order)
+            return
+        first = record.bundle[0]
+        bundle = self._bundles.pop(first, None)
+        if bundle is not None:
+            self._discard(record.env_id, bundle.size, first)
+        elif first in self._open:
+            self._open[first].remove(record)
+            if not self._open[first]:
+                del self._open[first]
+
+    def companions(self, record: GroupRecord) -> list[GroupRecord]:
+        """The other members of a queued group's bundle."""
+        bundle = self._bundles.get(record.bundle[0]) if record.bundle else None
+        return [member for member in bundle.members if member.id != record.id] if bundle else []
+
+    def sizes(self) -> KeysView[int]:
+        """Sizes of the queued groups, in sequences."""
+        return self._sizes.keys()
+
+    def max_group_size(self) -> int:
+        """Largest queued group in sequences; 0 when nothing is queued."""
+        return max(self._sizes, default=0)
+
+    def env_max_group(self, env_id: int | None) -> int:
+        """Largest queued group of one environment; 0 when it has none."""
+        return max(self._env_sizes.get(env_id, ()), default=0)
+
+    def env_sequences(self) -> Mapping[int | None, int]:
+        """Queued sequences of every environment that has any group queued."""
+        return self._env_sequences
+
+    def env_groups(self) -> dict[int | None, int]:
+        """Queued groups of every environment that has any."""
+        return {env_id: sizes.total() for env_id, sizes in self._env_sizes.items()}
+
+    def _lane(self, env_id: int | None, size: int) -> Lane:
+        lane = self.lanes.get((env_id, size))
+        if lane is None:
+            lane = self.lanes[(env_id, size)] = Lane()
+        return lane
+
+    def _discard(self, env_id: int | None, size: int, order: int) -> None:
+        lane = self.lanes[(env_id, size)]
+        lane.discard(order)
+        if not len(lane):
+            del self.lanes[(env_id, size)]
+
+    def _count(self, record: GroupRecord, sign: int) -> None:
+        self.groups += sign
+        self.sequences += sign * record.size
+        self.nbytes += sign * record.payload.nbytes
+        env_sizes = self._env_sizes.setdefault(record.env_id, Counter())
+        for sizes in (self._sizes, env_sizes):
+            sizes[record.size] += sign
+            if not sizes[record.size]:
+                del sizes[record.size]
+        self._env_sequences[record.env_id] = self._env_sequences.get(record.env_id, 0) + sign * record.size
+        if not env_sizes:
+            del self._env_sizes[record.env_id], self._env_sequences[record.env_id]

@@ -1,0 +1,86 @@
+"""Who may do what: bearer tokens of producers, trainers and the administrator (3.11)."""
+
+from __future__ import annotations
+
+import hmac
+from enum import Flag, auto
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from realhf.trajectory.http.config import TrajectoryConfig
+
+
+class Role(Flag):
+    """What a token allows."""
+
+    NOBODY = 0
+    PRODUCER = auto()
+    TRAINER = auto()
+    ADMIN = auto()
+    ANY = PRODUCER | TRAINER | ADMIN
+
+
+OPEN_PATHS = frozenset({"/", "/healthz", "/ui", "/docs", "/openapi.json"})
+"""What needs no token: who is there, and pages, which show nothing before they were told one."""
+_BY_PATH = {
+    "/register": Role.TRAINER, "/batch": Role.TRAINER, "/batch/ack": Role.TRAINER, "/batch/nack": Role.TRAINER,
+    "/batch/renew": Role.TRAINER, "/policy_version": Role.TRAINER, "/register-env": Role.PRODUCER,
+    "/disconnect-env": Role.PRODUCER, "/status-env": Role.PRODUCER, "/scored_data": Role.PRODUCER,
+    "/scored_data_list": Role.PRODUCER, "/quarantine/requeue": Role.ADMIN,
+}  # fmt: skip
+"""Whom each path is for; the administrator may use all of them. Others may be read with any token."""
+
+
+def needed(method: str, path: str) -> Role:
+    """Roles of which one is needed."""
+    if path == "/quarantine" and method == "DELETE":
+        return Role.ADMIN
+    return _BY_PATH.get(path, Role.ANY) | Role.ADMIN
+
+
+class Tokens:
+    """Roles of the tokens of a configuration."""
+
+    def __init__(self, config: TrajectoryConfig) -> None:
+        self.required = config.has_tokens
+        everyone = (
+            (config.secret("token"), Role.PRODUCER | Role.TRAINER), (config.secret("producer_token"), Role.PRODUCER),
+            (config.secret("trainer_token"), Role.TRAINER), (config.secret("admin_token"), Role.ANY),
+        )  # fmt: skip
+        self._roles = [(token.encode(), role) for token, role in everyone if token]
+
+    def roles(self, authorization: str) -> Role:
+        """Roles of an Authorization header; every known token is compared, in constant time."""
+        if not self.required:
+            return Role.ANY
+        kind, _, sent = authorization.partition(" ")
+        found = Role.NOBODY
+        for token, role in self._roles:
+            if hmac.compare_digest(token, sent.strip().encode()) and kind.lower() == "bearer":
+                found |= role
+        return found
+
+
+class AuthMiddleware:
+    """401 without a known token, 403 with one that does not suffice. Leaves the roles in ``scope["traj.roles"]``."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        roles = self._tokens.roles(Headers(scope=scope).get("authorization", ""))
+        scope["traj.roles"] = roles
+        free = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
+        if free or roles & needed(scope["method"], scope["path"]):
+            await self._app(scope, receive, send)
+        elif not roles:
+            answer = JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
+            await answer(scope, receive, send)
+        else:
+            await JSONResponse({"detail": "this token does not allow that"}, 403)(scope, receive, send)

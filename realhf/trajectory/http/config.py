@@ -1,0 +1,224 @@
+"""Configuration of the server: flags over ``REALHF_TRAJ_*`` variables over defaults.
+
+The only module of the trajectory server that reads the process environment. Source: trajectory specification 1.1,
+3.8 to 3.12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from realhf.trajectory.base.options import StateOptions, strict
+
+PREFIX = "REALHF_TRAJ_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+SECRETS = ("token", "producer_token", "trainer_token", "admin_token")
+"""Settings that hold a token; ``<name>_file`` may hold it in its place."""
+
+
+class ConfigError(ValueError):
+    """A setting that is unknown or out of range; the text names it."""
+
+
+def _setting(default: Any, about: str, kind: type = str) -> Any:
+    return field(default=default, metadata={"about": about, "kind": kind})
+
+
+def _row(about: str, kind: type = bool) -> Any:
+    """A setting of ``StateOptions``; None: its default, or what ``strict`` says."""
+    return field(default=None, metadata={"about": about, "kind": kind, "state": True})
+
+
+@dataclass(frozen=True)
+class TrajectoryConfig:
+    """Settings of one server process. Raises ConfigError naming a bad one."""
+
+    host: str = _setting("127.0.0.1", "address to listen on; other than loopback it needs a token or --insecure")
+    port: int = _setting(8000, "port; 0: any free one", int)
+    store: str = _setting("sqlite:trajectory_data", "sqlite:DIR, memory, or redis://host:port for several instances")
+    durable: bool = _setting(False, "sqlite: survive the loss of power too, for a disk flush a commit", bool)
+    insecure: bool = _setting(False, "listen on other than loopback without a token", bool)
+    allowed_hosts: str = _setting("", "names (with a dot) by which this server may be addressed without a token, with "
+                                      "commas between them, or *; addresses and local names always may")  # fmt: skip
+    token: str = _setting("", "bearer token of producers and trainers")
+    producer_token: str = _setting("", "bearer token that may only push and poll")
+    trainer_token: str = _setting("", "bearer token that may only register and pull")
+    admin_token: str = _setting("", "bearer token that may do everything, resets included")
+    token_file: str = _setting("", "file with the token, which as a flag or variable others may see")
+    producer_token_file: str = _setting("", "file with the producer token")
+    trainer_token_file: str = _setting("", "file with the trainer token")
+    admin_token_file: str = _setting("", "file with the admin token")
+    reset_policy: str = _setting("", "who may reset: open, token (admin only) or off; default: open without tokens, "
+                                     "token with them")  # fmt: skip
+    max_body_bytes: int = _setting(512 << 20, "largest body, before and after decompression", int)
+    max_bodies_bytes: int = _setting(0, "bytes of all bodies that are being served, before and after decompression; "
+                                        "more get 503 (0: four times the largest body)", int)  # fmt: skip
+    gzip_level: int = _setting(1, "compression of answers, 0 to 3", int)
+    tokenizer: str = _setting("", "folder or name of a tokenizer that decodes the latest example on the status page")
+    strict: bool = _setting(False, "the original's behaviour, where the specification lists it; rows below may differ",
+                            bool)  # fmt: skip
+
+    reregister: str | None = _row("a second registration of the same group, project and batch size: continue (the run "
+                                  "and its queue go on), reset (a new epoch) or ignore (the first one wins, as for any "
+                                  "other registration)", str)  # fmt: skip
+    divisor_packing: bool | None = _row("sizes that divide the batch never jam (else the original's packing rule)")
+    weighted_fill: bool | None = _row("batches are filled by the environments' weights (else in order of arrival)")
+    recheck_minimums: bool | None = _row("no batch below a minimum allocation")
+    lease_anonymous: bool | None = _row("batches of anonymous trainers are leases (else acknowledged when sent)")
+    count_others_of_size_one: bool | None = _row("status-env counts the groups of others of size 1 too")
+    status_before_registration: bool | None = _row("/status shows the queue before a trainer registers")
+    fence_epochs: bool | None = _row("refuse requests with the X-Epoch of an older run")
+    bound_staleness: bool | None = _row("max_staleness counts")
+    bound_integers: bool | None = _row("refuse tokens and masks beyond signed 64 bit")
+    forget_on_reset: bool | None = _row("a reset forgets the latest example and the token limit too")
+    heartbeat_timeout_s: float | None = _row("seconds of silence after which an environment stops blocking", float)
+    lease_timeout_s: float | None = _row("seconds after which an unacknowledged batch goes to another trainer", float)
+    send_timeout_s: float | None = _row("seconds that a response may take to go out", float)
+    delivery: str | None = _row("at_least_once, or at_most_once: a batch is gone when it is handed out", str)
+    max_queue_groups: int | None = _row("groups held before pushes get 503 (0: no limit); those in quarantine count, "
+                                        "and go first", int)  # fmt: skip
+    max_queue_bytes: int | None = _row("bytes held before pushes get 503 (0: no limit), likewise", int)
+    quarantine_bytes: int | None = _row("bytes kept in quarantine; the oldest go first", int)
+    max_quarantine_groups: int | None = _row("groups kept in quarantine; the oldest go first", int)
+    buffer_expiry_s: float | None = _row("seconds that a group of an odd size waits for others", float)
+    max_buffered_groups: int | None = _row("groups of odd sizes held for one environment", int)
+    replay_ttl_s: float | None = _row("seconds that idempotency keys and ended leases are remembered", float)
+    max_replays: int | None = _row("idempotency keys remembered; beyond that the oldest are forgotten early", int)
+    max_staleness: int | None = _row("policy versions that a group may lie behind (default: no bound)", int)
+    stale_policy: str | None = _row("too stale groups: quarantine, or last (only when nothing fresher fills)", str)
+    min_rounding: str | None = _row("minimum allocations in sequences: floor or ceil", str)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}; give 0 to 65535")
+        if not 0 <= self.gzip_level <= 3:
+            raise ConfigError(f"--gzip-level is {self.gzip_level}; give 0 to 3")
+        if self.max_body_bytes < 1024:
+            raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; give at least 1024")
+        if self.max_bodies_bytes and self.max_bodies_bytes < 2 * self.max_body_bytes:
+            raise ConfigError(f"--max-bodies-bytes is {self.max_bodies_bytes}; give at least twice --max-body-bytes "
+                              f"({self.max_body_bytes}): one body may be held compressed and plain")  # fmt: skip
+        for name in SECRETS:
+            self.secret(name)
+        if self.reset_policy not in ("", "open", "token", "off"):
+            raise ConfigError(f"--reset-policy is {self.reset_policy!r}; give open, token or off")
+        if not (self.insecure or self.has_tokens or is_loopback(self.host)):
+            raise ConfigError(f"--host {self.host} is not loopback: set --token (or --producer-token and "
+                              "--trainer-token), or say --insecure")  # fmt: skip
+        if self.durable and not self.store.startswith("sqlite:"):
+            raise ConfigError(f"--durable needs --store sqlite:DIR; it is {self.store!r}")
+        try:
+            self.state_options()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(getattr(self, name) or getattr(self, f"{name}_file") for name in SECRETS)
+
+    def secret(self, name: str) -> str:
+        """The token of a role, from its file if there is one; "" without. Raises ConfigError."""
+        given, path = getattr(self, name), getattr(self, f"{name}_file")
+        if not path:
+            return given
+        flag = _flag(f"{name}_file")
+        if given:
+            raise ConfigError(f"{_flag(name)} and {flag} are both given; give one")
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{flag} {path}: {error}") from error
+        if not text or len(text.splitlines()) > 1:
+            raise ConfigError(f"{flag} {path} must hold one line, the token")
+        return text
+
+    @property
+    def all_bodies_bytes(self) -> int:
+        """Of all bodies that are being served."""
+        return self.max_bodies_bytes or 4 * self.max_body_bytes
+
+    @property
+    def resets(self) -> str:
+        """open, token or off."""
+        return self.reset_policy or ("token" if self.has_tokens else "open")
+
+    def state_options(self) -> StateOptions:
+        """The rules of the state: strict or not, with the rows that were set alone. Raises ValueError."""
+        chosen = {item.name: value for item in fields(self)
+                  if item.metadata.get("state") and (value := getattr(self, item.name)) is not None}  # fmt: skip
+        return strict(StateOptions(), **chosen) if self.strict else StateOptions(**chosen)
+
+    def to_environment(self) -> dict[str, str]:
+        """Variables that make the same configuration in a child process."""
+        return {PREFIX + item.name.upper(): str(getattr(self, item.name)) for item in fields(self)
+                if getattr(self, item.name) != item.default}  # fmt: skip
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def add_arguments(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """One flag for each setting; its variable stands in brackets."""
+    for item in fields(TrajectoryConfig):
+        kind, about = item.metadata["kind"], item.metadata["about"]
+        default = "" if item.default in (None, "", False) else f"; default {item.default}"
+        text = f"{about}{default} [{PREFIX}{item.name.upper()}]".replace("%", "%%")
+        options: dict[str, Any] = {"dest": item.name, "default": None, "help": text}
+        if kind is bool:
+            parser.add_argument(_flag(item.name), action=argparse.BooleanOptionalAction, **options)
+        else:
+            parser.add_argument(_flag(item.name), type=kind, metavar=kind.__name__.upper(), **options)
+
+
+def resolve(
+    arguments: argparse.Namespace | None = None, environment: Mapping[str, str] | None = None
+) -> TrajectoryConfig:
+    """Flags that were given, else variables, else defaults. Raises ConfigError; an unknown REALHF_TRAJ_ variable is
+    one."""
+    environment = os.environ if environment is None else environment
+    known = {PREFIX + item.name.upper(): item for item in fields(TrajectoryConfig)}
+    unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise ConfigError(f"unknown variable {unknown[0]}; known are {', '.join(sorted(known))}")
+    chosen: dict[str, Any] = {item.name: _parsed(name, environment[name], item.metadata["kind"])
+                              for name, item in known.items() if name in environment}  # fmt: skip
+    for item in known.values():
+        given = getattr(arguments, item.name, None)
+        if given is not None:
+            chosen[item.name] = given
+    return TrajectoryConfig(**chosen)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parsed(name: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise ConfigError(f"{name} is {text!r}; give 1 or 0")
+        return text.lower() in _TRUE
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; give a number") from None
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{name} is {text!r}; give a number")
+    return value

@@ -1,0 +1,145 @@
+"""Endpoints of trainers: register, pull, acknowledge. Source: trajectory specification 2.3, 2.8, 3.9, 3.10."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from realhf.trajectory.base.records import Payload
+from realhf.trajectory.base.refusal import Refusal, invalid
+from realhf.trajectory.http.auth import Role
+from realhf.trajectory.http.batch_response import BatchResponse
+from realhf.trajectory.http.models import Lease, PolicyVersion, Registration
+from realhf.trajectory.http.service import Service, answer, idempotency
+from realhf.trajectory.http.trainer_cookie import cookie_name, handed_out
+from realhf.trajectory.state import delivery, registry, replays
+from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
+from realhf.trajectory.store.base import PayloadLost
+from realhf.trajectory.wire.encode import encode_batch
+from realhf.trajectory.wire.intake import MSGPACK_TYPES
+
+_NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+
+
+def router(service: Service) -> APIRouter:
+    """The trainer's endpoints over one service."""
+    routes, engine = APIRouter(tags=["trainers"]), service.engine
+
+    @routes.post("/register")
+    async def register(registration: Registration, request: Request) -> Response:
+        """Begin a run, or go on with the one of the same group, project and batch size. Any other one is replaced.
+        ``X-Join: 1`` joins whatever run there is, ``X-Reset: 1`` begins anew in any case."""
+        key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
+        join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
+        if join and anew:
+            raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
+        may_reset = service.config.resets == "open" or (
+            service.config.resets == "token" and Role.ADMIN in request.scope["traj.roles"])  # fmt: skip
+        (body, headers), _ = await engine.write(
+            replays.once, key, fingerprint, registry.register, registration.model_dump(), join, may_reset,
+            anew)  # fmt: skip
+        return answer(body, headers | handed_out(request))
+
+    @routes.get("/batch")
+    async def batch(request: Request) -> Response:
+        """The next batch, or null and the reason in ``X-Batch-Reason``."""
+        with service.metrics.timed("pull"):
+            if not request.scope.get("traj.drained"):
+                raise Refusal(501, "this ASGI server does not tell when a batch has left it: use run-api, or uvicorn")
+            await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
+            wanted = _pull_request(request)
+            while True:
+                pulled = await engine.write(delivery.pull, wanted)
+                if isinstance(pulled, NoBatch):
+                    body = _NOT_REGISTERED if pulled.unregistered else {"batch": None}
+                    cookie = {} if pulled.holding else handed_out(request)
+                    return answer(body, {"X-Batch-Reason": pulled.reason} | cookie)
+                try:
+                    return await _respond(service, request, pulled)
+                except PayloadLost as error:
+                    await engine.write(delivery.give_up_lost, pulled, error.refs)
+                    wanted = replace(wanted, ack=None)
+
+    @routes.post("/batch/ack")
+    async def ack(lease: Lease) -> Response:
+        """A batch was consumed: delete it for good. 404 unknown, 409 redelivered to another trainer."""
+        return answer(await engine.write(delivery.ack, lease.lease_id))
+
+    @routes.post("/batch/nack")
+    async def nack(lease: Lease) -> Response:
+        """Give a batch back; the next puller gets it."""
+        return answer(await engine.write(delivery.nack, lease.lease_id))
+
+    @routes.post("/batch/renew")
+    async def renew(lease: Lease) -> Response:
+        """Hold a batch for another lease timeout."""
+        return answer(await engine.write(delivery.renew, lease.lease_id))
+
+    @routes.post("/policy_version")
+    async def policy_version(policy: PolicyVersion) -> Response:
+        """The weights that rollouts are made with have a new version."""
+        return answer(await engine.write(registry.set_policy_version, policy.version))
+
+    return routes
+
+
+def _pull_request(request: Request) -> PullRequest:
+    name = request.headers.get("x-trainer-id") or request.query_params.get("trainer_id")
+    cookie, peer = cookie_name(request), request.client.host if request.client else "unknown"
+    identity = name or (f"cookie {cookie}" if cookie else f"peer {peer}")
+    return PullRequest(identity, anonymous=not name, ack=request.headers.get("x-ack"),
+                       explicit=request.headers.get("x-ack-mode", "").lower() == "explicit")  # fmt: skip
+
+
+async def _respond(service: Service, request: Request, batch: Batch) -> BatchResponse:
+    """Read and encode a leased batch; whatever fails before it is out gives the batch back."""
+    msgpack, coding = _accepted(request)
+    try:
+        payloads, data = await _payloads(service, batch)
+        pieces, used = await encode_batch(payloads, data, msgpack=msgpack, coding=coding,
+                                          level=service.config.gzip_level)  # fmt: skip
+    except PayloadLost:
+        raise
+    except BaseException:
+        await service.engine.write(delivery.mark_lost, batch)
+        raise
+    oldest, newest = batch.versions
+    if not batch.redelivered:
+        for group in batch.groups:
+            service.metrics.delivered(service.engine.state.run.current_version - group.policy_version)
+    headers = {
+        "Content-Type": MSGPACK_TYPES[0] if msgpack else "application/json", "X-Lease-Id": batch.lease_id,
+        "X-Batch-Step": str(batch.step), "X-Min-Policy-Version": str(oldest), "X-Max-Policy-Version": str(newest),
+        "X-Epoch": str(batch.epoch), "X-Redelivered": "1" if batch.redelivered else "0",
+        "Vary": "Accept-Encoding, Accept",
+    } | ({"Content-Encoding": used} if used else {})  # fmt: skip
+
+    def report(sent: bool) -> None:
+        service.start(service.engine.write(delivery.mark_sent if sent else delivery.mark_lost, batch))
+
+    return BatchResponse(pieces, headers, report)
+
+
+async def _payloads(service: Service, batch: Batch) -> tuple[list[Payload], list[bytes]]:
+    """Payloads of a batch and their bytes. Raises PayloadLost if they are in no place where they ever were."""
+    groups = batch.groups
+    while True:
+        payloads = [group.payload for group in groups]
+        try:
+            return payloads, await service.engine.store.read(payloads)
+        except PayloadLost:
+            groups = await service.engine.read(delivery.present_groups, batch)
+            if [group.payload for group in groups] == payloads:
+                raise
+
+
+def _accepted(request: Request) -> tuple[bool, str]:
+    """Whether MessagePack is wanted, and the coding the client reads."""
+    kinds = request.headers.get("accept", "").lower()
+    codings = request.headers.get("accept-encoding", "").lower()
+    msgpack = any(kind in kinds for kind in MSGPACK_TYPES)
+    if msgpack and "zstd" in codings:
+        return True, "zstd"
+    return msgpack, "gzip" if "gzip" in codings else ""

@@ -1,0 +1,143 @@
+"""Endpoints to look at the server and to tend it. Source: trajectory specification 2.2, 2.9, 3.5, 3.7, 3.11."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import PlainTextResponse, Response
+
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.http.auth import Role
+from realhf.trajectory.http.models import Requeue
+from realhf.trajectory.http.service import Service, answer
+from realhf.trajectory.state import quarantine, registry, views
+from realhf.trajectory.store.base import StoreFailure
+from realhf.trajectory.wire.encode import encode_group
+from realhf.trajectory.wire.intake import MSGPACK_TYPES
+
+_NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "generation_params",
+               "messages", "images")  # fmt: skip
+
+
+def router(service: Service) -> APIRouter:
+    """Endpoints that any token may read, and those of the administrator."""
+    routes = APIRouter(tags=["server"])
+    _stock(routes, service)
+    _views(routes, service)
+    _tending(routes, service)
+    _health(routes, service)
+    return routes
+
+
+def _stock(routes: APIRouter, service: Service) -> None:
+    """What the original answers too."""
+    engine = service.engine
+
+    @routes.get("/")
+    async def root() -> dict[str, str]:
+        """Who is there; the original's greeting, by which clients know it."""
+        return {"message": "AtroposLib API"}
+
+    @routes.get("/wandb_info")
+    async def wandb_info() -> Response:
+        """Group and project of the trainer's run."""
+        return answer(await engine.read(views.wandb_info))
+
+    @routes.get("/info")
+    async def info() -> Response:
+        """Batch size and token limit; -1 without a trainer."""
+        return answer(await engine.read(views.info))
+
+    @routes.get("/status")
+    async def status() -> Response:
+        """Step and queued groups."""
+        return answer(await engine.read(views.status))
+
+    @routes.get("/latest_example")
+    async def latest_example(request: Request) -> Response:
+        """The last group that entered the queue."""
+        msgpack = any(kind in request.headers.get("accept", "").lower() for kind in MSGPACK_TYPES)
+        found = await service.latest()
+        if found is None:
+            return answer({name: [] for name in _NO_EXAMPLE})
+        group, data = found
+        return Response(await encode_group(group.payload, data, msgpack=msgpack),
+                        media_type=MSGPACK_TYPES[0] if msgpack else "application/json")  # fmt: skip
+
+    @routes.get("/reset_data")
+    async def reset_data(request: Request) -> Response:
+        """Forget everything and begin a new epoch."""
+        policy = service.config.resets
+        if policy == "off" or (policy == "token" and Role.ADMIN not in request.scope["traj.roles"]):
+            raise Refusal(403, "resets are off" if policy == "off" else "a reset needs the admin token")
+        await engine.write(registry.reset)
+        return PlainTextResponse("Reset successful")
+
+
+def _views(routes: APIRouter, service: Service) -> None:
+    """What the server holds."""
+    engine = service.engine
+
+    @routes.get("/envs")
+    async def envs() -> Response:
+        """Every environment: state, age of its last sign of life, groups queued, sequences served."""
+        return answer(await engine.read(views.envs))
+
+    @routes.get("/buffers")
+    async def buffers() -> Response:
+        """Groups of odd sizes that wait for others."""
+        return answer(await engine.read(views.buffers))
+
+    @routes.get("/leases")
+    async def leases() -> Response:
+        """Batches that trainers hold."""
+        return answer(await engine.read(views.leases))
+
+    @routes.get("/quarantine")
+    async def quarantined(
+        limit: Annotated[int, Query(ge=0, le=10_000)] = 100, after: Annotated[int | None, Query(ge=-1)] = None
+    ) -> Response:
+        """Groups that can never be served, with reasons; pages by id."""
+        return answer(await engine.read(views.quarantine, limit, after))
+
+
+def _tending(routes: APIRouter, service: Service) -> None:
+    """What only the administrator does."""
+    engine = service.engine
+
+    @routes.post("/quarantine/requeue")
+    async def requeue(request: Requeue) -> Response:
+        """Back to the tail of the queue, where that is possible now."""
+        return answer(await engine.write(quarantine.requeue, request.ids))
+
+    @routes.delete("/quarantine")
+    async def clear_quarantine() -> Response:
+        """Delete what is in quarantine."""
+        return answer(await engine.write(quarantine.clear))
+
+
+def _health(routes: APIRouter, service: Service) -> None:
+    """What supervisors and Prometheus ask."""
+    engine = service.engine
+
+    @routes.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    @routes.get("/readyz")
+    async def readyz() -> Response:
+        """The state is restored and the store answers."""
+        if not service.ready:
+            raise Refusal(503, "starting", {"Retry-After": "1"})
+        try:
+            await engine.read(views.status)
+        except StoreFailure as error:
+            raise Refusal(503, str(error), {"Retry-After": "1"}) from error
+        return answer({"status": "ready", "store": engine.store.name})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,119 @@
+"""The application: middlewares, routes, errors. ``uvicorn realhf.trajectory.http.server:app`` serves it with the settings
+of the environment variables. Source: trajectory specification 1.1, 2.1.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch, status_page
+from realhf.trajectory.http.allocator import keep_buffers
+from realhf.trajectory.http.auth import AuthMiddleware
+from realhf.trajectory.http.config import TrajectoryConfig, resolve
+from realhf.trajectory.http.drained_send import drain_writes
+from realhf.trajectory.http.middleware import BodyMiddleware, CompressMiddleware, EpochMiddleware
+from realhf.trajectory.http.service import Service
+from realhf.trajectory.http.web_guard import WebGuard
+from realhf.trajectory.store.base import StoreFailure
+from realhf.trajectory.wire.lax_groups import MAX_ERRORS, shown
+
+logger = logging.getLogger(__name__)
+_SWITCH_INTERVAL_S = 0.001
+"""A thread that encodes rows gives the event loop its turn after so long."""
+
+
+class TrajectoryApp(FastAPI):
+    """The application, wherever it is run: what it needs of the connection it asks for itself."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/batch"):
+            scope["traj.drained"] = drain_writes(send)
+        await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        """The description of the API; with tokens its page can be told one."""
+        if self.openapi_schema is None and self.state.tokens_required:
+            schema = super().openapi()
+            schema.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"token": []}]
+        return super().openapi()
+
+
+def create_app(config: TrajectoryConfig) -> FastAPI:
+    """The server over one configuration; the store is opened when it starts."""
+    service = Service(config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        keep_buffers()
+        try:
+            await service.open()
+            gc.freeze()  # a full collection through all imported modules makes everybody wait 30 ms and more
+            yield
+        finally:
+            gc.unfreeze()
+            await service.close()
+            sys.setswitchinterval(interval)
+
+    app = TrajectoryApp(
+        title="realhf trajectory server", version="1.0", lifespan=lifespan, strict_content_type=False,
+        middleware=_middlewares(service), description="Atropos-compatible buffer of scored trajectories.",
+    )  # fmt: skip
+    app.state.tokens_required = service.tokens.required
+    for module in (routes_producer, routes_trainer, routes_watch, status_page):
+        app.include_router(module.router(service))
+    _handle_errors(app, service)
+    return app
+
+
+def _middlewares(service: Service) -> list[Middleware]:
+    config = service.config
+    return [
+        Middleware(EpochMiddleware, epoch=lambda: service.engine.state.run.epoch),
+        Middleware(CORSMiddleware, allow_origin_regex=".*", allow_credentials=True, allow_methods=["*"],
+                   allow_headers=["*"], expose_headers=["*"]),
+        Middleware(WebGuard, config=config),
+        Middleware(CompressMiddleware, level=config.gzip_level),
+        Middleware(AuthMiddleware, tokens=service.tokens),
+        Middleware(BodyMiddleware, max_bytes=config.max_body_bytes, budget=service.bodies),
+    ]  # fmt: skip
+
+
+def _handle_errors(app: FastAPI, service: Service) -> None:
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        if error.status == 503:
+            service.metrics.unavailable()
+        return JSONResponse({"detail": error.detail}, error.status, error.headers)
+
+    @app.exception_handler(StoreFailure)
+    async def unavailable(request: Request, error: StoreFailure) -> Response:
+        service.metrics.unavailable()
+        return JSONResponse({"detail": f"the store failed: {error}"}, 503, {"Retry-After": "1"})
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return JSONResponse({"detail": [_problem(item) for item in error.errors()[:MAX_ERRORS]]}, 422)
+
+
+def _problem(item: dict[str, Any]) -> dict[str, Any]:
+    loc = [step if isinstance(step, int) else shown(str(step)) for step in item["loc"]]
+    return {"type": item["type"], "loc": loc, "msg": shown(str(item["msg"])), "input": shown(item.get("input"))}
+
+
+app = create_app(resolve())

@@ -1,0 +1,99 @@
+"""A page to watch the server: one static file, and the data it asks for once a second."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import HTMLResponse, Response
+
+from realhf.trajectory.base.records import GroupRecord
+from realhf.trajectory.http.service import Service, answer
+from realhf.trajectory.state import views
+from realhf.trajectory.state.server_state import TrajectoryState
+from realhf.trajectory.wire.encode import encode_group
+
+_PAGE = Path(__file__).parent / "static" / "status.html"
+_MAX_SEQUENCES = 4
+_MAX_TOKENS = 2000
+
+
+def router(service: Service) -> APIRouter:
+    """/ui and what it shows."""
+    routes = APIRouter(tags=["server"])
+    tokenizer = Tokenizer(service.config.tokenizer)
+
+    @routes.get("/ui", response_class=HTMLResponse)
+    async def page() -> Response:
+        """The status page."""
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
+
+    @routes.get("/ui/data")
+    async def data() -> Response:
+        """What the status page shows."""
+        engine = service.engine
+        body = await engine.read(_overview)
+        body["example"] = await _example(await service.latest(), tokenizer)
+        return answer(body | {"store": engine.store.name, "strict": service.config.strict})
+
+    return routes
+
+
+class Tokenizer:
+    """Decodes tokens, if a tokenizer was given; loaded when it is first needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loaded: Any = None
+
+    def decode(self, tokens: list[int]) -> str | None:
+        """Text of token ids, or None without a tokenizer. Raises ValueError where it cannot be loaded."""
+        if not self._name:
+            return None
+        if self._loaded is None:
+            self._loaded = _load(self._name)
+        return self._loaded.decode([token for token in tokens if token >= 0], skip_special_tokens=False)
+
+
+def _load(name: str) -> Any:
+    from tokenizers import Tokenizer as FastTokenizer
+
+    folder = Path(name).expanduser()
+    try:
+        if folder.exists():
+            return FastTokenizer.from_file(str(folder / "tokenizer.json" if folder.is_dir() else folder))
+        return FastTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ValueError(f"--tokenizer {name}: {error}") from error
+
+
+def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
+    run, counters = state.run, state.counters
+    return {
+        "time": now, **views.status(state, now), **views.info(state, now), **views.envs(state, now),
+        **views.leases(state, now), **views.buffers(state, now), "epoch": run.epoch, "registered": run.registered,
+        "started": run.started, "num_steps": run.num_steps, "policy_version": run.current_version,
+        "queued_sequences": state.queue.sequences, "held_bytes": state.waiting_bytes,
+        "quarantine": views.quarantine(state, now, 0, None)["by_reason"], "quarantine_dropped": run.quarantine_dropped,
+        "counters": dict(counters),
+    }  # fmt: skip
+
+
+async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The latest group in short: scores, lengths, and texts where a tokenizer was given."""
+    if latest is None:
+        return None
+    group, data = latest
+    whole = msgspec.json.decode(await encode_group(group.payload, data, msgpack=False))
+    rows = whole["tokens"][:_MAX_SEQUENCES]
+    try:
+        texts = [await asyncio.to_thread(tokenizer.decode, row[:_MAX_TOKENS]) for row in rows]
+    except ValueError as error:
+        texts = [str(error)]
+    return {
+        "env_id": group.env_id, "size": group.size, "policy_version": group.policy_version, "texts": texts,
+        "scores": whole["scores"][:64], "lengths": [len(row) for row in whole["tokens"][:64]],
+    }  # fmt: skip

@@ -1,0 +1,241 @@
+"""Batches to trainers: leases, acknowledgements, redelivery. Source: trajectory specification 2.8, 3.1, 3.10."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from realhf.trajectory.base.records import ClosedLease, GroupRecord, LeaseRecord, PayloadRef, Place
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.batching.packs import NotSelected
+from realhf.trajectory.state.formation import form
+from realhf.trajectory.state.quarantine import isolate
+from realhf.trajectory.state.server_state import TrajectoryState
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    """``identity`` of the trainer (``anonymous``: its peer address); ``ack``: a lease to acknowledge first;
+    ``explicit``: only explicit acks end the new lease."""
+
+    identity: str
+    anonymous: bool = True
+    ack: str | None = None
+    explicit: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch in the puller's hands, durable before anybody sees it."""
+
+    lease_id: str
+    step: int
+    groups: list[GroupRecord]
+    redelivered: bool
+    attempt: int = 0
+    epoch: int = 0
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Oldest and newest policy version in it."""
+        versions = [group.policy_version for group in self.groups]
+        return min(versions), max(versions)
+
+
+@dataclass(frozen=True)
+class NoBatch:
+    """Why there is none: a value of ``X-Batch-Reason``. ``holding``: the trainer has another batch under its present
+    name, which only a pull under that name acknowledges."""
+
+    reason: str
+    unregistered: bool = False
+    holding: bool = False
+
+
+def pull(state: TrajectoryState, now: float, request: PullRequest) -> Batch | NoBatch:
+    """The next batch for a trainer, whose earlier sent batches it acknowledges by asking. Raises Refusal 404 or 409
+    for an ``ack`` that does not hold."""
+    if not state.run.registered:
+        return NoBatch("unregistered", unregistered=True)
+    if request.ack is not None:
+        ack(state, now, request.ack)
+    if not state.run.started:
+        state.put_run(msgspec.structs.replace(state.run, started=True))
+    for lease in [lease for lease in state.leases.values() if _pull_acks(lease, request.identity)]:
+        close_lease(state, now, lease, "acked")
+    waiting = next(_redeliverable(state, now, request), None)
+    if waiting is not None:
+        return _redeliver(state, now, waiting, request)
+    formed = form(state, now)
+    if isinstance(formed, NotSelected):
+        state.counters[f"null:{formed.reason.partition(':')[0]}"] += 1
+        holding = any(lease.owner == request.identity and lease.mode == "implicit" for lease in state.leases.values())
+        return NoBatch(formed.reason, holding=holding)
+    return _lease(state, now, formed, request)
+
+
+def mark_sent(state: TrajectoryState, now: float, batch: Batch) -> None:
+    """The whole response went out on a live connection."""
+    lease = _present(state, batch)
+    if lease is None:
+        return
+    if lease.mode in ("on_sent", "at_most_once"):
+        close_lease(state, now, lease, "acked")
+        return
+    _update(state, lease, sent=True, expires_at=now + state.options.lease_timeout_s)
+
+
+def mark_lost(state: TrajectoryState, now: float, batch: Batch) -> None:
+    """The client went away before the response was out: the batch goes back to the head."""
+    lease = _present(state, batch)
+    if lease is None:
+        return
+    if lease.mode == "at_most_once":
+        close_lease(state, now, lease, "acked")
+        return
+    state.counters["responses_lost"] += 1
+    _update(state, lease, returned=True)
+
+
+def _present(state: TrajectoryState, batch: Batch) -> LeaseRecord | None:
+    """The lease of a response that has just ended, if this is still its last attempt."""
+    lease = state.leases.get(batch.lease_id)
+    return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
+
+
+def present_groups(state: TrajectoryState, now: float, batch: Batch) -> list[GroupRecord]:
+    """The groups of a batch as they are now: their payloads may have moved since it was formed."""
+    return [state.groups.get(group.id, group) for group in batch.groups]
+
+
+def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozenset[PayloadRef]) -> None:
+    """Some payloads of a batch cannot be read any more: those groups go to quarantine, the others back to the queue,
+    so that nobody is held up by them for ever."""
+    lease = state.leases.get(batch.lease_id)
+    if lease is None:
+        return
+    state.delete("leases", lease.lease_id)
+    state.put("closed", lease.lease_id, ClosedLease(lease.lease_id, "superseded", now))
+    for group in [state.groups[key] for key in lease.groups]:
+        if group.payload.ref in lost:
+            isolate(state, group, "payload_lost")
+        else:
+            state.put("groups", group.id, msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order()))
+
+
+def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
+    """Delete the groups of a lease for good; repeating it is fine. Raises Refusal 404 (unknown) or 409 (redelivered
+    to another trainer meanwhile)."""
+    lease = state.leases.get(lease_id)
+    if lease is not None:
+        close_lease(state, now, lease, "acked")
+    else:
+        _check_closed(state, lease_id, "acked")
+    return {"status": "success", "lease_id": lease_id}
+
+
+def nack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
+    """Give a batch back at once. Raises Refusal 404 or 409 (already acknowledged, or redelivered)."""
+    lease = _held(state, lease_id)
+    state.counters["nacked"] += 1
+    _update(state, lease, returned=True)
+    return {"status": "success", "lease_id": lease_id}
+
+
+def renew(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
+    """Hold a batch for another lease timeout. Raises Refusal 404 or 409."""
+    lease = _held(state, lease_id)
+    if lease.returned:
+        raise Refusal(409, f"lease {lease_id} was given back")
+    lease = _update(state, lease, expires_at=now + state.options.lease_timeout_s)
+    return {"status": "success", "lease_id": lease_id, "expires_in_s": lease.expires_at - now}
+
+
+def _held(state: TrajectoryState, lease_id: str) -> LeaseRecord:
+    lease = state.leases.get(lease_id)
+    if lease is None:
+        _check_closed(state, lease_id, "")
+        raise AssertionError("unreachable")
+    return lease
+
+
+def _check_closed(state: TrajectoryState, lease_id: str, expected: str) -> None:
+    closed = state.closed.get(lease_id)
+    if closed is None:
+        raise Refusal(404, f"unknown lease {lease_id[:64]}")
+    if closed.outcome != expected:
+        said = "was redelivered to another trainer" if closed.outcome == "superseded" else "is already acknowledged"
+        raise Refusal(409, f"lease {lease_id} {said}")
+
+
+def _pull_acks(lease: LeaseRecord, identity: str) -> bool:
+    return lease.owner == identity and lease.sent and not lease.returned and lease.mode == "implicit"
+
+
+def _redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> Iterator[LeaseRecord]:
+    """Leases that this puller must get before anything new: its own unsent one, given back ones, expired ones."""
+    leases = sorted((lease for lease in state.leases.values() if lease.mode != "at_most_once"),
+                    key=lambda lease: lease.step)  # fmt: skip
+    if not request.anonymous:
+        yield from (lease for lease in leases if lease.owner == request.identity and not lease.sent)
+    yield from (lease for lease in leases if lease.returned)
+    for lease in leases:
+        if lease.expires_at <= now and (
+            lease.owner != request.identity or lease.mode == "explicit" or not lease.sent
+        ):
+            yield lease
+
+
+def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: PullRequest) -> Batch:
+    """The same groups and step again; another identity gets a lease of its own, and the old one is superseded."""
+    state.counters["redelivered"] += 1
+    lease_id, mode = lease.lease_id, _mode(state, request)
+    if lease.owner != request.identity or lease.sent:
+        lease_id = uuid.uuid4().hex
+        state.delete("leases", lease.lease_id)
+        state.put("closed", lease.lease_id, ClosedLease(lease.lease_id, "superseded", now))
+    fresh = LeaseRecord(lease_id, request.identity, lease.step, lease.groups, now,
+                        now + state.options.send_timeout_s, mode=mode, attempt=lease.attempt + 1)  # fmt: skip
+    state.put("leases", lease_id, fresh)
+    groups = [state.groups[key] for key in lease.groups]
+    return Batch(lease_id, lease.step, groups, redelivered=True, attempt=fresh.attempt, epoch=state.run.epoch)
+
+
+def _lease(state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest) -> Batch:
+    run, lease_id = state.run, uuid.uuid4().hex
+    taken = [msgspec.structs.replace(group, place=Place.LEASED, bundle=None, reason="") for group in groups]
+    for group in taken:
+        state.put("groups", group.id, group)
+    state.put("leases", lease_id, LeaseRecord(
+        lease_id, request.identity, run.step, tuple(group.id for group in taken), now,
+        now + state.options.send_timeout_s, mode=_mode(state, request)))  # fmt: skip
+    state.put_run(msgspec.structs.replace(state.run, step=run.step + 1))
+    state.counters["formed"] += 1
+    return Batch(lease_id, run.step, taken, redelivered=False, epoch=run.epoch)
+
+
+def _mode(state: TrajectoryState, request: PullRequest) -> str:
+    if state.options.delivery == "at_most_once":
+        return "at_most_once"
+    if request.anonymous and not state.options.lease_anonymous:
+        return "on_sent"
+    return "explicit" if request.explicit else "implicit"
+
+
+def _update(state: TrajectoryState, lease: LeaseRecord, **changed: Any) -> LeaseRecord:
+    lease = msgspec.structs.replace(lease, **changed)
+    state.put("leases", lease.lease_id, lease)
+    return lease
+
+
+def close_lease(state: TrajectoryState, now: float, lease: LeaseRecord, outcome: str) -> None:
+    """End a lease; its groups are gone for good."""
+    state.delete("leases", lease.lease_id)
+    for key in lease.groups:
+        state.delete("groups", key)
+    state.put("closed", lease.lease_id, ClosedLease(lease.lease_id, outcome, now))
+    state.counters["acked"] += 1

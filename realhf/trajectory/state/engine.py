@@ -1,0 +1,224 @@
+"""The engine: runs commands on the state in rounds, and answers nobody before the round's commit.
+
+A command is ``fn(state, now, *args)``. While one round is being committed the next one gathers, so pushes are
+committed in groups without a timer. Shared stores are locked for the length of a round. Source: trajectory
+specification 3.11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state import maintenance, registry
+from realhf.trajectory.state.compaction import Compactor
+from realhf.trajectory.state.server_state import TrajectoryState
+from realhf.trajectory.store.base import OutcomeUnknown, StateLost, Store, StoreFailure
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+PAUSE_AFTER_FAILURE_S = 0.5
+PAUSE_AFTER_FAILED_COMPACTION_S = 60.0
+"""Its failure refuses the requests of the same round, so it is not tried again soon."""
+ATTEMPTS = 5
+"""How often a round is begun anew when another instance took the write lock away."""
+CLOSE_DEADLINE_S = 15.0
+"""A store that does not answer is not waited for any longer when the server stops."""
+
+
+@dataclass
+class _Waiting:
+    command: Callable[..., Any]
+    args: tuple[Any, ...]
+    changes_state: bool
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Engine:
+    """One state over one store. ``write`` and ``read`` are called from the event loop that called ``open``."""
+
+    def __init__(self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0,
+                 clock: Callable[[], float] = time.time) -> None:  # fmt: skip
+        self.store = store
+        self.state = TrajectoryState(options)
+        self._clock = clock
+        self._tidy_every_s = tidy_every_s
+        self._waiting: list[_Waiting] = []
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        self._failure: tuple[float, StoreFailure] | None = None
+        self._must_reload = False
+        self._outlived: int | None = None
+        """Epoch that the medium forgot; the next round begins a later one."""
+
+    async def open(self) -> None:
+        """Restore what the store holds. Raises StoreFailure."""
+        self.state.load(await self.store.open())
+        self._tasks.append(asyncio.create_task(self._run_rounds(), name="trajectory-rounds"))
+        if not self.store.shared:
+            await self.write(maintenance.restart)
+        self._tasks.append(asyncio.create_task(self._tidy(), name="trajectory-tidy"))
+
+    async def close(self) -> None:
+        """Finish the commands that wait, then close the store. A store that hangs is given up after a while."""
+        self._closing = True
+        self._wake.set()
+        for task in self._tasks:
+            if task.get_name() == "trajectory-tidy":
+                task.cancel()
+        if self._tasks:
+            _, hanging = await asyncio.wait(self._tasks, timeout=CLOSE_DEADLINE_S)
+            for task in hanging:
+                logger.error("%s did not finish a round in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        for waiting in self._waiting:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(StoreFailure("the server is stopping"))
+        try:
+            await asyncio.wait_for(self.store.close(), CLOSE_DEADLINE_S)
+        except TimeoutError:
+            logger.error("%s did not close in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
+
+    async def write(self, command: Callable[..., T], *args: Any) -> T:
+        """Result of ``command(state, now, *args)``, once its changes are durable. Raises what the command raises,
+        and StoreFailure when nothing could be kept, or OutcomeUnknown when that cannot be told."""
+        return await self._submit(command, args, True)
+
+    async def read(self, command: Callable[..., T], *args: Any) -> T:
+        """Result of a command that changes nothing; of a shared store, as new as its last commit."""
+        if not self.store.shared:
+            return command(self.state, self._clock(), *args)
+        return await self._submit(command, args, False)
+
+    async def _submit(self, command: Callable[..., T], args: tuple[Any, ...], changes_state: bool) -> T:
+        if self._closing:
+            raise StoreFailure("the server is stopping")
+        if self._failure and self._clock() < self._failure[0]:
+            raise self._failure[1]
+        waiting = _Waiting(command, args, changes_state)
+        self._waiting.append(waiting)
+        self._wake.set()
+        return await waiting.answer
+
+    async def _run_rounds(self) -> None:
+        while self._waiting or not self._closing:
+            if not self._waiting:
+                await self._wake.wait()
+            self._wake.clear()
+            batch, self._waiting = self._waiting, []
+            if batch:
+                await self._round(batch)
+
+    async def _round(self, batch: Sequence[_Waiting]) -> None:
+        try:
+            for attempt in range(ATTEMPTS):
+                try:
+                    results = await self._commit_round(batch)
+                    break
+                except StateLost as error:
+                    logger.warning("the state is loaded anew (attempt %d of %d): %s", attempt + 1, ATTEMPTS, error)
+                    self._must_reload = True
+            else:
+                raise StoreFailure(f"{self.store.name}: the write lock was lost {ATTEMPTS} times in a row")
+        except StoreFailure as error:
+            self._failure = (self._clock() + PAUSE_AFTER_FAILURE_S, error)
+            self._must_reload = True
+            kept = "it is not known what" if isinstance(error, OutcomeUnknown) else "nothing"
+            logger.error("%s of %d requests was kept: %s", kept, len(batch), error)
+            results = [error] * len(batch)
+        except Exception as error:
+            logger.exception("a round of %d requests failed", len(batch))
+            self._must_reload = True
+            results = [error] * len(batch)
+        except asyncio.CancelledError:
+            self._answer(batch, [StoreFailure("the server is stopping")] * len(batch))
+            raise
+        self._answer(batch, results)
+
+    def _answer(self, batch: Sequence[_Waiting], results: Sequence[Any]) -> None:
+        for waiting, result in zip(batch, results, strict=True):
+            if waiting.answer.done():
+                continue
+            if isinstance(result, BaseException):
+                waiting.answer.set_exception(result)
+            else:
+                waiting.answer.set_result(result)
+
+    async def _commit_round(self, batch: Sequence[_Waiting]) -> list[Any]:
+        """Results (or the exceptions that commands raised) of one round, durable."""
+        if self._must_reload:
+            await self._reload()
+        changing = self._outlived is not None or any(waiting.changes_state for waiting in batch)
+        if self.store.shared:
+            others = await (self.store.begin() if changing else self.store.follow())
+            for changes in others:
+                self.state.follow(changes)
+        results = await self._execute_whole(batch)
+        changes = self.state.take_changes()
+        if changes:
+            await self.store.commit(changes)
+        elif self.store.shared and changing:
+            await self.store.abandon()
+        self._outlived = None
+        return results
+
+    async def _reload(self) -> None:
+        """Become what the medium holds; if it forgot something, see to it that clients can notice."""
+        known = max(self.state.run.epoch, self._outlived or 0)
+        self.state.load(await self.store.reload())
+        self._must_reload = False
+        if loss := self.store.take_loss():
+            logger.critical("%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients have to "
+                            "register again", self.store.name, loss, known)  # fmt: skip
+            self.state.counters["store_losses"] += 1
+            self._outlived = known
+
+    async def _execute_whole(self, batch: Sequence[_Waiting]) -> list[Any]:
+        """Results of the commands. One that fails in the middle by a fault of its own leaves no half-made changes
+        behind: the state is loaded anew, and the others are run without it."""
+        failed: dict[int, Exception] = {}
+        while True:
+            results = self._execute(batch, failed)
+            unexpected = {index: result for index, result in enumerate(results)
+                          if isinstance(result, Exception) and not isinstance(result, Refusal)}  # fmt: skip
+            new = {index: error for index, error in unexpected.items() if index not in failed}
+            if not new or not self.store.reloads:
+                return results
+            failed |= new
+            await self._reload()
+
+    def _execute(self, batch: Sequence[_Waiting], failed: Mapping[int, Exception]) -> list[Any]:
+        now, results = self._clock(), []
+        if self._outlived is not None:
+            registry.outlive_epoch(self.state, now, self._outlived)
+        for index, waiting in enumerate(batch):
+            try:
+                known = failed.get(index)
+                results.append(waiting.command(self.state, now, *waiting.args) if known is None else known)
+            except Exception as error:
+                results.append(error)
+        return results
+
+    async def _tidy(self) -> None:
+        compactor, compact_from = Compactor(self), 0.0
+        while True:
+            await asyncio.sleep(self._tidy_every_s)
+            try:
+                while await self.read(maintenance.due):
+                    await self.write(maintenance.tidy)
+                if self._clock() >= compact_from:
+                    compact_from = self._clock() + PAUSE_AFTER_FAILED_COMPACTION_S
+                    await compactor.run()
+                    compact_from = 0.0
+            except StoreFailure as error:
+                logger.warning("housekeeping waits: %s", error)

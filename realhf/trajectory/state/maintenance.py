@@ -1,0 +1,77 @@
+"""Housekeeping commands: what a restart changes, and what the passing of time ends.
+
+Source: trajectory specification 3.5 (buffer expiry), 3.7, 3.10, 3.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, takewhile
+
+import msgspec
+
+from realhf.trajectory.base.records import GroupRecord, LeaseRecord
+from realhf.trajectory.state import quarantine
+from realhf.trajectory.state.delivery import close_lease
+from realhf.trajectory.state.server_state import TrajectoryState
+
+PER_ROUND = 1000
+"""Rows that one round of housekeeping removes at most."""
+
+
+def restart(state: TrajectoryState, now: float) -> None:
+    """A server came back alone: no response is on its way any more, and every heartbeat clock starts anew."""
+    for env in list(state.envs.values()):
+        state.put("envs", env.env_id, msgspec.structs.replace(env, last_seen=now))
+    for lease in list(state.leases.values()):
+        if lease.mode == "at_most_once":
+            close_lease(state, now, lease, "acked")
+        elif not lease.sent:
+            state.put("leases", lease.lease_id, msgspec.structs.replace(lease, returned=True))
+
+
+def due(state: TrajectoryState, now: float) -> bool:
+    """Whether there is anything to tidy."""
+    tasks = (_expired_buffers, _old_replays, _old_leases, _ended_for_good)
+    return any(next(task(state, now), None) is not None for task in tasks)
+
+
+def tidy(state: TrajectoryState, now: float) -> None:
+    """Move leftovers of the mix buffers to quarantine, forget old answers and ended leases."""
+    for group in list(_expired_buffers(state, now)):
+        quarantine.isolate(state, group, "buffer_leftover_expired")
+    for key in list(_old_replays(state, now)):
+        if now - state.replays[key].stored_at <= state.options.replay_ttl_s:
+            state.counters["replays_forgotten_early"] += 1
+        state.delete("replays", key)
+    for key in list(_old_leases(state, now)):
+        state.delete("closed", key)
+    for lease in list(_ended_for_good(state, now)):
+        close_lease(state, now, lease, "acked")
+
+
+def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord]:
+    limit = now - state.options.buffer_expiry_s
+    for held in state.buffers.values():
+        yield from islice(takewhile(lambda group: group.arrived_at < limit, held.values()), PER_ROUND)
+
+
+def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
+    """Too old, or too many: the oldest are the first."""
+    limit, surplus = now - state.options.replay_ttl_s, len(state.replays) - state.options.max_replays
+    for index, replay in enumerate(islice(state.replays.values(), PER_ROUND)):
+        if replay.stored_at >= limit and index >= surplus:
+            return
+        yield replay.key
+
+
+def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
+    limit = now - state.options.replay_ttl_s
+    old = takewhile(lambda closed: closed.closed_at < limit, state.closed.values())
+    return (closed.lease_id for closed in islice(old, PER_ROUND))
+
+
+def _ended_for_good(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]:
+    for lease in state.leases.values():
+        if lease.mode == "at_most_once" and lease.expires_at <= now:
+            yield lease

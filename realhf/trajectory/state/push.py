@@ -1,0 +1,156 @@
+"""What happens to a pushed group: queue, mix buffer or quarantine. Source: trajectory specification 2.6, 2.7, 3.8."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from realhf.trajectory.base.incoming import Incoming
+from realhf.trajectory.base.records import EnvRecord, GroupRecord, Payload, PayloadRef, Place
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state.mixbuffer import find_set
+from realhf.trajectory.state.quarantine import isolate, make_room, unservable_reason
+from realhf.trajectory.state.registry import check_epoch, heartbeat
+from realhf.trajectory.state.replays import once
+from realhf.trajectory.state.server_state import TrajectoryState
+
+Answer = tuple[dict[str, Any], dict[str, str]]
+
+
+def push(
+    state: TrajectoryState, now: float, groups: Sequence[Incoming], refs: Sequence[PayloadRef], listed: bool,
+    key: str | None = None, fingerprint: str = "", epoch: str | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Take groups whose payloads were staged; a list is taken whole or not at all. With an idempotency ``key`` a
+    repeat gets the first answer. Raises Refusal 503 (full), 422 (the key belongs to another body) or 409 (``epoch``
+    is that of an older run); the payloads are given up then."""
+    try:
+        check_epoch(state, now, epoch)
+        answer, replayed = once(state, now, key, fingerprint, _take, groups, refs, listed)
+    except Refusal:
+        state.discard(*refs)
+        raise
+    if replayed:
+        state.discard(*refs)
+    return answer
+
+
+def _take(
+    state: TrajectoryState, now: float, groups: Sequence[Incoming], refs: Sequence[PayloadRef], listed: bool
+) -> Answer:
+    refuse_when_full(state, len(groups), sum(len(group.data) for group in groups))
+    reasons: set[str] = set()
+    buffered, buffer_size = 0, 0
+    for incoming, ref in zip(groups, refs, strict=True):
+        size = _route(state, now, incoming, ref, reasons)
+        if size is not None:
+            buffered, buffer_size = buffered + 1, size
+    for env_id in {group.env_id for group in groups if group.env_id is not None}:
+        heartbeat(state, now, env_id)
+    state.counters["pushed_groups"] += len(groups)
+    state.counters["pushed_sequences"] += sum(group.size for group in groups)
+    headers = {"X-Quarantined": ",".join(sorted(reasons))} if reasons else {}
+    if not listed:
+        return ({"status": "buffered", "buffer_size": buffer_size} if buffered else {"status": "received"}), headers
+    body: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
+    if buffered:
+        body |= {"buffered": buffered, "last_buffer_size": buffer_size}
+    return body, headers
+
+
+def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
+    """Make room for so much more, or raise Refusal 503; never 4xx, because stock clients drop their data then."""
+    options = state.options
+    full = (options.max_queue_groups and state.waiting_groups + groups > options.max_queue_groups) or (
+        options.max_queue_bytes and state.waiting_bytes + nbytes > options.max_queue_bytes
+    )
+    if full:
+        state.counters["refused_full"] += 1
+        wait = "1" if random.random() < 0.7 else "2"
+        raise Refusal(503, f"the queue is full: {state.waiting_groups} groups, {state.waiting_bytes} bytes",
+                      {"Retry-After": wait})  # fmt: skip
+    make_room(state, groups, nbytes)
+
+
+def _route(
+    state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadRef, reasons: set[str]
+) -> int | None:
+    """Place one group. Returns the sequences in its environment's buffer, if it belongs there; else None."""
+    payload = Payload(ref, len(incoming.data), incoming.encoding, incoming.present, incoming.crc)
+    version = state.run.current_version if incoming.policy_version is None else incoming.policy_version
+    env = None if incoming.env_id is None else state.envs.get(incoming.env_id)
+    group = GroupRecord(state.next_id(), 0, Place.QUEUE, incoming.env_id, incoming.size, payload, version, now)
+    _wake(state, env)
+    if env is None or incoming.size == max(1, env.group_size):
+        _enqueue_or_isolate(state, group, reasons)
+        return None
+    reason = _unbufferable(state, env, incoming.size)
+    if reason:
+        isolate(state, group, reason)
+        reasons.add(reason)
+    else:
+        _buffer(state, group, env, reasons)
+    return sum(held.size for held in state.buffers.get(env.env_id, {}).values())
+
+
+def _wake(state: TrajectoryState, env: EnvRecord | None) -> None:
+    """Whoever had nothing queued starts at the present virtual time: no burst to catch up (3.6). Groups without a
+    known environment (None) are one."""
+    clock, queued = state.run.clock, state.queue.env_sequences()
+    if env is not None:
+        if env.virtual_time < clock and env.env_id not in queued:
+            state.put("envs", env.env_id, msgspec.structs.replace(env, virtual_time=clock))
+    elif state.run.other_time < clock and all(env_id in state.envs for env_id in queued):
+        state.put_run(msgspec.structs.replace(state.run, other_time=clock))
+
+
+def _unbufferable(state: TrajectoryState, env: EnvRecord, size: int) -> str | None:
+    if size < 1:
+        return "zero_sequences"
+    if size > max(1, env.group_size) and state.options.divisor_packing:
+        return "larger_than_env_group_size"
+    return None
+
+
+def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons: set[str]) -> None:
+    """Hold a group back, and release one set that adds up to the declared group size, if there is one (2.7)."""
+    held = state.buffers.get(env.env_id, {})
+    if len(held) >= state.options.max_buffered_groups:
+        isolate(state, next(iter(held.values())), "buffer_full")
+        reasons.add("buffer_full")
+    state.put("groups", group.id, msgspec.structs.replace(group, place=Place.BUFFER, order=state.next_order()))
+    waiting = list(state.buffers[env.env_id].values())
+    target = max(1, env.group_size)
+    found = [waiting[index] for index in find_set([held.size for held in waiting], target)]
+    if not found:
+        return
+    batch_size = state.run.batch_size
+    if state.options.divisor_packing and len(found) > 1 and batch_size > 0 and batch_size % target == 0:
+        _enqueue(state, found, (0, len(found)))
+        return
+    for member in found:
+        _enqueue_or_isolate(state, member, reasons)
+
+
+def _enqueue_or_isolate(state: TrajectoryState, group: GroupRecord, reasons: set[str]) -> None:
+    reason = unservable_reason(state, group.size)
+    if reason:
+        isolate(state, group, reason)
+        reasons.add(reason)
+    else:
+        _enqueue(state, [group], None)
+
+
+def _enqueue(state: TrajectoryState, members: list[GroupRecord], bundle: tuple[int, int] | None) -> None:
+    """To the tail of the queue; a set becomes one unit. The last one is the latest example from now on."""
+    first = 0
+    for position, member in enumerate(members):
+        order = state.next_order()
+        first = first if position else order
+        member = msgspec.structs.replace(
+            member, place=Place.QUEUE, order=order, bundle=(first, bundle[1]) if bundle else None)  # fmt: skip
+        state.put("groups", member.id, member)
+        state.put_run(msgspec.structs.replace(state.run, latest=member))

@@ -1,0 +1,95 @@
+"""Groups that can never be served: kept aside with the reason, instead of blocking the others (3.5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from realhf.trajectory.base.records import GroupRecord, Place
+from realhf.trajectory.batching.exact_selection import unservable
+from realhf.trajectory.state.server_state import TrajectoryState
+
+
+def unservable_reason(state: TrajectoryState, size: int) -> str | None:
+    """Why a unit of ``size`` sequences can never be part of a batch, or None (also while no trainer is known)."""
+    if size < 1:
+        return "zero_sequences"
+    if not state.run.registered:
+        return None
+    return unservable(size, state.run.batch_size, strict=not state.options.divisor_packing)
+
+
+def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
+    """Put a group, stored or new, into quarantine; beyond the byte limit the oldest ones are dropped."""
+    state.put("groups", group.id, msgspec.structs.replace(
+        group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason))  # fmt: skip
+    state.counters[f"quarantined:{reason}"] += 1
+    _drop_oldest(state, len(state.quarantine) - state.options.max_quarantine_groups,
+                 state.quarantine_bytes - state.options.quarantine_bytes)  # fmt: skip
+
+
+def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
+    """What is in quarantine counts as held, and goes before a push is refused: drop the oldest until so much more is
+    within the bounds of the queue."""
+    options = state.options
+    total_groups = state.waiting_groups + len(state.quarantine) + groups
+    total_bytes = state.waiting_bytes + state.quarantine_bytes + nbytes
+    _drop_oldest(state, total_groups - options.max_queue_groups if options.max_queue_groups else 0,
+                 total_bytes - options.max_queue_bytes if options.max_queue_bytes else 0)  # fmt: skip
+
+
+def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
+    """Delete at least so many groups and bytes from quarantine, as far as there are, and count them."""
+    dropped, freed = 0, 0
+    while state.quarantine and (dropped < groups or freed < nbytes):
+        group = next(iter(state.quarantine.values()))
+        state.delete("groups", group.id)
+        dropped, freed = dropped + 1, freed + group.payload.nbytes
+    if dropped:
+        run = state.run
+        state.put_run(msgspec.structs.replace(run, quarantine_dropped=run.quarantine_dropped + dropped))
+
+
+def reconsider_queue(state: TrajectoryState) -> None:
+    """A registration fixed the batch size: isolate what was queued before it and can never be served."""
+    if not any(unservable_reason(state, size) for size in state.queue.sizes()):
+        return
+    for group in [group for group in state.groups.values() if group.place is Place.QUEUE]:
+        reason = unservable_reason(state, group.size)
+        if reason:
+            isolate(state, group, reason)
+
+
+def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any]:
+    """Move groups back to the tail of the queue; those that still cannot be served stay, and are told."""
+    requeued, unknown, refused = [], [], {}
+    for key in ids:
+        group = state.quarantine.get(key)
+        if group is None:
+            unknown.append(key)
+            continue
+        reason = unservable_reason(state, group.size) or _still(state, group)
+        if reason:
+            refused[str(key)] = reason
+            continue
+        state.put("groups", key, msgspec.structs.replace(
+            group, place=Place.QUEUE, order=state.next_order(), reason="", arrived_at=now))  # fmt: skip
+        requeued.append(key)
+    return {"requeued": requeued, "unknown": unknown, "refused": refused}
+
+
+def _still(state: TrajectoryState, group: GroupRecord) -> str | None:
+    """What keeps a group in quarantine, whatever its size."""
+    bound = state.max_staleness
+    if bound is not None and state.run.current_version - group.policy_version > bound:
+        return "too_stale"
+    return "payload_lost" if group.reason == "payload_lost" else None
+
+
+def clear(state: TrajectoryState, now: float) -> dict[str, Any]:
+    """Delete everything in quarantine."""
+    ids = list(state.quarantine)
+    for key in ids:
+        state.delete("groups", key)
+    return {"status": "success", "deleted": len(ids)}

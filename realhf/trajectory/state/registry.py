@@ -1,0 +1,218 @@
+"""Who takes part: the trainer's registration, environments and their heartbeats, epochs, the policy version.
+
+Source: trajectory specification 2.3 to 2.5, 3.2, 3.7, 3.9.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from realhf.trajectory.base.records import EnvRecord, RunRecord
+from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.state import quarantine
+from realhf.trajectory.state.replays import NotYet
+from realhf.trajectory.state.server_state import TrajectoryState
+
+MIN_WEIGHT = 0.01
+"""Least share of an environment, so that none starves."""
+_LARGE = 1e12
+"""Weights and allocations count up to here; products of larger ones would overflow."""
+_OF_THE_TRAINER = ("max_token_len", "checkpoint_dir", "save_checkpoint_interval", "num_steps")
+"""What a trainer that is started again may ask otherwise."""
+logger = logging.getLogger(__name__)
+Answer = tuple[dict[str, Any], dict[str, str]]
+"""Body and headers of a response."""
+
+
+def register(
+    state: TrajectoryState, now: float, request: Mapping[str, Any], join: bool, may_reset: bool = True,
+    anew: bool = False,
+) -> Answer:
+    """A trainer. One that names the run that is going on, which is a trainer that was started again or another rank
+    of it, continues that run; any other one begins a new epoch. ``join`` continues whatever run there is; ``anew``
+    begins a new one even so. Raises Refusal 403 when a run would end that must not."""
+    number = uuid.uuid4().int
+    headers = {"X-Trainer-Id": str(number)}
+    if state.run.registered:
+        if join and request["num_steps"] > state.run.num_steps:
+            state.put_run(msgspec.structs.replace(state.run, num_steps=request["num_steps"]))
+        if join or (state.options.reregister == "ignore" and not anew):
+            return {"uuid": number}, headers
+        if state.options.reregister == "continue" and not anew and _is_same_run(state.run, request):
+            _continue(state, request)
+            return {"uuid": number}, headers | {"X-Run-Continued": "1"}
+        if not may_reset:
+            raise Refusal(403, "another run is registered; to replace it, send the admin token (or X-Join: 1 to join)")
+        reset(state, now)
+    names = ("wandb_group", "wandb_project", "batch_size", "starting_step", *_OF_THE_TRAINER)
+    state.put_run(msgspec.structs.replace(
+        state.run, registered=True, started=False, step=request["starting_step"],
+        max_staleness=request.get("max_staleness"), **{name: request[name] for name in names},
+    ))  # fmt: skip
+    quarantine.reconsider_queue(state)
+    return {"uuid": number}, headers
+
+
+def _is_same_run(run: RunRecord, request: Mapping[str, Any]) -> bool:
+    return (run.wandb_group, run.wandb_project, run.batch_size) == (
+        request["wandb_group"], request["wandb_project"], request["batch_size"])  # fmt: skip
+
+
+def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
+    """The run goes on with its queue, its environments, its leases and its steps, which count on from here even where
+    the trainer begins at an earlier one. What the trainer wants of it may have changed; a bound of the staleness that
+    it does not mention stays."""
+    run = state.run
+    changed = {name: request[name] for name in _OF_THE_TRAINER}
+    step, staleness = max(run.step, request["starting_step"]), request.get("max_staleness")
+    staleness = run.max_staleness if staleness is None else staleness
+    state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
+    state.counters["continued"] += 1
+    logger.info("the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register with X-Reset: 1",
+                run.wandb_group, run.wandb_project, step, state.queue.groups + len(state.stale))  # fmt: skip
+
+
+def reset(state: TrajectoryState, now: float) -> None:
+    """Forget everything; the epoch grows (2.9). Strict keeps what the original keeps."""
+    old = state.run
+    run = RunRecord(epoch=old.epoch + 1)
+    if not state.options.forget_on_reset:
+        run = msgspec.structs.replace(run, latest=old.latest, max_token_len=old.max_token_len,
+                                      checkpoint_dir=old.checkpoint_dir,
+                                      save_checkpoint_interval=old.save_checkpoint_interval)  # fmt: skip
+    state.clear(run)
+    state.counters["resets"] += 1
+
+
+def outlive_epoch(state: TrajectoryState, now: float, ended: int) -> None:
+    """Begin an epoch after ``ended``, which the medium forgot wholly or in part, unless one has begun already. What
+    is still there stays. Its number is the time in milliseconds: a later epoch than ``ended`` may have been forgotten,
+    too, and no two may have one number."""
+    if state.run.epoch <= ended:
+        state.put_run(msgspec.structs.replace(state.run, epoch=max(ended + 1, int(now * 1000))))
+
+
+def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any]) -> Answer:
+    """A rollout handler; it has to wait until the trainer asked for a batch."""
+    run = state.run
+    if not run.started:
+        return NotYet({"status": "wait for trainer to start"}, {})
+    env_id, wanted = len(state.envs), request["desired_name"]
+    name = f"{wanted}_{sum(env.desired_name == wanted for env in state.envs.values())}"
+    env = EnvRecord(
+        env_id, wanted, name, request["max_token_length"], request["weight"], request["group_size"],
+        request.get("min_batch_allocation"), connected=True, last_seen=now, virtual_time=run.clock,
+    )  # fmt: skip
+    state.put("envs", env_id, env)
+    body = {
+        "status": "success", "env_id": env_id, "wandb_name": name, "checkpoint_dir": run.checkpoint_dir,
+        "starting_step": run.step, "checkpoint_interval": run.save_checkpoint_interval, "num_steps": run.num_steps,
+    }  # fmt: skip
+    return body, {}
+
+
+def disconnect_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
+    """Take an environment out of the weights and minimums; its groups stay servable."""
+    env = state.envs.get(env_id)
+    if env is None:
+        return {"status": "failure", "error": f"unknown env_id {env_id}; {len(state.envs)} are registered"}
+    if env.connected:
+        state.put("envs", env_id, msgspec.structs.replace(env, connected=False))
+    return {"status": "success"}
+
+
+def check_epoch(state: TrajectoryState, now: float, sent: str | None) -> None:
+    """Refuse (409) what belongs to an older run (3.2). Clients that send no epoch are not fenced."""
+    if sent is not None and state.options.fence_epochs and sent != str(state.run.epoch):
+        raise Refusal(409, f"epoch {sent[:40]} has ended; the current one is {state.run.epoch}")
+
+
+def set_policy_version(state: TrajectoryState, now: float, version: int) -> dict[str, Any]:
+    """The trainer's weights are now of this version (3.9)."""
+    state.put_run(msgspec.structs.replace(state.run, policy_version=version))
+    return {"status": "success", "policy_version": version}
+
+
+def is_alive(state: TrajectoryState, env: EnvRecord, now: float) -> bool:
+    """Connected, and heard of within the heartbeat timeout."""
+    return env.connected and now - env.last_seen <= state.options.heartbeat_timeout_s
+
+
+def heartbeat_due(state: TrajectoryState, now: float, env_id: int) -> bool:
+    """Whether a sign of life is worth a write: a tenth of the timeout has gone by."""
+    env = state.envs.get(env_id)
+    return env is not None and now - env.last_seen > min(state.options.heartbeat_timeout_s / 10, 30.0)
+
+
+def heartbeat(state: TrajectoryState, now: float, env_id: int) -> None:
+    """A sign of life."""
+    if heartbeat_due(state, now, env_id):
+        state.put("envs", env_id, msgspec.structs.replace(state.envs[env_id], last_seen=now))
+
+
+def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float], float]:
+    """Share of each known environment when batches are filled, and that of everything else together (3.6)."""
+    weights = {env.env_id: _weight(env) if is_alive(state, env, now) else 0.0 for env in state.envs.values()}
+    total = sum(weights.values()) + 1.0 if _has_foreign_groups(state) else sum(weights.values())
+    if total <= 0:
+        return dict.fromkeys(weights, MIN_WEIGHT), MIN_WEIGHT
+    return {env_id: max(MIN_WEIGHT, weight / total) for env_id, weight in weights.items()}, max(MIN_WEIGHT, 1 / total)
+
+
+def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
+    """The numbers by which a rollout handler paces itself (2.5). Cost: the number of environments."""
+    env = state.envs.get(env_id)
+    if env is None:
+        raise Refusal(404, "unknown env_id")
+    alive = [other for other in state.envs.values() if is_alive(state, other, now)]
+    largest = max(1, state.queue.max_group_size())
+    own = state.queue.env_sequences().get(env_id, 0)
+    unit = max(1, env.group_size, state.queue.env_max_group(env_id))
+    others = _others(state, env_id, largest, {other.env_id: _allocation(other) for other in alive})
+    allocated = sum(_allocation(other) for other in alive)
+    return {
+        "current_step": state.run.step,
+        "queue_size": (own + others) // unit,
+        "unallocated_fraction": 1.0 - min(1.0, allocated),
+        "self_queue_size": own // unit,
+        "max_group_size": largest,
+        "env_weight": _env_weight(state, env, alive),
+    }
+
+
+def _weight(env: EnvRecord) -> float:
+    return min(max(0.0, env.weight), _LARGE)
+
+
+def _allocation(env: EnvRecord) -> float:
+    return min(max(0.0, env.min_batch_allocation or 0.0), _LARGE)
+
+
+def _has_foreign_groups(state: TrajectoryState) -> bool:
+    return any(env_id not in state.envs for env_id in state.queue.env_sequences())
+
+
+def _others(state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]) -> int:
+    """Sequences of the other environments, packed in the largest size, beyond their minimums."""
+    if largest == 1 and not state.options.count_others_of_size_one:
+        return 0
+    batch_size, found = state.run.batch_size, 0
+    for other, sequences in state.queue.env_sequences().items():
+        if other != env_id:
+            packed = math.ceil(sequences / largest) * largest
+            minimum = int(batch_size * allocations.get(other, 0.0)) if other is not None else 0
+            found += max(0, packed - minimum)
+    return found
+
+
+def _env_weight(state: TrajectoryState, env: EnvRecord, alive: list[EnvRecord]) -> float:
+    total = sum(other.max_token_length * _weight(other) for other in alive)
+    share = env.max_token_length * _weight(env) / total if total else 0.0
+    share = max(MIN_WEIGHT, share)
+    return min(1.0, share) if state.options.count_others_of_size_one else share

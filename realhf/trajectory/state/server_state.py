@@ -1,0 +1,295 @@
+"""The server's state in memory: tables of frozen records, and indexes that are functions of the tables.
+
+Commands change it only through ``put``, ``delete`` and ``clear``, so that a restored state and one that follows
+another instance are equal to the one that executed the commands. Source: trajectory specification 3.11.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from realhf.trajectory.base.options import StateOptions
+from realhf.trajectory.base.records import (
+    TABLES,
+    ClosedLease,
+    EnvRecord,
+    GroupRecord,
+    LeaseRecord,
+    PayloadRef,
+    Place,
+    Record,
+    Replay,
+    RunRecord,
+)
+from realhf.trajectory.batching.queue_index import QueueIndex
+from realhf.trajectory.store.base import Changes, Key, Snapshot
+
+
+class TrajectoryState:
+    """Tables, indexes and the changes since the last ``take_changes``. Not thread-safe: the event loop owns it.
+
+    ``queue`` holds what may be packed; ``buffers`` the mix buffer of each environment, oldest first; ``quarantine``
+    likewise; ``stale`` queued groups that only fill a batch nothing fresher fills, and ``with_stale`` (only with that
+    policy) all queued groups, those at the end. ``counters`` count events since
+    the start of the process."""
+
+    def __init__(self, options: StateOptions) -> None:
+        self.options = options
+        self.counters: Counter[str] = Counter()
+        self._changes = Changes()
+        self._recording = True
+        self._empty()
+
+    def _empty(self) -> None:
+        self.tables: dict[str, dict[Any, Any]] = {table: {} for table in TABLES}
+        self.queue = QueueIndex()
+        self.with_stale = QueueIndex()
+        self.stale: dict[int, GroupRecord] = {}
+        self.buffers: dict[int | None, dict[int, GroupRecord]] = {}
+        self.quarantine: dict[int, GroupRecord] = {}
+        self.quarantine_bytes = 0
+        self.leased_groups = 0
+        self.waiting_bytes = 0
+        self._versions: list[tuple[int, int, int]] = []
+        self._next_id = 0
+        self._next_order = 0
+
+    @property
+    def run(self) -> RunRecord:
+        return self.tables["run"].get("run") or RunRecord()
+
+    @property
+    def envs(self) -> dict[int, EnvRecord]:
+        """By env_id, in the order of registration."""
+        return self.tables["envs"]
+
+    @property
+    def groups(self) -> dict[int, GroupRecord]:
+        return self.tables["groups"]
+
+    @property
+    def leases(self) -> dict[str, LeaseRecord]:
+        return self.tables["leases"]
+
+    @property
+    def closed(self) -> dict[str, ClosedLease]:
+        return self.tables["closed"]
+
+    @property
+    def replays(self) -> dict[str, Replay]:
+        return self.tables["replays"]
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Steps a group may lie behind the current policy version; None: no bound (3.9)."""
+        if not self.options.bound_staleness:
+            return None
+        own = self.run.max_staleness
+        return self.options.max_staleness if own is None else own
+
+    @property
+    def waiting_groups(self) -> int:
+        """Groups that back-pressure counts: queued, buffered and leased."""
+        return self.queue.groups + len(self.stale) + self.leased_groups + sum(map(len, self.buffers.values()))
+
+    def next_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def next_order(self) -> int:
+        self._next_order += 1
+        return self._next_order
+
+    def put(self, table: str, key: Key, record: Record) -> None:
+        """Write one row; the indexes follow."""
+        old = self.tables[table].get(key)
+        self.tables[table][key] = record
+        if isinstance(record, GroupRecord):
+            if old is not None:
+                self._leave(old)
+                self._changes.rows.pop((table, key), None)  # who follows must see groups in the order they entered
+            self._enter(record)
+        elif isinstance(record, RunRecord):
+            self._run_changed(old or RunRecord(), record)
+        if self._recording:
+            self._changes.rows[(table, key)] = record
+
+    def put_run(self, record: RunRecord) -> None:
+        self.put("run", "run", record)
+
+    def delete(self, table: str, key: Key) -> None:
+        """Remove one row; the payload of a deleted group is freed, unless it is the latest example."""
+        old = self.tables[table].pop(key)
+        if isinstance(old, GroupRecord):
+            self._leave(old)
+            latest = self.run.latest
+            if latest is None or latest.id != old.id:
+                self.discard(old.payload.ref)
+        if self._recording:
+            self._changes.rows[(table, key)] = None
+
+    def move_payload(self, key: int, old: PayloadRef, new: PayloadRef) -> bool:
+        """A payload lies elsewhere now; the group keeps its place in every order. False if nobody refers to the old
+        place any more. The queue's own copy of the record is not touched: see ``QueueIndex``."""
+        group, latest = self.groups.get(key), self.run.latest
+        is_latest = latest is not None and latest.id == key and latest.payload.ref == old
+        if group is not None and group.payload.ref == old:
+            moved = _moved(group, new)
+            self.groups[key] = moved
+            for held in (self.quarantine, self.stale, self.buffers.get(group.env_id, {})):
+                if key in held:
+                    held[key] = moved
+            self._changes.rows[("groups", key)] = moved
+        elif not is_latest:
+            return False
+        if latest is not None and is_latest:
+            self.put_run(msgspec.structs.replace(self.run, latest=_moved(latest, new)))
+        return True
+
+    def discard(self, *refs: Any) -> None:
+        """Give staged payloads up that no record refers to (any more)."""
+        if self._recording:
+            self._changes.freed.extend(refs)
+
+    def clear(self, run: RunRecord) -> None:
+        """Empty every table and begin again with ``run``."""
+        kept = None if run.latest is None else run.latest.id
+        refs = [group.payload.ref for group in self.groups.values() if group.id != kept]
+        latest = self.run.latest
+        if latest is not None and latest.id not in self.groups and latest.id != kept:
+            refs.append(latest.payload.ref)
+        next_id, next_order = self._next_id, self._next_order
+        self._empty()
+        self._next_id, self._next_order = next_id, next_order
+        if self._recording:
+            self._changes = Changes(freed=[*self._changes.freed, *refs], cleared=True)
+        self.put_run(run)
+
+    def take_changes(self) -> Changes:
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Become what was committed."""
+        self._empty()
+        self._changes = Changes()
+        groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
+        records: Iterable[Record] = (
+            *snapshot["run"], *snapshot["envs"], *sorted(groups, key=attrgetter("order")),
+            *snapshot["leases"], *sorted(snapshot["closed"], key=attrgetter("closed_at")),
+            *sorted(snapshot["replays"], key=attrgetter("stored_at")),
+        )  # fmt: skip
+        self._recording = False
+        try:
+            for record in records:
+                self.put(*_place_of(record), record)
+            self.tables["envs"] = dict(sorted(self.envs.items()))
+        finally:
+            self._recording = True
+
+    def follow(self, changes: Changes) -> None:
+        """Apply what another instance committed."""
+        self._recording = False
+        try:
+            if changes.cleared:
+                self._empty()
+            for (table, key), record in changes.rows.items():
+                if record is not None:
+                    self.put(table, key, record)
+                elif key in self.tables[table]:
+                    self.delete(table, key)
+        finally:
+            self._recording = True
+
+    def take_stale(self, limit: int) -> tuple[list[GroupRecord], bool]:
+        """Queued groups beyond the staleness bound, at most ``limit``, and whether there are more."""
+        bound = self.max_staleness
+        if bound is None:
+            return [], False
+        oldest, found = self.run.current_version - bound, []
+        while self._versions and self._versions[0][0] < oldest and len(found) < limit:
+            _, order, key = heapq.heappop(self._versions)
+            group = self.groups.get(key)
+            if group is not None and group.place is Place.QUEUE and group.order == order:
+                found.append(group)
+        return found, bool(self._versions) and self._versions[0][0] < oldest
+
+    def _enter(self, group: GroupRecord) -> None:
+        self._next_id = max(self._next_id, group.id)
+        self._next_order = max(self._next_order, group.order)
+        if group.place is Place.QUARANTINE:
+            self.quarantine[group.id] = group
+            self.quarantine_bytes += group.payload.nbytes
+            return
+        self.waiting_bytes += group.payload.nbytes
+        if group.place is Place.LEASED:
+            self.leased_groups += 1
+        elif group.place is Place.BUFFER:
+            self.buffers.setdefault(group.env_id, {})[group.id] = group
+        elif group.reason:
+            self.stale[group.id] = group
+            self.with_stale.add(group)
+        else:
+            self.queue.add(group)
+            if self.options.stale_policy == "last":
+                self.with_stale.add(group)
+            if self.max_staleness is not None:
+                heapq.heappush(self._versions, (group.policy_version, group.order, group.id))
+
+    def _leave(self, group: GroupRecord) -> None:
+        if group.place is Place.QUARANTINE:
+            del self.quarantine[group.id]
+            self.quarantine_bytes -= group.payload.nbytes
+            return
+        self.waiting_bytes -= group.payload.nbytes
+        if group.place is Place.LEASED:
+            self.leased_groups -= 1
+        elif group.place is Place.BUFFER:
+            del self.buffers[group.env_id][group.id]
+            if not self.buffers[group.env_id]:
+                del self.buffers[group.env_id]
+        elif group.reason:
+            del self.stale[group.id]
+            self.with_stale.remove(group)
+        else:
+            self.queue.remove(group)
+            if self.options.stale_policy == "last":
+                self.with_stale.remove(group)
+
+    def _run_changed(self, old: RunRecord, new: RunRecord) -> None:
+        if new.latest is not None:
+            self._next_id = max(self._next_id, new.latest.id)
+        if old.latest is not None and (new.latest is None or new.latest.id != old.latest.id) and (
+            old.latest.id not in self.groups
+        ):
+            self.discard(old.latest.payload.ref)
+        if new.max_staleness is not None and old.max_staleness is None and self.max_staleness is not None:
+            queued = (group for group in self.groups.values() if group.place is Place.QUEUE and not group.reason)
+            self._versions = [(group.policy_version, group.order, group.id) for group in queued]
+            heapq.heapify(self._versions)
+
+
+def _moved(group: GroupRecord, ref: PayloadRef) -> GroupRecord:
+    return msgspec.structs.replace(group, payload=msgspec.structs.replace(group.payload, ref=ref))
+
+
+def _place_of(record: Record) -> tuple[str, Key]:
+    match record:
+        case RunRecord():
+            return "run", "run"
+        case EnvRecord():
+            return "envs", record.env_id
+        case GroupRecord():
+            return "groups", record.id
+        case LeaseRecord():
+            return "leases", record.lease_id
+        case ClosedLease():
+            return "closed", record.lease_id
+        case Replay():
+            return "replays", record.key

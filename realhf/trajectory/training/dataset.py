@@ -1,0 +1,127 @@
+"""``TrajectoryDataset``: the batches of a trajectory server as samples to train on.
+
+A batch stays leased until its owner says that what was learnt from it is safe (``acknowledge``); after a crash the
+server hands it out again. Source: trajectory specification 2.8, 3.9, 3.10.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.api.sample import SequenceSample
+from realhf.trajectory.client import LeaseLost, NotRegistered, TrajectoryClient, TrajectoryError
+from realhf.trajectory.training.lease_keeper import LeaseKeeper
+from realhf.trajectory.training.stream_sample import Rescore, RowLimits, groups_to_sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StreamRun:
+    """A run as the server knows it. ``group`` and ``project`` name it; ``batch_size`` in sequences; ``max_tokens`` of
+    a sequence; ``max_staleness`` in policy versions (None: no bound). ``fresh``: whatever the server holds is of no
+    use."""
+
+    group: str
+    project: str
+    batch_size: int
+    max_tokens: int
+    num_steps: int
+    max_staleness: int | None = None
+    fresh: bool = False
+
+
+class TrajectoryDataset:
+    """Registers as the trainer, or finds its run again. Both clients are the dataset's, which closes them;
+    ``client`` must be in explicit mode. ``consumed``: leases whose batches were learnt from already.
+
+    Raises TrajectoryError: no server, no permission, no batch in time."""
+
+    def __init__(
+        self, client: TrajectoryClient, renewing: TrajectoryClient, run: StreamRun, limits: RowLimits, *, step: int,
+        consumed: Sequence[str] = (),
+    ) -> None:
+        self._client, self._limits = client, limits
+        self._held: list[str] = []
+        self._keeper = LeaseKeeper(renewing)
+        known = not run.fresh and self._is_ours(run)
+        self._register(run, step, join=known)
+        if known:
+            logger.info("the server knows this run; it goes on")
+        self._settle(consumed)
+
+    @property
+    def held(self) -> list[str]:
+        """Leases in hand, oldest first."""
+        return list(self._held)
+
+    def next(
+        self, ids: Sequence[str], *, version: int, wait_s: float, rescore: Rescore
+    ) -> tuple[SequenceSample, dict[str, float]]:
+        """The next batch, one sample per group (see ``groups_to_sample``), and figures about it. ``version``: of the
+        weights that are about to be trained; ``rescore`` is asked where a producer sent no log-probabilities."""
+        began = time.perf_counter()
+        self._client.set_policy_version(version)
+        batch = self._client.pull(wait_s)
+        self._held.append(batch.lease_id)
+        self._keeper.keep(batch.lease_id)
+        waited = time.perf_counter() - began
+        converted = groups_to_sample(ids, batch.groups, self._limits, version=batch.min_version, rescore=rescore)
+        stats = {
+            "n_groups": float(len(batch.groups)), "n_sequences": float(batch.n_sequences), "server_step": batch.step,
+            "wait_seconds": waited, "redelivered": float(batch.redelivered), "n_rescored": float(converted.rescored),
+            "staleness_max": float(version - batch.min_version), "staleness_min": float(version - batch.max_version),
+        } | _named(converted.problems)  # fmt: skip
+        if converted.problems:
+            logger.warning("step %d: sequences that cannot be trained on: %s", version, dict(converted.problems))
+        return converted.sample, stats
+
+    def acknowledge(self, leases: Sequence[str]) -> None:
+        """These batches are no longer needed. What the server does not hear now it is told the next time."""
+        for lease_id in [lease for lease in self._held if lease in leases]:
+            try:
+                self._client.ack(lease_id)
+            except LeaseLost as error:
+                logger.warning("a batch may be trained on twice: %s", error)
+            except TrajectoryError as error:
+                logger.warning("a batch was not acknowledged: %s", error)
+                return
+            self._keeper.release(lease_id)
+            self._held.remove(lease_id)
+
+    def close(self) -> None:
+        """What is still held is given back when its lease expires, or when the run goes on."""
+        self._keeper.close()
+        self._client.close()
+
+    def _is_ours(self, run: StreamRun) -> bool:
+        if self._client.run_names() != {"group": run.group, "project": run.project}:
+            return False
+        return self._client.info() == {"batch_size": run.batch_size, "max_token_len": run.max_tokens}
+
+    def _register(self, run: StreamRun, step: int, *, join: bool) -> None:
+        self._client.register(
+            batch_size=run.batch_size, max_token_len=run.max_tokens, num_steps=run.num_steps, starting_step=step,
+            wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness, join=join,
+            reset=run.fresh)  # fmt: skip
+        if not self._is_ours(run):
+            raise NotRegistered(self._client.url, f"it keeps the run {self._client.run_names()} and batches of "
+                                f"{self._client.info()['batch_size']} sequences; is it strict?")  # fmt: skip
+
+    def _settle(self, consumed: Sequence[str]) -> None:
+        """After a restart: what a checkpoint holds is acknowledged, what was in hand beyond it comes again."""
+        mine = [lease["lease_id"] for lease in self._client.leases() if lease["owner"] == self._client.trainer_id]
+        for lease_id in mine:
+            if lease_id in consumed:
+                self._client.ack(lease_id)
+            else:
+                self._client.nack(lease_id)
+        logger.info("leases of this run: %d, of them %d consumed", len(mine), len(set(mine) & set(consumed)))
+
+
+def _named(problems: Mapping[str, int]) -> dict[str, Any]:
+    return {f"n_{name}": float(count) for name, count in problems.items()}

@@ -1,0 +1,101 @@
+"""The ``stream_gen`` model function call: the next batch of a trajectory server in place of episodes of one's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from realhf.api.model import CallContext, Model
+from realhf.api.sample import SequenceSample
+from realhf.trajectory.client import TrajectoryClient
+from realhf.trajectory.training.dataset import StreamRun, TrajectoryDataset
+from realhf.trajectory.training.stream_sample import RowLimits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryStreamInterface:
+    """``generate`` pulls a batch. Its lease is acknowledged when a checkpoint that was made after its train step is
+    complete (``committed``): a crash before that brings the batch again, one after it does not.
+
+    Args:
+        group, project: names of the run; batch_size: sequences of a batch; num_steps: of the run.
+        max_tokens: longest sequence. min_group_size: fewer valid sequences give a group no gradient.
+        temperature: at which producers sample; for log-probabilities that they did not send.
+        wait_s: how long a step waits for its batch.
+        url: of the server (empty: the one of this run); token_file: holds the bearer token.
+        max_staleness: policy versions that a group may lie behind. fresh: begin the server's run anew.
+        transcripts: how many sequences of a step are returned as text.
+    """
+
+    def __init__(
+        self, *, group: str, project: str, batch_size: int, num_steps: int, max_tokens: int, min_group_size: int,
+        temperature: float, wait_s: float, url: str = "", token_file: str = "", max_staleness: int | None = None,
+        fresh: bool = False, transcripts: int = 2,
+    ) -> None:
+        self._run = StreamRun(group, project, batch_size, max_tokens, num_steps, max_staleness, fresh)
+        self._min_group_size, self._temperature = min_group_size, temperature
+        self._wait_s, self._url, self._token_file = wait_s, url, token_file
+        self._transcripts = transcripts
+        self._dataset: TrajectoryDataset | None = None
+        self._saved: list[str] = []
+
+    def generate(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> tuple[SequenceSample, dict[str, Any]]:
+        """Fill the places of ``sample`` with the groups of the next batch. Raises TrajectoryError."""
+
+        def rescore(own: SequenceSample) -> Tensor:
+            return model.engine.logprobs(own, temperature=self._temperature, mb_spec=context.mb_spec)
+
+        dataset = self._connected(model, context)
+        filled, stats = dataset.next(sample.ids, version=context.step, wait_s=self._wait_s, rescore=rescore)
+        return filled, {**stats, "episodes": self._texts(filled, model.tokenizer, context.step)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Called between steps, when all batches in hand were trained on."""
+        self._saved = self._dataset.held if self._dataset else []
+        return {"leases": self._saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = list(state.get("leases", ()))
+
+    def committed(self) -> None:
+        """The checkpoint with the last ``state_dict`` is complete."""
+        if self._dataset is not None:
+            self._dataset.acknowledge(self._saved)
+
+    def close(self) -> None:
+        if self._dataset is not None:
+            self._dataset.close()
+            self._dataset = None
+
+    def _connected(self, model: Model, context: CallContext) -> TrajectoryDataset:
+        if self._dataset is None:
+            url = self._url or next(iter(context.endpoints.get("trajectory", ())), "")
+            if not url:
+                raise RuntimeError("no trajectory server is registered; stream_gen needs one (kind 'trajectory')")
+            limits = RowLimits(len(model.tokenizer), self._run.max_tokens, self._min_group_size)
+            self._dataset = TrajectoryDataset(self._client(url), self._client(url), self._run, limits,
+                                              step=context.step, consumed=self._saved)  # fmt: skip
+        return self._dataset
+
+    def _client(self, url: str) -> TrajectoryClient:
+        token = Path(self._token_file).expanduser().read_text(encoding="utf-8").strip() if self._token_file else ""
+        name = quote(f"{self._run.group}/{self._run.project}")
+        return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True)
+
+    def _texts(self, sample: SequenceSample, tokenizer: Any, step: int) -> Sequence[str]:
+        texts, start = [], 0
+        for sample_id, lengths in zip(sample.ids, sample.seqlens["packed_input_ids"], strict=True):
+            if lengths and len(texts) < self._transcripts:
+                ids = sample["packed_input_ids"][start : start + lengths[0]].tolist()
+                texts.append(f"step {step}, sample {sample_id}\n{tokenizer.decode(ids)}")
+            start += sum(lengths)
+        return texts
