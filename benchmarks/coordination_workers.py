@@ -20,7 +20,7 @@ from typing import Any
 from realhf.api.env import RolloutOutcome, Turn
 from realhf.api.experiment import RunPlan
 from realhf.api.streaming import RolloutLease
-from realhf.rollout.group_player import PlayedGroup
+from realhf.rollout.players.group_player import PlayedGroup
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.rpc.worker import RpcWorker
 

@@ -29,7 +29,7 @@ from realhf.env.pool import MiniStackPool, Slot
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.task import Task
 from realhf.env.tasks.loader import instantiate, load_templates, solve
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 SESSIONS = 8
 TURNS = 6

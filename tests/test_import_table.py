@@ -31,8 +31,8 @@ TORCH_FREE = ("realhf/api", "realhf/dataflow", "realhf/env", "realhf/monitor", "
               "workers/env_worker.py", "workers/trajectory_worker.py")
 PROGRAMS = {"realhf/env/evaluate.py"}
 """Commands that put parts of several rooms together, as the launcher does; nothing may import them."""
-READS_ENVIRONMENT = {"realhf/env/server_config.py", "realhf/rollout/aws_tool.py",
-                     "realhf/rollout/trainer_settings.py", "realhf/trajectory/http/config.py"}
+READS_ENVIRONMENT = {"realhf/env/server_config.py", "realhf/rollout/trl/aws_tool.py",
+                     "realhf/rollout/players/trainer_settings.py", "realhf/trajectory/http/config.py"}
 
 
 def modules(*folders: str) -> list[Path]:

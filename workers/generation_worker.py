@@ -22,7 +22,7 @@ from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.monitor.trace import open_trace
-from realhf.rollout.generation_client import answer_of, request_of
+from realhf.rollout.client.generation_client import answer_of, request_of
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.server import Request, ServiceServer

@@ -27,7 +27,7 @@ from realhf.backends.threads.compute_threads import threads
 from realhf.builtins import backends
 from realhf.env.task_source import TaskCurriculumSource
 from realhf.rollout.interface import EnginePolicy
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 from realhf.scheduler.failure import run_guarded
 from realhf.trajectory.client import Pace, StaleEpoch, TrajectoryClient
 from realhf.trajectory.client.episodes import group_of

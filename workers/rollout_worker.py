@@ -21,13 +21,13 @@ from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
 from realhf.monitor.trace import open_trace
-from realhf.rollout.agents import make_agent
-from realhf.rollout.failure_policy import failure_policy
-from realhf.rollout.finished_sample import SampleEncoder
-from realhf.rollout.generation_client import GenerationClient
-from realhf.rollout.group_player import GroupPlayer
-from realhf.rollout.grpo_pool import GrpoPool
-from realhf.rollout.rollout_loop import RolloutLoop
+from realhf.rollout.agents.choice import make_agent
+from realhf.rollout.client.generation_client import GenerationClient
+from realhf.rollout.players.failure_policy import failure_policy
+from realhf.rollout.players.group_player import GroupPlayer
+from realhf.rollout.players.grpo_pool import GrpoPool
+from realhf.rollout.streaming.rollout_loop import RolloutLoop
+from realhf.rollout.streaming.sample_encoder import SampleEncoder
 from realhf.transport.event_loop import new_event_loop
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker

@@ -10,7 +10,7 @@ import ssl
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 
-from realhf.rollout.black_box_agent import RunCommand
+from realhf.rollout.agents.black_box_agent import RunCommand
 
 NO_COMMAND = "error: no command; reply with one line that starts with aws"
 

@@ -29,7 +29,7 @@ from realhf.env.scripted_agents import RandomAgent, ScriptedExpert
 from realhf.env.task import TIERS, Task, TaskError
 from realhf.env.tasks.loader import instantiate, load_templates
 from realhf.monitor.plots import plot_success
-from realhf.rollout.chat_agents import ChatApiAgent, LocalModelAgent, served_model
+from realhf.rollout.agents.chat_agents import ChatApiAgent, LocalModelAgent, served_model
 
 SPLITS = {
     "heldout": "templates and names that training never sees",

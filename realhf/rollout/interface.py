@@ -12,12 +12,12 @@ from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
 from realhf.api.sample import SequenceSample
-from realhf.rollout.agents import check_whole_distribution
+from realhf.rollout.agents.choice import check_whole_distribution
+from realhf.rollout.episode.rollout_sample import outcomes_to_sample
+from realhf.rollout.episode.sampling_seed import sampling_seed
+from realhf.rollout.episode.transcript import transcript
 from realhf.rollout.evaluation import evaluation_report
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
-from realhf.rollout.rollout_sample import outcomes_to_sample
-from realhf.rollout.sampling_seed import sampling_seed
-from realhf.rollout.transcript import transcript
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 
 class EnginePolicy:

@@ -14,7 +14,7 @@ from realhf.env.names import is_name
 from realhf.env.pool import MiniStackPool
 from realhf.env.scripted_agents import RandomAgent, ScriptedExpert
 from realhf.env.tasks.loader import instantiate, load_templates
-from realhf.rollout.chat_agents import ChatApiAgent, served_model
+from realhf.rollout.agents.chat_agents import ChatApiAgent, served_model
 
 
 @pytest.fixture(scope="module")

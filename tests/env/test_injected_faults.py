@@ -15,9 +15,9 @@ import pytest
 from realhf.env.injected_faults import InjectedFaults, parse_kinds
 from realhf.env.server import EnvServer, listen
 from realhf.env.server_config import ConfigError, ServerConfig, parse
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.env_client import ConnectionLost, EnvError, MessageTimeout
-from realhf.rollout.resuming_env import ResumingEnv
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.env_client import ConnectionLost, EnvError, MessageTimeout
+from realhf.rollout.client.resuming_env import ResumingEnv
 
 
 class FakeQuickPlayer:

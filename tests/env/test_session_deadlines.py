@@ -17,8 +17,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from realhf.env import wire
 from realhf.env.capacity import SlotLeases
 from realhf.env.metrics import ServerMetrics
-from realhf.rollout.env_client import CapacityError, ConnectError
-from realhf.rollout.session_group import SessionGroup
+from realhf.rollout.client.env_client import CapacityError, ConnectError
+from realhf.rollout.client.session_group import SessionGroup
 from tests.env.fake_stage import FakeBlockingPlayer, FakePool, Stage
 
 

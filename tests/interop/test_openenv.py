@@ -13,8 +13,8 @@ import pytest
 
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.env_client import CapacityError, ConnectError, OpenEnvClient
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.env_client import CapacityError, ConnectError, OpenEnvClient
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

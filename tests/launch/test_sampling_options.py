@@ -8,7 +8,7 @@ import pytest
 
 from realhf.api.config import GenConfig
 from realhf.launch import main
-from realhf.rollout.agents import make_agent
+from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.interface import EnvRolloutInterface
 
 

@@ -15,11 +15,11 @@ from fake_env_server import FakeEnvServer
 from realhf.api.aws_models import AwsAction, AwsObservation, AwsState
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate, solve
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.env_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
-from realhf.rollout.grpo_pool import GrpoPool
-from realhf.rollout.resuming_env import ResumingEnv
-from realhf.rollout.server_metadata import fetch_metadata
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.env_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
+from realhf.rollout.client.resuming_env import ResumingEnv
+from realhf.rollout.client.server_metadata import fetch_metadata
+from realhf.rollout.players.grpo_pool import GrpoPool
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from fake_env_server import FakeEnvServer
 
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate, solve
-from realhf.rollout.aws_tool import AwsToolEnv
-from realhf.rollout.env_client import CapacityError, ConnectionLost
+from realhf.rollout.client.env_client import CapacityError, ConnectionLost
+from realhf.rollout.trl.aws_tool import AwsToolEnv
 
 
 @pytest.fixture(scope="module")
@@ -97,5 +97,5 @@ def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(
 
 
 def test_making_one_needs_no_network_and_no_torch() -> None:
-    code = "import sys; from realhf.rollout.aws_tool import AwsToolEnv; AwsToolEnv(); assert 'torch' not in sys.modules"
+    code = "import sys; from realhf.rollout.trl.aws_tool import AwsToolEnv; AwsToolEnv(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,11 +13,11 @@ from fake_env_server import FakeEnvServer
 
 from experiments.agents.openai_agent import solve
 from realhf.api.env import RolloutOutcome
-from realhf.rollout.agents import make_agent
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.black_box_agent import AgentFunction, BlackBoxAgent, RunCommand, load_agent
-from realhf.rollout.resuming_env import ResumingEnv
-from realhf.rollout.rollout_state import Job, Limits
+from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, RunCommand, load_agent
+from realhf.rollout.agents.choice import make_agent
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.resuming_env import ResumingEnv
+from realhf.rollout.episode.rollout_state import Job, Limits
 
 LIMITS = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40, observation_chars=100)
 

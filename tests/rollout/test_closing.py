@@ -15,11 +15,11 @@ import pytest
 from fake_env_server import FakeEnvServer
 
 from realhf.env.server_process import EnvServerProcess
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.failures import PoolClosed
-from realhf.rollout.grpo_pool import GrpoPool
-from realhf.rollout.loop_thread import LoopThread
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.failures import PoolClosed
+from realhf.rollout.client.loop_thread import LoopThread
+from realhf.rollout.players.grpo_pool import GrpoPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 GENEROUS_S = 20
 
@@ -69,8 +69,8 @@ def test_a_forgotten_pool_ends_its_thread_and_sessions() -> None:
 def test_the_interpreter_ends_without_close() -> None:
     code = (
         "import sys\n"
-        "from realhf.rollout.aws_env import AwsEnv\n"
-        "from realhf.rollout.multi_turn_pool import MultiTurnEnvPool\n"
+        "from realhf.rollout.client.aws_env import AwsEnv\n"
+        "from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool\n"
         "pool = MultiTurnEnvPool(sys.argv[1], 2); pool.connect()\n"
         "env = AwsEnv(sys.argv[1]).sync(); env.connect()\n"
         "print('connected')\n"

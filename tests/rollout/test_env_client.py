@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_env_server import FakeEnvServer
 
-from realhf.rollout.env_client import (
+from realhf.rollout.client.env_client import (
     CapacityError,
     ConnectError,
     ConnectionLost,

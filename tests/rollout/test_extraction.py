@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.rollout.extraction import extract_command
+from realhf.rollout.episode.extraction import extract_command
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from fake_env_server import FakeEnvServer
 from scripted import ScriptedPolicy
 
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 
 def say(task: str, turn: int) -> str:

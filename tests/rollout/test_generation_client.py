@@ -12,8 +12,8 @@ import pytest
 
 from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout import generation_client
-from realhf.rollout.generation_client import GenerationClient, answer_of, request_of
+from realhf.rollout.client import generation_client
+from realhf.rollout.client.generation_client import GenerationClient, answer_of, request_of
 from realhf.transport.service.server import Request, ServiceServer
 
 

@@ -15,13 +15,13 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.streaming import RolloutLease
-from realhf.rollout.env_client import ConnectionLost
-from realhf.rollout.episode_agent import EpisodeEnv, TurnAgent
-from realhf.rollout.failure_policy import FailFast, Retry, failure_policy
-from realhf.rollout.group_player import GroupFailed, GroupPlayer, reset_arguments, within
-from realhf.rollout.grpo_pool import GrpoPool
-from realhf.rollout.rollout_state import Job, Limits
-from realhf.rollout.sampling_seed import sampling_seed
+from realhf.rollout.agents.episode_agent import EpisodeEnv, TurnAgent
+from realhf.rollout.client.env_client import ConnectionLost
+from realhf.rollout.episode.rollout_state import Job, Limits
+from realhf.rollout.episode.sampling_seed import sampling_seed
+from realhf.rollout.players.failure_policy import FailFast, Retry, failure_policy
+from realhf.rollout.players.group_player import GroupFailed, GroupPlayer, reset_arguments, within
+from realhf.rollout.players.grpo_pool import GrpoPool
 
 from scripted import END, LossyChat  # isort: skip
 

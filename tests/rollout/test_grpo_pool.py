@@ -15,12 +15,12 @@ from scripted import ScriptedPolicy
 
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate, solve
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.env_client import CapacityError, ConnectError
-from realhf.rollout.failures import GroupError, GroupResetError, PoolClosed, RolloutFailure
-from realhf.rollout.group_result import episode_return, record_group
-from realhf.rollout.grpo_pool import GrpoPool
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.env_client import CapacityError, ConnectError
+from realhf.rollout.client.failures import GroupError, GroupResetError, PoolClosed, RolloutFailure
+from realhf.rollout.episode.group_result import episode_return, record_group
+from realhf.rollout.players.grpo_pool import GrpoPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 N = 3
 

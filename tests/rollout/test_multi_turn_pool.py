@@ -15,8 +15,8 @@ from scripted import END, LossyChat, ScriptedPolicy
 
 from realhf.env.server_process import EnvServerProcess
 from realhf.env.tasks.loader import instantiate, solve
-from realhf.rollout.env_client import CapacityError, ConnectError
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool, PoolClosed
+from realhf.rollout.client.env_client import CapacityError, ConnectError
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool, PoolClosed
 
 pytestmark = pytest.mark.sim
 SESSIONS = 3

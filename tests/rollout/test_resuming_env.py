@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fake_env_server import FakeEnvServer
 
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.env_client import ConnectionLost, EnvError, MessageTimeout
-from realhf.rollout.failures import failure_status
-from realhf.rollout.resuming_env import ReplayDiverged, ResumingEnv
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.env_client import ConnectionLost, EnvError, MessageTimeout
+from realhf.rollout.client.failures import failure_status
+from realhf.rollout.client.resuming_env import ReplayDiverged, ResumingEnv
 
 UNAVAILABLE = '{"type":"error","data":{"code":"UNAVAILABLE","message":"not executed","retryable":true}}'
 

@@ -10,8 +10,8 @@ import pytest
 
 from realhf.api.streaming import RolloutLease
 from realhf.api.trace import NoTrace
-from realhf.rollout.group_player import GroupFailed, PlayedGroup
-from realhf.rollout.rollout_loop import RolloutLoop
+from realhf.rollout.players.group_player import GroupFailed, PlayedGroup
+from realhf.rollout.streaming.rollout_loop import RolloutLoop
 from realhf.transport.errors import CodecError, PeerLost, ProtocolError
 from realhf.transport.service.client import ServiceClient, ServiceError
 from realhf.transport.service.server import Request, ServiceServer

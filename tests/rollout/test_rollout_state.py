@@ -9,7 +9,7 @@ from scripted import CUE, END, FOLLOW, LossyChat
 
 from realhf.api.env import StepResult
 from realhf.api.model import GenOutput
-from realhf.rollout.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
 
 LIMITS = Limits(max_turns=3, max_total_tokens=120, turn_tokens=20, observation_chars=500)
 

@@ -4,7 +4,7 @@ import pytest
 
 from realhf.api.env import StepResult
 from realhf.api.model import GenOutput
-from realhf.rollout.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
 
 
 class LetterChat:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realhf.rollout.trainer_settings import pool_arguments, pool_from_environment
+from realhf.rollout.players.trainer_settings import pool_arguments, pool_from_environment
 
 
 def test_defaults() -> None:

@@ -12,8 +12,8 @@ from fake_env_server import FakeEnvServer
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_model, train_tokenizer
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
-from realhf.rollout.trl_rollout import PoolRollouts, episode_reward, task_of_prompt
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.trl.trl_rollout import PoolRollouts, episode_reward, task_of_prompt
 
 G = 2
 CONFIG = BuiltinModelConfig(vocab_size=300, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64,

@@ -16,7 +16,7 @@ from realhf.env.server_process import EnvServerProcess
 from realhf.env.task import Task
 from realhf.env.tasks.loader import solve
 from realhf.env.tasks.task_set import AwsTaskSet
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 pytestmark = pytest.mark.sim
 SESSIONS, STEPS = 3, 20

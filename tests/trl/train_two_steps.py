@@ -24,9 +24,9 @@ from realhf.api.chat import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.api.observation_text import observation_text
 from realhf.backends.builtin_policy import build_model, train_tokenizer
-from realhf.rollout.aws_tool import AwsToolEnv
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
-from realhf.rollout.trl_rollout import PoolRollouts, episode_reward
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.trl.aws_tool import AwsToolEnv
+from realhf.rollout.trl.trl_rollout import PoolRollouts, episode_reward
 
 INSTRUCTION = "Use the tool. "
 CONFIG = BuiltinModelConfig(vocab_size=768, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=192,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from realhf.api.chat import TemplateChat
 from realhf.api.env import Turn
 from realhf.api.model import GenOutput, GenRequest
+from realhf.rollout.episode.token_buffer import TokenBuffer
 from realhf.rollout.openai_endpoint.chat_request import ApiError, Message
-from realhf.rollout.token_buffer import TokenBuffer
 
 MAX_BRANCHES = 64
 _SLOT_STRIDE = 1 << 40

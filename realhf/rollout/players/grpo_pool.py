@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 from realhf.api.aws_models import AwsStepResult
 from realhf.api.env import StepResult
-from realhf.rollout.aws_env import AwsEnv, parse_result
-from realhf.rollout.env_client import OpenEnvClient
-from realhf.rollout.failures import (
+from realhf.rollout.client.aws_env import AwsEnv, parse_result
+from realhf.rollout.client.env_client import OpenEnvClient
+from realhf.rollout.client.failures import (
     FAILURES,
     GroupError,
     GroupResetError,
@@ -33,9 +33,9 @@ from realhf.rollout.failures import (
     check_on_failure,
     failed_ones,
 )
-from realhf.rollout.group_result import GroupSummary, ResultSink, record_group
-from realhf.rollout.loop_thread import check_process
-from realhf.rollout.session_group import SessionGroup, reset_arguments
+from realhf.rollout.client.loop_thread import check_process
+from realhf.rollout.client.session_group import SessionGroup, reset_arguments
+from realhf.rollout.episode.group_result import GroupSummary, ResultSink, record_group
 
 T = TypeVar("T")
 

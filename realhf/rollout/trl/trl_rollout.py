@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from realhf.api.chat import TemplateChat
 from realhf.api.env import RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,10 @@ from typing import Any
 
 from realhf.api.aws_models import AwsStepResult
 from realhf.api.observation_text import observation_text
-from realhf.rollout.aws_env import AwsEnv, SyncAwsEnv
-from realhf.rollout.env_client import EnvError
-from realhf.rollout.failures import FAILURES
-from realhf.rollout.group_result import episode_return
+from realhf.rollout.client.aws_env import AwsEnv, SyncAwsEnv
+from realhf.rollout.client.env_client import EnvError
+from realhf.rollout.client.failures import FAILURES
+from realhf.rollout.episode.group_result import episode_return
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _OUTPUT_CHARS = 2000

@@ -11,9 +11,9 @@ from realhf.api.mfc import MFCDef
 from realhf.api.model import CallContext
 from realhf.api.streaming import RolloutLease
 from realhf.builtins import interfaces
-from realhf.rollout.group_player import PlayedGroup
-from realhf.rollout.rollout_sample import outcomes_to_sample
-from realhf.rollout.transcript import transcript
+from realhf.rollout.episode.rollout_sample import outcomes_to_sample
+from realhf.rollout.episode.transcript import transcript
+from realhf.rollout.players.group_player import PlayedGroup
 from realhf.transport.codec import encode_sample
 
 

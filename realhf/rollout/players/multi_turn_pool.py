@@ -19,13 +19,13 @@ from typing import Any, Protocol
 from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.observation_text import OBSERVATION_CHARS
-from realhf.rollout.failures import GroupError, PoolClosed, RolloutFailure, check_on_failure, failed_ones
-from realhf.rollout.group_result import GroupSummary, ResultSink, record_group
-from realhf.rollout.independent import IndependentPlay, next_batch
-from realhf.rollout.lockstep import LockstepPlay, Seat
-from realhf.rollout.loop_thread import LoopThread
-from realhf.rollout.rollout_state import Job, Limits
-from realhf.rollout.session_group import SessionGroup, reset_arguments
+from realhf.rollout.client.failures import GroupError, PoolClosed, RolloutFailure, check_on_failure, failed_ones
+from realhf.rollout.client.loop_thread import LoopThread
+from realhf.rollout.client.session_group import SessionGroup, reset_arguments
+from realhf.rollout.episode.group_result import GroupSummary, ResultSink, record_group
+from realhf.rollout.episode.rollout_state import Job, Limits
+from realhf.rollout.players.independent import IndependentPlay, next_batch
+from realhf.rollout.players.lockstep import LockstepPlay, Seat
 
 _FINALIZE_S = 2.0
 _STOP_S = 10.0

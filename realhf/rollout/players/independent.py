@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.env_client import EnvError, OpenEnvClient
-from realhf.rollout.failures import FAILURES, failure_status
-from realhf.rollout.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.client.env_client import EnvError, OpenEnvClient
+from realhf.rollout.client.failures import FAILURES, failure_status
+from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.observation_text import OBSERVATION_CHARS
-from realhf.rollout.episode_agent import EpisodeAgent, TurnAgent
-from realhf.rollout.rollout_state import Limits
+from realhf.rollout.agents.episode_agent import EpisodeAgent, TurnAgent
+from realhf.rollout.episode.rollout_state import Limits
 
 
 def make_agent(name: str, chat: TemplateChat, args: Mapping[str, Any]) -> EpisodeAgent:
@@ -19,7 +19,7 @@ def make_agent(name: str, chat: TemplateChat, args: Mapping[str, Any]) -> Episod
     limits = Limits(args["max_turns"], args["max_total_tokens"], gen.max_new_tokens, OBSERVATION_CHARS)
     if not name:
         return TurnAgent(chat, limits)
-    from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
+    from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 
     try:
         return BlackBoxAgent(load_agent(name), chat, limits)

@@ -11,9 +11,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from realhf.api.env import StepResult
-from realhf.rollout.env_client import CapacityError, ConnectError, OpenEnvClient
-from realhf.rollout.failures import FAILURES, GroupResetError, PoolClosed, RolloutFailure, as_failure, failed_ones
-from realhf.rollout.server_metadata import fetch_metadata
+from realhf.rollout.client.env_client import CapacityError, ConnectError, OpenEnvClient
+from realhf.rollout.client.failures import (
+    FAILURES,
+    GroupResetError,
+    PoolClosed,
+    RolloutFailure,
+    as_failure,
+    failed_ones,
+)
+from realhf.rollout.client.server_metadata import fetch_metadata
 
 T = TypeVar("T")
 _REOPEN_S = 5.0

@@ -10,7 +10,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
-from realhf.rollout.env_client import websocket_url
+from realhf.rollout.client.env_client import websocket_url
 
 _MOST_BYTES = 1 << 20
 

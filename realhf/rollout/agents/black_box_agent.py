@@ -21,13 +21,13 @@ from realhf.api.chat import TemplateChat
 from realhf.api.env import RolloutOutcome
 from realhf.api.generation import TokenSource
 from realhf.api.observation_text import observation_text, shorten
-from realhf.rollout.env_client import EnvError
-from realhf.rollout.episode_agent import EpisodeEnv
-from realhf.rollout.failures import FAILURES, failure_status
-from realhf.rollout.group_result import episode_return
+from realhf.rollout.agents.episode_agent import EpisodeEnv
+from realhf.rollout.client.env_client import EnvError
+from realhf.rollout.client.failures import FAILURES, failure_status
+from realhf.rollout.episode.group_result import episode_return
+from realhf.rollout.episode.rollout_state import Job, Limits
 from realhf.rollout.openai_endpoint.server import OpenAiServer
 from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
-from realhf.rollout.rollout_state import Job, Limits
 
 _OVER = "error: the episode is over"
 

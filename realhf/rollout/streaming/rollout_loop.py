@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from realhf.api.streaming import RolloutLease
 from realhf.api.trace import Tracer
-from realhf.rollout.group_player import GroupFailed, PlayedGroup, Player, within
+from realhf.rollout.players.group_player import GroupFailed, PlayedGroup, Player, within
 from realhf.transport.errors import ProtocolError
 from realhf.transport.service.client import ServiceClient
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from realhf.rollout.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _NUMBERS = {

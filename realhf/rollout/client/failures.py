@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.api.streaming import ON_FAILURE
-from realhf.rollout.env_client import CapacityError, EnvError
+from realhf.rollout.client.env_client import CapacityError, EnvError
 
 FAILURES = (ConnectionError, TimeoutError, EnvError)
 """Errors of an environment or of the way to it; anything else is a fault of the caller's code."""

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from realhf.api.env import RolloutOutcome
 from realhf.api.generation import TokenSource
 from realhf.api.streaming import ENGINE_ERROR, ENV_ERROR, RolloutLease
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.episode_agent import EpisodeAgent
-from realhf.rollout.failure_policy import FailurePolicy
-from realhf.rollout.generation_client import NewEnough
-from realhf.rollout.grpo_pool import GrpoPool
-from realhf.rollout.resuming_env import ResumingEnv
-from realhf.rollout.rollout_state import Job
-from realhf.rollout.sampling_seed import sampling_seed
+from realhf.rollout.agents.episode_agent import EpisodeAgent
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.generation_client import NewEnough
+from realhf.rollout.client.resuming_env import ResumingEnv
+from realhf.rollout.episode.rollout_state import Job
+from realhf.rollout.episode.sampling_seed import sampling_seed
+from realhf.rollout.players.failure_policy import FailurePolicy
+from realhf.rollout.players.grpo_pool import GrpoPool
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 

@@ -18,7 +18,7 @@ from realhf.api.chat import SYSTEM_PROMPT, TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.model import GenRequest
 from realhf.api.observation_text import NO_COMMAND, observation_text
-from realhf.rollout.extraction import extract_command
+from realhf.rollout.episode.extraction import extract_command
 
 _ATTEMPTS = 4
 _BACKOFF_S = 0.5

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from realhf.api.aws_models import AwsAction, AwsObservation, AwsState, AwsStepResult
 from realhf.api.env import StepResult
-from realhf.rollout.env_client import OpenEnvClient
-from realhf.rollout.loop_thread import LoopThread
-from realhf.rollout.server_metadata import fetch_metadata
+from realhf.rollout.client.env_client import OpenEnvClient
+from realhf.rollout.client.loop_thread import LoopThread
+from realhf.rollout.client.server_metadata import fetch_metadata
 
 Action = AwsAction | str | Mapping[str, Any]
 T = TypeVar("T")

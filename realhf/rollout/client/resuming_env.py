@@ -16,9 +16,9 @@ from typing import Any
 
 from realhf.api.aws_models import AwsStepResult
 from realhf.api.observation_text import observation_text
-from realhf.rollout.aws_env import AwsEnv
-from realhf.rollout.env_client import EnvError
-from realhf.rollout.failures import FAILURES, failure_status
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.env_client import EnvError
+from realhf.rollout.client.failures import FAILURES, failure_status
 
 _RESENDS = 8
 _FIRST_PAUSE_S = 0.01

@@ -11,8 +11,8 @@ from typing import Any
 from realhf.api.env import VALID_STATUSES, ChatFormat, RolloutOutcome, StepResult, Turn
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.observation_text import NO_COMMAND, observation_text, shorten
-from realhf.rollout.extraction import extract_command
-from realhf.rollout.token_buffer import TokenBuffer
+from realhf.rollout.episode.extraction import extract_command
+from realhf.rollout.episode.token_buffer import TokenBuffer
 
 _SHRINK_ATTEMPTS = 6
 

@@ -7,9 +7,9 @@ from typing import Protocol
 from realhf.api.aws_models import AwsStepResult
 from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
 from realhf.api.generation import GenerationFailed, TokenSource
-from realhf.rollout.env_client import EnvError
-from realhf.rollout.failures import FAILURES, failure_status
-from realhf.rollout.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.client.env_client import EnvError
+from realhf.rollout.client.failures import FAILURES, failure_status
+from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
 
 
 class EpisodeEnv(Protocol):
