@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.sft_aws import warm_start
-from realhf.algorithms.presets import ResolvedPPO, resolve
+from realhf.algorithms.policy_gradient.presets import ResolvedPPO, resolve
 from realhf.api.config import ExperimentConfig, run_folder
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef

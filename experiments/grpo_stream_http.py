@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.grpo_aws import EPISODE_KEYS, actor_inf, actor_model, actor_train, ref_inf, rew_inf
 from experiments.sft_aws import warm_start
-from realhf.algorithms.presets import resolve
+from realhf.algorithms.policy_gradient.presets import resolve
 from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
 from realhf.api.experiment import ExperimentSpec, ModelSpec, ServiceSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef

@@ -14,7 +14,7 @@ interfaces = Registry(
         "env_rollout": "realhf.rollout.interface:EnvRolloutInterface",
         "outcome_reward": "realhf.algorithms.reward:OutcomeRewardInterface",
         "logprob": "realhf.algorithms.logprob:LogprobInterface",
-        "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
+        "policy_gradient": "realhf.algorithms.policy_gradient.interface:PolicyGradientInterface",
         "sft": "realhf.algorithms.sft:SFTInterface",
         "trajectory_stream": "realhf.trajectory.training.stream_interface:TrajectoryStreamInterface",
     },
@@ -32,19 +32,19 @@ datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatData
 advantage_estimators = Registry(
     "advantage estimator",
     {
-        "grpo": "realhf.algorithms.advantages:grpo",
-        "grpo_nostd": "realhf.algorithms.advantages:grpo_nostd",
-        "rloo": "realhf.algorithms.advantages:rloo",
-        "reinforce": "realhf.algorithms.advantages:reinforce",
-        "reinforce_pp": "realhf.algorithms.advantages:reinforce_pp",
-        "reinforce_pp_baseline": "realhf.algorithms.advantages:reinforce_pp_baseline",
+        "grpo": "realhf.algorithms.policy_gradient.advantages:grpo",
+        "grpo_nostd": "realhf.algorithms.policy_gradient.advantages:grpo_nostd",
+        "rloo": "realhf.algorithms.policy_gradient.advantages:rloo",
+        "reinforce": "realhf.algorithms.policy_gradient.advantages:reinforce",
+        "reinforce_pp": "realhf.algorithms.policy_gradient.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "realhf.algorithms.policy_gradient.advantages:reinforce_pp_baseline",
     },
 )
 policy_losses = Registry(
     "policy loss",
     {
-        "ppo": "realhf.algorithms.losses:ppo_loss",
-        "cispo": "realhf.algorithms.losses:cispo_loss",
-        "reinforce": "realhf.algorithms.losses:reinforce_loss",
+        "ppo": "realhf.algorithms.policy_gradient.losses:ppo_loss",
+        "cispo": "realhf.algorithms.policy_gradient.losses:cispo_loss",
+        "reinforce": "realhf.algorithms.policy_gradient.losses:reinforce_loss",
     },
 )

@@ -131,7 +131,7 @@ class GenConfig:
 @dataclass
 class PPOConfig:
     """Policy-gradient options. ``algo`` names a preset; a None takes the preset's value (see
-    realhf.algorithms.presets).
+    realhf.algorithms.policy_gradient.presets).
 
     Off-policy tokens (dataflow spec section 10): ``use_decoupled_loss`` clips against the proximal policy, the weights
     at the start of the train step, and weighs every token by proximal over behaviour probability;

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from realhf.algorithms.advantages import (
+from realhf.algorithms.policy_gradient.advantages import (
     at_last_token,
     grpo,
     grpo_nostd,

@@ -11,7 +11,7 @@ import torch
 from tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 from realhf.algorithms.logprob import LogprobInterface
-from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.algorithms.reward import OutcomeRewardInterface
 from realhf.algorithms.sequences import PredictedTokens, select_sequences
 from realhf.algorithms.sft import SFTInterface

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.losses import (
+from realhf.algorithms.policy_gradient.losses import (
     LossTerms,
     cispo_loss,
     kl_estimate,
@@ -17,7 +17,7 @@ from realhf.algorithms.losses import (
     token_weights,
     weighted_sum,
 )
-from realhf.algorithms.presets import resolve
+from realhf.algorithms.policy_gradient.presets import resolve
 from realhf.builtins import policy_losses
 
 LENGTHS = [4, 1, 6, 3]

@@ -12,7 +12,7 @@ from tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 from realhf.algorithms.logprob import LogprobInterface
 from realhf.algorithms.minibatches import minibatches
-from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.algorithms.sequences import PredictedTokens
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample

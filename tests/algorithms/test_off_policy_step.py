@@ -12,8 +12,8 @@ import torch
 from tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 from realhf.algorithms.logprob import LogprobInterface
-from realhf.algorithms.off_policy_statistics import mismatch_statistics, staleness_statistics
-from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.off_policy_statistics import mismatch_statistics, staleness_statistics
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from realhf.algorithms.presets import resolve
+from realhf.algorithms.policy_gradient.presets import resolve
 from realhf.api.config import PPOConfig
 
 TABLE = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import sft_aws
-from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.launch_build import build_experiment

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.algorithms.reward import OutcomeRewardInterface
 from realhf.api.config import PPOConfig
 from realhf.api.env import RolloutOutcome

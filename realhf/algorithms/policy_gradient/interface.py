@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.algorithms.advantages import at_last_token, normalise, return_to_go
 from realhf.algorithms.aggregation import token_weights
-from realhf.algorithms.losses import kl_estimate
 from realhf.algorithms.minibatches import minibatches
 from realhf.algorithms.nonfinite import NonFiniteGuard
-from realhf.algorithms.off_policy_statistics import mismatch_statistics, staleness_statistics
-from realhf.algorithms.policy_objective import ADVANTAGES, PROXIMAL, WEIGHTS, PolicyObjective
-from realhf.algorithms.preset_checks import RETURN_TO_GO
-from realhf.algorithms.presets import resolve
+from realhf.algorithms.policy_gradient.advantages import at_last_token, normalise, return_to_go
+from realhf.algorithms.policy_gradient.losses import kl_estimate
+from realhf.algorithms.policy_gradient.objective import ADVANTAGES, PROXIMAL, WEIGHTS, PolicyObjective
+from realhf.algorithms.policy_gradient.off_policy_statistics import mismatch_statistics, staleness_statistics
+from realhf.algorithms.policy_gradient.preset_checks import RETURN_TO_GO
+from realhf.algorithms.policy_gradient.presets import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
 from realhf.api.config import PPOConfig
 from realhf.api.model import CallContext, Model, TrainResult

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.losses import LossTerms, exponential
-from realhf.algorithms.presets import ResolvedPPO
+from realhf.algorithms.policy_gradient.losses import LossTerms, exponential
+from realhf.algorithms.policy_gradient.presets import ResolvedPPO
 
 
 @dataclass(frozen=True)

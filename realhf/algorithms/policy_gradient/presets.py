@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from realhf.algorithms.preset_checks import DEFAULT_CAP, check_options
+from realhf.algorithms.policy_gradient.preset_checks import DEFAULT_CAP, check_options
 from realhf.api.config import PPOConfig
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.presets import ResolvedPPO
+from realhf.algorithms.policy_gradient.presets import ResolvedPPO
 
 _MAX_EXPONENT = 20.0
 _MAX_KL = 10.0

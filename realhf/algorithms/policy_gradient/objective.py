@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.aggregation import weighted_sum
-from realhf.algorithms.behaviour_weight import BehaviourWeight, behaviour_weight, loglinear_proximal
-from realhf.algorithms.losses import LossTerms, TokenLoss, kl_estimate
-from realhf.algorithms.presets import ResolvedPPO
+from realhf.algorithms.policy_gradient.behaviour_weight import BehaviourWeight, behaviour_weight, loglinear_proximal
+from realhf.algorithms.policy_gradient.losses import LossTerms, TokenLoss, kl_estimate
+from realhf.algorithms.policy_gradient.presets import ResolvedPPO
 from realhf.algorithms.sequences import PredictedTokens
 from realhf.api.sample import SequenceSample
 from realhf.builtins import policy_losses
