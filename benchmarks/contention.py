@@ -211,8 +211,8 @@ def table(
 
 def warm_policy(options: Sequence[str]) -> str:
     """The weights that ``make train`` begins with; made if they are not there. Raises Failed."""
-    from realhf.launch_build import build_experiment
-    from realhf.launch_config import compose_config
+    from realhf.launch.build import build_experiment
+    from realhf.launch.compose import compose_config
 
     runs = Path("runs").resolve()
     built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={runs}", *options]))

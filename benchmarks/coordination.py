@@ -39,8 +39,8 @@ from realhf.api.graph import build_graph
 from realhf.builtins import sources
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
-from realhf.launch_build import build_experiment
-from realhf.launch_config import compose_config
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import compose_config
 from realhf.transport.event_loop import new_event_loop
 from realhf.transport.rpc.master import RpcMaster
 

@@ -27,7 +27,7 @@ from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.server import Request, ServiceServer
 from realhf.transport.weights.receiver import receive
-from workers.planned_worker import run_planned
+from workers.worker_main import run_planned
 
 LEAVE_WITHIN_S = 15.0
 """One that is sent away because it hangs in new weights must make room for its successor."""

@@ -22,7 +22,7 @@ from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
 from realhf.transport.tensors.store import TensorStore
 from realhf.transport.weights.publisher import Medium, WeightPublisher
-from workers.planned_worker import run_planned
+from workers.worker_main import run_planned
 
 if TYPE_CHECKING:
     from realhf.backends.threads.compute_threads import ComputeThreads

@@ -33,7 +33,7 @@ from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.client import ServiceClient
 from realhf.transport.stream.producer import StreamProducer
-from workers.planned_worker import run_planned
+from workers.worker_main import run_planned
 
 DRAIN_S = 30.0
 

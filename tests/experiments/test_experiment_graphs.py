@@ -11,8 +11,8 @@ from experiments import sft_aws
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RunPlan
-from realhf.launch_build import build_experiment
-from realhf.launch_config import compose_config
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import compose_config
 
 
 def built(*arguments: str):

@@ -11,10 +11,10 @@ import pytest
 from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
 from realhf.env.task_source import TaskCurriculumSource
 from realhf.env.tasks.loader import load_templates
-from realhf.launch import main
-from realhf.launch_build import build_experiment
-from realhf.launch_checks import check_config
-from realhf.launch_config import choices, compose_config, experiment_names, option_names
+from realhf.launch.__main__ import main
+from realhf.launch.build import build_experiment
+from realhf.launch.checks import check_config
+from realhf.launch.compose import choices, compose_config, experiment_names, option_names
 
 TOY = Path(__file__).with_name("toy_experiment.py")
 
@@ -191,7 +191,7 @@ def test_an_error_in_an_experiment_file_shows_its_line(tmp_path: Path, capsys):
 
 
 def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
-    code = ("import sys\nfrom realhf.launch import main\ncode = main(sys.argv[1:])\n"
+    code = ("import sys\nfrom realhf.launch.__main__ import main\ncode = main(sys.argv[1:])\n"
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

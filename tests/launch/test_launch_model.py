@@ -10,9 +10,9 @@ import pytest
 
 from realhf.api.config import ModelConfig
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_context
-from realhf.launch_build import build_experiment
-from realhf.launch_config import compose_config
-from realhf.launch_model import model_problems
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import compose_config
+from realhf.launch.model import model_problems
 
 TEMPLATE = "{{ messages }}{% if enable_thinking %}<think>{% endif %}"
 

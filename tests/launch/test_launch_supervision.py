@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf import launch_workers as launch_supervision
-from realhf.launch_workers import MAX_ERRORS, MAX_QUICK_DEATHS, QUICK_S, Supervisor
+from realhf.launch import processes as launch_supervision
+from realhf.launch.processes import MAX_ERRORS, MAX_QUICK_DEATHS, QUICK_S, Supervisor
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 
 

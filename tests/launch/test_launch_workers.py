@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from realhf.launch_build import build_experiment
-from realhf.launch_config import compose_config
-from realhf.launch_workers import LaunchError, failure_message, run_workers, worker_specs
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import compose_config
+from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
 from realhf.monitor.display import PlainDisplay
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from realhf.api.config import GenConfig
-from realhf.launch import main
+from realhf.launch.__main__ import main
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.interface import EnvRolloutInterface
 

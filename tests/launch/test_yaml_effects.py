@@ -10,9 +10,9 @@ import pytest
 
 from realhf.api.config import ConfigError
 from realhf.base.paths import CONFIGS
-from realhf.launch import main
-from realhf.launch_build import build_experiment
-from realhf.launch_config import choices, compose_config, experiment_names, help_text
+from realhf.launch.__main__ import main
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import choices, compose_config, experiment_names, help_text
 
 TOY = Path(__file__).with_name("toy_experiment.py")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.launch_build import build_experiment
-from realhf.launch_config import compose_config
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import compose_config
 from realhf.monitor.events import EventStream
 from realhf.transport.errors import WorkerDied
 from realhf.transport.rpc.worker import RpcWorker

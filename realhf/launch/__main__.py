@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 from realhf.api.config import ConfigError, Mode
-from realhf.launch_checks import check_config
-from realhf.launch_config import compose_config, help_text
+from realhf.launch.checks import check_config
+from realhf.launch.compose import compose_config, help_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         composed = compose_config(arguments)
 
-        from realhf.launch_build import build_experiment, experiment_module, print_check, print_graph
+        from realhf.launch.build import build_experiment, experiment_module, print_check, print_graph
 
         experiment_module(composed.config)  # options may name what it registers
         check_config(composed.config)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if composed.config.mode is Mode.check:
             return print_check(built)
 
-        from realhf.launch_run import run_to_the_end
+        from realhf.launch.run import run_to_the_end
 
         return run_to_the_end(built, arguments, started_at)
     except ConfigError as error:

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from realhf.api.config import ConfigError, ExperimentConfig
-from realhf.launch_config import Composed
+from realhf.launch.compose import Composed
 
 T = TypeVar("T")
 

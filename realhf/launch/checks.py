@@ -9,7 +9,7 @@ from pathlib import Path
 from realhf.api.config import ConfigError, EnvConfig, ExperimentConfig, RecoverMode, StreamConfig, run_folder
 from realhf.env.injected_faults import DEFAULT_KINDS
 from realhf.env.task import TIERS, TaskError
-from realhf.launch_model import BUILTIN, model_problems
+from realhf.launch.model import BUILTIN, model_problems
 
 DTYPES = ("float32", "bfloat16")
 """Training in float16 needs a loss scale, which no backend here has."""

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec
-from realhf.launch_build import BuiltExperiment
-from realhf.launch_workers import LaunchError, make_scheduler, run_job, run_workers
+from realhf.launch.build import BuiltExperiment
+from realhf.launch.processes import LaunchError, make_scheduler, run_job, run_workers
 from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import write_provenance
 from realhf.monitor.summary import held_out_table

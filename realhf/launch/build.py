@@ -11,8 +11,8 @@ from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.base.dataclass_json import from_plain, to_plain
 from realhf.base.plugin import load_plugin
-from realhf.launch_config import Composed
-from realhf.launch_effects import check_effects, watched
+from realhf.launch.compose import Composed
+from realhf.launch.unused_options import check_effects, watched
 
 if TYPE_CHECKING:
     from realhf.api.graph import DataFlowGraph
