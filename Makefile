@@ -44,10 +44,10 @@ test: lint validate
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 validate: install
-	$(BIN)/python -m realhf.env.tasks validate
+	$(BIN)/python -m realhf.aws.tasks validate
 
 validate-adversarial: install
-	$(BIN)/python -m realhf.env.tasks validate --adversarial
+	$(BIN)/python -m realhf.aws.tasks validate --adversarial
 
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(PYTHON) -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }

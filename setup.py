@@ -10,7 +10,7 @@ setup(
     packages=find_packages(include=["realhf*", "workers*", "experiments*", "configs*"]),
     package_data={
         "configs": ["**/*.yaml"],
-        "realhf": ["**/*.yaml", "env/web/static/*", "trajectory/static/*", "py.typed"],
+        "realhf": ["**/*.yaml", "aws/playground/static/*", "trajectory/http/static/*", "py.typed"],
     },
     install_requires=[
         "torch>=2.11",

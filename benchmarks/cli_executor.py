@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from realhf.env.containment import SANDBOX_MODES
-from realhf.env.pool import MiniStackPool, Slot, worker_environment
+from realhf.aws.simulator.pool import MiniStackPool, Slot, worker_environment
+from realhf.env.containment.installed import SANDBOX_MODES
 
 COMMANDS = (
     "aws s3api list-buckets", "aws s3 ls", "aws s3 mb s3://bench-bucket", "aws sqs create-queue --queue-name bench",

@@ -32,8 +32,8 @@ from rich.table import Table
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.tasks.loader import instantiate, load_templates, solve
+from realhf.aws.tasks.loader import instantiate, load_templates, solve
+from realhf.env.server.process import EnvServerProcess
 
 EPISODES_PER_CONNECTION = 10
 WARM_UP = 0.3
@@ -138,7 +138,7 @@ class Soak:
             connection.send(json.dumps({"type": "step", "data": {"command": "aws s3 ls"}}))
             connection.socket.shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError("killed on purpose")
-        module = "realhf.env.cli_zygote" if what == "worker" else "realhf.env.ministack_server"
+        module = "realhf.aws.cli.zygote" if what == "worker" else "realhf.aws.simulator.ministack_server"
         victims = named(self._pid, module)
         if victims:
             os.kill(random.choice(victims), signal.SIGKILL)

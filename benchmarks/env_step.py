@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.model import GenOutput, GenRequest
-from realhf.env.pool import MiniStackPool, Slot
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.task import Task
-from realhf.env.tasks.loader import instantiate, load_templates, solve
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.aws.tasks.loader import instantiate, load_templates, solve
+from realhf.aws.tasks.task import Task
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 SESSIONS = 8

@@ -30,7 +30,7 @@ MARKS = {
     "rollout_worker": "workers.rollout_worker",
     "generation": "workers.generation_worker",
     "env": "workers.env_worker",
-    "ministack": "realhf.env.ministack_server",
+    "ministack": "realhf.aws.simulator.ministack_server",
 }
 """Kinds of processes that are killed, and the word of their command line by which they are known."""
 LAUNCHER, CTRL_C = "launcher", "ctrl_c"

@@ -16,8 +16,8 @@ from realhf.api.config import ExperimentConfig, run_folder
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec
+from realhf.aws.tasks.loader import load_templates, training_tags
 from realhf.base.dataclass_json import to_plain
-from realhf.env.tasks.loader import load_templates, training_tags
 
 EPISODE_KEYS = ("packed_input_ids", "prompt_mask", "loss_mask", "packed_logprobs", "packed_versions",
                 "env_rewards", "seq_no_eos_mask", "outcome")

@@ -14,14 +14,14 @@ from realhf.api.config import ExperimentConfig, OptimizerConfig, run_folder
 from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec
+from realhf.aws.tasks.loader import training_tags
 from realhf.base.content_key import content_key
 from realhf.base.dataclass_json import to_plain
 from realhf.base.paths import PACKAGE
 from realhf.base.source_files import imported_files, matching_files
-from realhf.env.tasks.loader import training_tags
 from realhf.monitor.provenance import package_versions
 
-EPISODE_MODULES = ("realhf.env.sft_data", "realhf.api.observation_text")
+EPISODE_MODULES = ("realhf.aws.training.sft_data", "realhf.api.observation_text")
 TASK_FILES = ("env/tasks/**/*",)
 LEARNING_MODULES = ("realhf.algorithms.sft", "realhf.data.chat_dataset", "realhf.backends.builtin_policy",
                     "realhf.backends.training.torch_backend", "realhf.dataflow.model_host")
@@ -77,7 +77,7 @@ def _demonstrations(config: ExperimentConfig) -> JobSpec:
                "--learn-mistakes", "--tiers", *tasks.tiers, "--tags", *training_tags(tasks.tiers, tasks.tags))
     key = content_key([content, package_versions(("ministack", "awscli"))], set(files))
     return JobSpec(
-        "sft_data", "realhf.env.sft_data", artifact=_cache(config) / f"demonstrations-{key}.jsonl",
+        "sft_data", "realhf.aws.training.sft_data", artifact=_cache(config) / f"demonstrations-{key}.jsonl",
         argv=("--out", "{artifact}", *content, "--pool-size", str(min(4, tasks.pool_size))),
     )
 

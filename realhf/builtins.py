@@ -23,7 +23,7 @@ backends = Registry("backend", {"torch": "realhf.backends.training.torch_backend
 sources = Registry(
     "data source",
     {
-        "task_curriculum": "realhf.env.task_source:TaskCurriculumSource",
+        "task_curriculum": "realhf.aws.training.task_source:TaskCurriculumSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
         "trajectory_slots": "realhf.trajectory.training.batch_slots:BatchSlotSource",
     },

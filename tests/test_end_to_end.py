@@ -164,7 +164,7 @@ def without_simulators(root: Path) -> Iterator[Launch]:
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             for child, line in family(process.pid).items():
-                if "realhf.env.ministack_server" in " ".join(line):
+                if "realhf.aws.simulator.ministack_server" in " ".join(line):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, 9)
             time.sleep(0.05)

@@ -11,27 +11,76 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EVERYTHING = frozenset({"api", "transport", "dataflow", "algorithms", "backends", "data", "env", "rollout",
-                        "trajectory", "scheduler", "monitor"})
-MAY_IMPORT: dict[str, frozenset[str]] = {
-    "api": frozenset(),
-    "transport": frozenset({"api"}),
-    "dataflow": frozenset({"api", "transport"}),
-    "algorithms": frozenset({"api"}),
-    "backends": frozenset({"api"}),
-    "data": frozenset({"api", "transport"}),
-    "env": frozenset({"api"}),
-    "rollout": frozenset({"api", "transport", "backends"}),
-    "trajectory": frozenset({"api", "transport"}),
-    "scheduler": frozenset({"api"}),
-    "monitor": frozenset({"api"}),
+ROOMS: dict[str, str] = {
+    "base": "",
+    "api": "base",
+    "builtins": "api",
+    "transport": "api",
+    "transport/rpc": "transport",
+    "transport/service": "transport",
+    "transport/stream": "api transport",
+    "transport/tensors": "api transport",
+    "transport/weights": "api transport",
+    "algorithms": "api",
+    "algorithms/policy_gradient": "algorithms api builtins",
+    "backends/threads": "",
+    "backends/embedded": "api backends/threads base",
+    "backends/training": "api backends/embedded backends/threads base",
+    "backends/vllm": "api backends/embedded base",
+    "backends": "api backends/embedded backends/training backends/vllm",
+    "data": "api transport transport/service transport/stream transport/tensors",
+    "dataflow/buffer": "api",
+    "dataflow": "api base builtins dataflow/buffer transport transport/rpc transport/tensors",
+    "dataflow/journal": "",
+    "dataflow/rollouts": "api dataflow dataflow/buffer dataflow/journal transport transport/rpc transport/service "
+    "transport/weights",
+    "env/containment": "base",
+    "env/curriculum": "",
+    "env/server": "api base env/containment",
+    "aws/cli": "env/containment",
+    "aws/real_aws": "aws/cli base env/containment",
+    "aws/simulator": "aws/cli base env/containment env/server",
+    "aws/tasks": "",
+    "aws/grading": "aws/cli aws/tasks",
+    "aws/episode": "aws/cli aws/grading aws/simulator aws/tasks env/server",
+    "aws/evaluation": "api aws/cli aws/episode aws/simulator aws/tasks base",
+    "aws/playground": "aws/episode aws/grading aws/simulator aws/tasks env/server",
+    "aws/training": "api aws/cli aws/episode aws/simulator aws/tasks env/curriculum",
+    "aws/validation/plays": "aws/episode aws/grading aws/tasks",
+    "aws/validation": "aws/cli aws/episode aws/grading aws/simulator aws/tasks aws/validation/plays",
+    "rollout/client": "api transport transport/service",
+    "rollout/episode": "api",
+    "rollout/openai_endpoint": "api rollout/episode",
+    "rollout/agents": "api backends/embedded backends/threads backends/training rollout/client rollout/episode "
+    "rollout/openai_endpoint",
+    "rollout/players": "api rollout/agents rollout/client rollout/episode",
+    "rollout": "api base rollout/agents rollout/episode rollout/players",
+    "rollout/streaming": "api builtins rollout/episode rollout/players transport transport/service",
+    "rollout/trl": "api rollout/client rollout/episode rollout/players",
+    "trajectory/base": "",
+    "trajectory/batching": "trajectory/base",
+    "trajectory/client": "api trajectory/base",
+    "trajectory/store": "trajectory/base",
+    "trajectory/state": "trajectory/base trajectory/batching trajectory/store",
+    "trajectory/training": "api trajectory/client",
+    "trajectory/wire": "trajectory/base",
+    "trajectory/http": "trajectory/base trajectory/state trajectory/store trajectory/wire",
+    "trajectory": "trajectory/http",
+    "scheduler": "base",
+    "monitor": "api base",
+    "launch": "api aws/tasks base builtins env/server monitor scheduler",
 }
-TORCH_FREE = ("realhf/api", "realhf/dataflow", "realhf/env", "realhf/monitor", "realhf/scheduler", "realhf/launch",
-              "realhf/transport", "realhf/trajectory", "experiments", "workers/master_worker.py",
-              "workers/env_worker.py", "workers/trajectory_worker.py")
-PROGRAMS = {"realhf/env/evaluate.py"}
-"""Commands that put parts of several rooms together, as the launcher does; nothing may import them."""
-READS_ENVIRONMENT = {"realhf/env/server_config.py", "realhf/rollout/trl/aws_tool.py",
+"""Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
+only, so no two rooms import each other, not even in a circle."""
+MOST_MODULES = 20
+LONGEST_MODULE = 450
+TORCH_FREE = ("realhf/api", "realhf/base", "realhf/dataflow", "realhf/env", "realhf/aws", "realhf/monitor",
+              "realhf/scheduler", "realhf/launch", "realhf/transport", "realhf/trajectory", "experiments",
+              "workers/master_worker.py", "workers/env_worker.py", "workers/trajectory_worker.py")
+PROGRAMS = {"realhf/aws/evaluate.py"}
+"""Commands that put parts of several rooms together, as the launcher does; nothing may import them. So are modules
+called ``__main__``."""
+READS_ENVIRONMENT = {"realhf/env/server/config.py", "realhf/rollout/trl/aws_tool.py",
                      "realhf/rollout/players/trainer_settings.py", "realhf/trajectory/http/config.py"}
 
 
@@ -54,31 +103,72 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def room(name: str) -> str | None:
-    """'api' for 'realhf.api.config'; 'launch' for the launcher's modules; None for foreign packages."""
-    parts = name.split(".")
-    if parts[0] in ("workers", "experiments", "configs"):
-        return parts[0]
-    if parts[0] != "realhf" or len(parts) == 1:
+    """'api/config' for 'realhf.api.config.sections', 'workers' for 'workers.env_worker'; None for foreign packages."""
+    first, *rest = name.split(".")
+    if first in ("workers", "experiments", "configs"):
+        return first
+    if first != "realhf" or not rest:
         return None
-    return "launch" if parts[1].startswith("launch") else parts[1]
+    found = ""
+    for depth in range(1, len(rest) + 1):
+        if not any((ROOT / "realhf").joinpath(*rest[:depth]).glob("*.py")):
+            break
+        found = "/".join(rest[:depth])
+    return found or rest[0]
+
+
+def is_program(path: Path) -> bool:
+    return path.name == "__main__.py" or path.relative_to(ROOT).as_posix() in PROGRAMS
+
+
+def own_room(path: Path) -> str | None:
+    return room(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+
+
+def test_a_row_of_the_table_names_rows_above_it_only():
+    above: set[str] = set()
+    for name, others in ROOMS.items():
+        assert set(others.split()) <= above, f"{name} names a room that stands below it, or none"
+        above.add(name)
+
+
+def test_every_room_has_a_row_and_every_row_a_room():
+    rooms = {own_room(path) for path in modules("realhf") if path.name not in ("__init__.py",) and not is_program(path)}
+    assert rooms == set(ROOMS)
+
+
+def test_the_table_allows_no_more_than_is_used():
+    used: dict[str, set[str]] = {name: set() for name in ROOMS}
+    for path in modules("realhf"):
+        if not is_program(path) and (own := own_room(path)) in used:
+            used[own] |= {other for name in imported(tree(path)) if (other := room(name)) and other != own}
+    assert {name: " ".join(sorted(others)) for name, others in used.items()} == ROOMS
 
 
 @pytest.mark.parametrize("path", modules("realhf"), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_arrows_point_one_way(path: Path):
-    own = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    own = own_room(path)
     assert not {f"{name.rpartition('.')[0].replace('.', '/')}.py" for name in imported(tree(path))} & PROGRAMS
-    if own in (None, "__init__", "launch") or path.relative_to(ROOT).as_posix() in PROGRAMS:
+    if own not in ROOMS or is_program(path):
         return
-    assert own in MAY_IMPORT, f"{own} is not in the import table"
-    wrong = {name for name in imported(tree(path))
-             if (other := room(name)) and other != own and other not in MAY_IMPORT[own]}
-    assert not wrong, f"{own} may import {sorted(MAY_IMPORT[own]) or 'nothing of ours'}"
+    others = {name: other for name in imported(tree(path)) if (other := room(name)) and other != own}
+    wrong = sorted(name for name, other in others.items() if other not in ROOMS[own].split())
+    assert not wrong, f"{own} may import from {ROOMS[own] or 'no other room'}, not {wrong}"
+
+
+def test_rooms_and_modules_stay_small():
+    crowded = {name: count for name in ROOMS
+               if (count := len([*(ROOT / "realhf" / name).glob("[!_]*.py")])) > MOST_MODULES}
+    assert not crowded
+    long = {path.name: lines for path in modules("realhf", "workers", "experiments")
+            if (lines := path.read_text(encoding="utf-8").count("\n")) > LONGEST_MODULE}
+    assert not long
 
 
 def test_workers_and_experiments_import_realhf_but_not_the_launcher():
     for path in modules("workers", "experiments"):
         own = path.relative_to(ROOT).parts[0]
-        others = {room(name) for name in imported(tree(path))} - {None, own} - EVERYTHING
+        others = {room(name) for name in imported(tree(path))} - {None, own} - set(ROOMS)
         assert not others, f"{path.name} imports {others}"
 
 
@@ -99,7 +189,7 @@ def test_torch_is_not_imported_at_module_level(prefix: str):
 
 
 @pytest.mark.parametrize("packages", [
-    "realhf.api realhf.dataflow realhf.scheduler realhf.monitor realhf.launch experiments", "realhf.env",
+    "realhf.api realhf.dataflow realhf.scheduler realhf.monitor realhf.launch experiments", "realhf.env realhf.aws",
     "realhf.trajectory",
 ])
 def test_torch_free_packages_really_are(packages: str):
@@ -143,6 +233,6 @@ def test_no_module_is_named_after_nothing():
 
 def test_the_checks_see_what_they_look_for(tmp_path: Path):
     bad = tmp_path / "bad.py"
-    bad.write_text("import os\nfrom realhf.env import pool\nx = os.environ['A'] + os.getenv('B', '')\n")
-    assert [room(name) for name in imported(tree(bad))] == [None, "env"]
+    bad.write_text("import os\nfrom realhf.aws.simulator import pool\nx = os.environ['A'] + os.getenv('B', '')\n")
+    assert [room(name) for name in imported(tree(bad))] == [None, "aws/simulator"]
     assert len(list(environment_reads(bad))) == 2

@@ -14,13 +14,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from realhf.env.configured_pool import output_limits, simulator_pool
-from realhf.env.player import EpisodePlayer
-from realhf.env.pool import MiniStackPool
-from realhf.env.real_aws import RealAwsPool
-from realhf.env.server import EnvServer, listen
-from realhf.env.server_config import ConfigError, ServerConfig, add_arguments, aws_endpoints, resolve
-from realhf.env.web.routes import mount
+from realhf.aws.episode.player import EpisodePlayer
+from realhf.aws.playground.routes import mount
+from realhf.aws.real_aws.account import RealAwsPool
+from realhf.aws.simulator.configured_pool import output_limits, simulator_pool
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, aws_endpoints, resolve
+from realhf.env.server.server import EnvServer, listen
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.rpc.worker import RpcWorker
 

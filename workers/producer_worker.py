@@ -23,9 +23,9 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
 from realhf.api.source import SampleResult, SourceItem
+from realhf.aws.training.task_source import TaskCurriculumSource
 from realhf.backends.threads.compute_threads import threads
 from realhf.builtins import backends
-from realhf.env.task_source import TaskCurriculumSource
 from realhf.rollout.interface import EnginePolicy
 from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 from realhf.scheduler.failure import run_guarded

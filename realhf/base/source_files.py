@@ -12,7 +12,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 
 def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
-    """The files of ``package`` behind the modules ``roots`` (``realhf.env.sft_data``) and behind all that they import
+    """The files of ``package`` behind the modules ``roots`` (``realhf.api.sample``) and behind all that they import
     or name in a string, as who starts ``python -m`` does. Raises FileNotFoundError for a root that does not exist."""
     found: set[Path] = set()
     waiting = []

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from realhf.api.config import ConfigError, EnvConfig, ExperimentConfig, RecoverMode, StreamConfig, run_folder
-from realhf.env.injected_faults import DEFAULT_KINDS
-from realhf.env.task import TIERS, TaskError
+from realhf.aws.tasks.task import TIERS, TaskError
+from realhf.env.server.injected_faults import DEFAULT_KINDS
 from realhf.launch.model import BUILTIN, model_problems
 
 DTYPES = ("float32", "bfloat16")
@@ -104,7 +104,7 @@ def _names(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _tasks(env: EnvConfig) -> Iterator[str]:
-    from realhf.env.tasks.loader import training_tags
+    from realhf.aws.tasks.loader import training_tags
 
     unknown = [tier for tier in env.tiers if tier not in TIERS]
     for tier in unknown:

@@ -24,8 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from realhf.env.executor import CommandResult, SentRequest, SimulatorLost
-from realhf.env.pool import MiniStackPool, Slot
+from realhf.aws.cli.executor import CommandResult, SentRequest, SimulatorLost
+from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.env.command_grammar import Command, CommandGrammar
 from tests.env.red_team import FiringRange
 

@@ -20,7 +20,7 @@ import botocore.session
 from botocore import xform_name
 from botocore.model import MapShape, Shape, StructureShape
 
-from realhf.env.command_table import ALLOWED
+from realhf.aws.cli.command_table import ALLOWED
 
 CONFIGURATION_PATHS = ("/_ministack/reset", "/_ministack/config", "/_realhf/reset", "/_localstack/health")
 _NAMES = ("survivor", "own-thing", "jobs", "role-one", "key.txt", "arn:aws:sqs:us-east-1:000000000000:jobs")

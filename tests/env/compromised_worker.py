@@ -9,8 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
-from realhf.env.executor import CliExecutor
-from realhf.env.fork_server import ForkedProcess
+from realhf.aws.cli.executor import CliExecutor
+from realhf.env.containment.fork_server import ForkedProcess
 
 _PROGRAM = """
 import socket, struct, sys

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.pool import MiniStackPool, Slot
+from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.pool import MiniStackPool, Slot
 
 POOL_SIZE = 4
 

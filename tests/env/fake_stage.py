@@ -9,8 +9,8 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.env.server import EnvServer, listen
-from realhf.env.server_config import ServerConfig
+from realhf.env.server.config import ServerConfig
+from realhf.env.server.server import EnvServer, listen
 
 
 class FakePool:

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import Any
 
-from realhf.env.fork_server import serve_forks
+from realhf.env.containment.fork_server import serve_forks
 
 
 def child(request: dict[str, Any], fds: list[int]) -> None:

@@ -27,10 +27,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from realhf.env.containment import LAMBDA_MODES, SANDBOX_MODES
-from realhf.env.executor import CommandResult, OutputLimits, SimulatorLost
-from realhf.env.pool import MiniStackPool
-from realhf.env.sandbox import own_package
+from realhf.aws.cli.executor import CommandResult, OutputLimits, SimulatorLost
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.env.containment.installed import LAMBDA_MODES, SANDBOX_MODES
+from realhf.env.containment.sandbox import own_package
 from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack
 from tests.env.red_team_inside import INSIDE_ROWS, not_as_expected, play_inside
 from tests.env.red_team_web import WEB_ATTACKS, WEB_ROWS, WebRange

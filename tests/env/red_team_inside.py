@@ -16,14 +16,14 @@ from pathlib import Path
 
 import botocore.session
 
-from realhf.env.command_result import OutputLimits
-from realhf.env.containment_check import SIMULATORS, WORKERS, probe_layers
-from realhf.env.episode import Episode
-from realhf.env.policy import Verdict
-from realhf.env.pool import ACCOUNT, MiniStackPool, Slot
-from realhf.env.real_aws import RealAwsExecutor
-from realhf.env.real_aws_permissions import Permissions
-from realhf.env.task import Task
+from realhf.aws.cli.command_result import OutputLimits
+from realhf.aws.cli.policy import Verdict
+from realhf.aws.episode.episode import Episode
+from realhf.aws.real_aws.account import RealAwsExecutor
+from realhf.aws.real_aws.permissions import Permissions
+from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
+from realhf.aws.tasks.task import Task
+from realhf.env.containment.probe_report import SIMULATORS, WORKERS, probe_layers
 from tests.env.compromised_worker import CompromisedWorker, forged, framed
 
 INSIDE_ROWS = {22: "a worker that was taken over", 23: "past the audit hook", 24: "a real account"}

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.env.player import EpisodePlayer
-from realhf.env.pool import MiniStackPool
-from realhf.env.server import EnvServer, listen
-from realhf.env.server_config import ServerConfig
+from realhf.aws.episode.player import EpisodePlayer
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.env.server.config import ServerConfig
+from realhf.env.server.server import EnvServer, listen
 
 WEB_ROWS = {20: "web pages"}
 _CALL = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call",

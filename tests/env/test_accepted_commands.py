@@ -8,8 +8,8 @@ import time
 import pytest
 from botocore import xform_name
 
-from realhf.env.policy import check_command
-from realhf.env.pool import Slot
+from realhf.aws.cli.policy import check_command
+from realhf.aws.simulator.pool import Slot
 
 pytestmark = pytest.mark.sim
 

@@ -1,18 +1,18 @@
 """Plays against the grader, a sample of every tier and all that ever paid or was refused wrongly.
 
-``python -m realhf.env.tasks validate --adversarial`` plays every play of every template.
+``python -m realhf.aws.tasks validate --adversarial`` plays every play of every template.
 """
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.slot import Slot
-from realhf.env.task import TIERS
-from realhf.env.tasks import get_template, load_templates
-from realhf.env.tasks.adversarial import MAX_STEPS
-from realhf.env.tasks.loader import Template
-from realhf.env.tasks.plays.collection import instance_to_play, plays_of
-from realhf.env.tasks.plays.play import Play, perform
+from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks import get_template, load_templates
+from realhf.aws.tasks.loader import Template
+from realhf.aws.tasks.task import TIERS
+from realhf.aws.validation.adversarial import MAX_STEPS
+from realhf.aws.validation.plays.collection import instance_to_play, plays_of
+from realhf.aws.validation.plays.play import Play, perform
 
 WHOLE = (6, 112, 207, 214, 413, 507)
 """Templates all of whose plays are played."""

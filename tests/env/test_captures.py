@@ -2,7 +2,7 @@
 
 import pytest
 
-from realhf.env.captures import CaptureError, fill_setup, has_setup_captures, resolve
+from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures, resolve
 
 
 def test_values_of_earlier_commands() -> None:

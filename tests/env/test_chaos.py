@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from realhf.env.chaos import PERTURBATIONS, PROBABILITY, Chaos, chaos_rng
-from realhf.env.episode import Episode
-from realhf.env.executor import CommandResult, SentRequest
-from realhf.env.grader import parse_criteria
-from realhf.env.pool import Slot
-from realhf.env.state_client import StateCallError
-from realhf.env.task import Task
-from realhf.env.tasks import instantiate, solve
-from realhf.env.tracker import Tracker
-from realhf.env.world import SlotState
+from realhf.aws.cli.executor import CommandResult, SentRequest
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.episode.chaos import PERTURBATIONS, PROBABILITY, Chaos, chaos_rng
+from realhf.aws.episode.episode import Episode
+from realhf.aws.episode.world import SlotState
+from realhf.aws.grading.grader import parse_criteria
+from realhf.aws.grading.tracker import Tracker
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks import instantiate, solve
+from realhf.aws.tasks.task import Task
 
 TOPIC_AND_QUEUE, VERSIONED = 203, 201
 

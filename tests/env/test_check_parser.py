@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.env.check_parser import parse_check
-from realhf.env.task import TaskError
+from realhf.aws.grading.check_parser import parse_check
+from realhf.aws.tasks.task import TaskError
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from realhf.env.cli_criteria import from_cli_words, names_drawn_id
-from realhf.env.episode import Episode
-from realhf.env.grader import parse_criteria
-from realhf.env.task import Task, TaskError
-from realhf.env.tasks import load_tasks
-from realhf.env.tracker import mentions
+from realhf.aws.episode.episode import Episode
+from realhf.aws.grading.cli_criteria import from_cli_words, names_drawn_id
+from realhf.aws.grading.grader import parse_criteria
+from realhf.aws.grading.tracker import mentions
+from realhf.aws.tasks import load_tasks
+from realhf.aws.tasks.task import Task, TaskError
 
 _TRUST = (
     '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":{"Service":"lambda.amazonaws.com"},'

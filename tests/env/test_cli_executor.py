@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from realhf.env.cli_worker import CappedSink
-from realhf.env.executor import SentRequest
-from realhf.env.pool import MiniStackPool, Slot
-from realhf.env.server_config import ServerConfig
+from realhf.aws.cli.executor import SentRequest
+from realhf.aws.cli.worker import CappedSink
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.env.server.config import ServerConfig
 from tests.process_family import freeze
 from workers.env_worker import make_pool
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from realhf.env.executor import CommandResult, SentRequest
-from realhf.env.pool import MiniStackPool
+from realhf.aws.cli.executor import CommandResult, SentRequest
+from realhf.aws.simulator.pool import MiniStackPool
 from tests.env.command_fuzzer import Fuzzer, Tally, Watch
 from tests.env.command_grammar import CommandGrammar
 from tests.env.red_team import FiringRange

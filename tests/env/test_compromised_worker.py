@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.pool import MiniStackPool, Slot
-from realhf.env.task import Task
+from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.aws.tasks.task import Task
 from tests.env.compromised_worker import CompromisedWorker, forged, framed
 
 pytestmark = pytest.mark.sim

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from realhf.env import bubblewrap, lambda_broker, sandbox, self_test
-from realhf.env.containment import Containment
-from realhf.env.pool import MiniStackPool, Slot
+from realhf.aws.simulator import lambda_broker
+from realhf.aws.simulator import startup_check as self_test
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.env.containment import bubblewrap, sandbox
+from realhf.env.containment.installed import Containment
 
 pytestmark = pytest.mark.sim
 BWRAP = bubblewrap.find()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from realhf.env import bubblewrap, seccomp
-from realhf.env.containment import Containment, NotContained
-from realhf.env.containment_check import judge
-from realhf.env.containment_probe import Attempt
-from realhf.env.pool import MiniStackPool
-from realhf.env.process_guard import LAYERS
-from realhf.env.sandbox import own_package
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.env.containment import bubblewrap, seccomp
+from realhf.env.containment.installed import Containment, NotContained
+from realhf.env.containment.probe import Attempt
+from realhf.env.containment.probe_report import judge
+from realhf.env.containment.process_guard import LAYERS
+from realhf.env.containment.sandbox import own_package
 
 pytestmark = pytest.mark.sim
 BWRAP = bubblewrap.find()
@@ -24,8 +24,8 @@ BWRAP = bubblewrap.find()
 _CHILD = r"""
 import json, os, socket, sys
 from realhf.env import sandbox, seccomp
-from realhf.env.containment_probe import run_probe
-from realhf.env.process_guard import ProcessGuard
+from realhf.env.containment.probe import run_probe
+from realhf.env.containment.process_guard import ProcessGuard
 channel, request, without = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 if without == "filter":
     seccomp.install = lambda: False
@@ -104,7 +104,7 @@ def test_a_process_does_not_go_on_without_its_filter() -> None:
     script = """
 import sys
 from realhf.env import bubblewrap, seccomp
-from realhf.env.process_guard import ProcessGuard
+from realhf.env.containment.process_guard import ProcessGuard
 seccomp.install = lambda: False
 guard = ProcessGuard(1 << 20, 64, 4 << 30, may_lack=frozenset(sys.argv[1:]))
 try:

@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from realhf.env.curriculum import make_curriculum
-from realhf.env.curriculum_base import Curriculum
-from realhf.env.curriculum_learnability import LearnabilityCurriculum
-from realhf.env.curriculum_priority import PRESETS, PriorityCurriculum, PriorityRule, decayed_rate
-from realhf.env.names import is_heldout_pair, is_name
-from realhf.env.task import Task
-from realhf.env.tasks import instantiate, load_templates
-from realhf.env.tasks.loader import is_heldout_seed
-from realhf.env.tasks.task_set import AwsTaskSet
+from realhf.aws.tasks import instantiate, load_templates
+from realhf.aws.tasks.loader import is_heldout_seed
+from realhf.aws.tasks.names import is_heldout_pair, is_name
+from realhf.aws.tasks.task import Task
+from realhf.aws.tasks.task_set import AwsTaskSet
+from realhf.env.curriculum.base import Curriculum
+from realhf.env.curriculum.factory import make_curriculum
+from realhf.env.curriculum.learnability import LearnabilityCurriculum
+from realhf.env.curriculum.priority import PRESETS, PriorityCurriculum, PriorityRule, decayed_rate
 
 STRATEGIES = ("priority", "learnability")
 TRAIN = {template.task_id for template in load_templates(split="train")}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from realhf.env.drift import choose_drifts
-from realhf.env.episode import Episode
-from realhf.env.tasks import Template, instantiate, load_templates
-from realhf.env.tasks.acceptance import play
-from realhf.env.tasks.loader import whole_state, with_drifts
+from realhf.aws.episode.episode import Episode
+from realhf.aws.tasks import Template, instantiate, load_templates
+from realhf.aws.tasks.drift import choose_drifts
+from realhf.aws.tasks.loader import whole_state, with_drifts
+from realhf.aws.validation.acceptance import play
 
 DRIFTS = [template for template in load_templates(["expert"]) if template.possible_drifts]
 

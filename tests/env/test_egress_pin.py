@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from realhf.env.egress_pin import EgressPin
-from realhf.env.refusal import RefusedRequest
+from realhf.aws.cli.refusal import RefusedRequest
+from realhf.aws.real_aws.egress_pin import EgressPin
 
 _CHILD = r"""
 import json, socket, sys, urllib.request
 from realhf.env import sandbox
-from realhf.env.egress_pin import EgressPin
+from realhf.aws.real_aws.egress_pin import EgressPin
 good, bad = int(sys.argv[1]), int(sys.argv[2])
 pin = EgressPin()
 pin.allow(f"http://localhost:{good}")

@@ -3,11 +3,11 @@
 
 import pytest
 
-from realhf.env.episode import FINISHED, Episode, EpisodeError, masked_task
-from realhf.env.pool import Slot
-from realhf.env.task import Task, TaskError
-from realhf.env.tasks import instantiate, solve
-from realhf.env.tasks.acceptance import play
+from realhf.aws.episode.episode import FINISHED, Episode, EpisodeError, masked_task
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks import instantiate, solve
+from realhf.aws.tasks.task import Task, TaskError
+from realhf.aws.validation.acceptance import play
 
 pytestmark = pytest.mark.sim
 

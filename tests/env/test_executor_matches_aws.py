@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from realhf.env.pool import Slot, worker_environment
+from realhf.aws.simulator.pool import Slot, worker_environment
 
 pytestmark = pytest.mark.sim
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.tasks import instantiate, load_templates
-from realhf.env.tasks.acceptance import play
-from realhf.env.tasks.loader import fill
+from realhf.aws.episode.episode import Episode
+from realhf.aws.tasks import instantiate, load_templates
+from realhf.aws.tasks.loader import fill
+from realhf.aws.validation.acceptance import play
 
 REPAIRS = [template for template in load_templates(["expert"]) if not template.possible_drifts]
 OWN_GROUP = "aws ec2 create-security-group --group-name mine --description mine"

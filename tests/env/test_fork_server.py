@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.env.fork_server import ForkedProcess, ForkServer
+from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 

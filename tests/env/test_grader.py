@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from realhf.env.check_parser import parse_check
-from realhf.env.executor import CommandResult, SentRequest
-from realhf.env.grader import Grader, Step, parse_criteria, unspent_request
-from realhf.env.resource_identity import plain_name, same_meaning
-from realhf.env.state_client import StateCallError
-from realhf.env.task import TaskError
-from realhf.env.tracker import Tracker, is_read, resource_name, same_resource
-from realhf.env.verifier import equal
+from realhf.aws.cli.executor import CommandResult, SentRequest
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.grading.check_parser import parse_check
+from realhf.aws.grading.grader import Grader, Step, parse_criteria, unspent_request
+from realhf.aws.grading.resource_identity import plain_name, same_meaning
+from realhf.aws.grading.tracker import Tracker, is_read, resource_name, same_resource
+from realhf.aws.grading.verifier import equal
+from realhf.aws.tasks.task import TaskError
 
 
 class FakeState:

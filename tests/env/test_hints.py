@@ -2,11 +2,11 @@
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.grader import criteria_of, parse_criteria
-from realhf.env.hints import HINT_COMMAND, hint_text, is_hint_request
-from realhf.env.pool import Slot
-from realhf.env.tasks import instantiate, load_templates, solve
+from realhf.aws.episode.episode import Episode
+from realhf.aws.episode.hints import HINT_COMMAND, hint_text, is_hint_request
+from realhf.aws.grading.grader import criteria_of, parse_criteria
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks import instantiate, load_templates, solve
 
 VERSIONED = 201
 

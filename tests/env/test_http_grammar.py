@@ -14,11 +14,11 @@ from botocore.awsrequest import AWSPreparedRequest
 from botocore.compat import HTTPHeaders
 from botocore.exceptions import ConnectionClosedError
 
-from realhf.env.asgi_http import HttpConnection
-from realhf.env.http_grammar import BadHttp, hides_a_slash, is_internal_path, parse_request_head
-from realhf.env.parsed_requests import ParsedRequests
-from realhf.env.pinned_http import PinnedConnection
-from realhf.env.refusal import RefusedRequest, refuse
+from realhf.aws.cli.http_grammar import BadHttp, hides_a_slash, is_internal_path, parse_request_head
+from realhf.aws.cli.pinned_http import PinnedConnection
+from realhf.aws.cli.refusal import RefusedRequest, refuse
+from realhf.aws.simulator.asgi_http import HttpConnection
+from realhf.aws.simulator.parsed_requests import ParsedRequests
 
 HOST = b"\r\nHost: localhost:4566"
 AMBIGUOUS = {

@@ -11,9 +11,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.env import mcp
-from realhf.env.access import authorized
-from realhf.env.server_process import EnvServerProcess
+from realhf.env.server import mcp
+from realhf.env.server.access import authorized
+from realhf.env.server.process import EnvServerProcess
 
 TOKEN = "only-for-tests"
 

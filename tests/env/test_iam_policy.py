@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from realhf.env.iam_policy import PolicyError, Request, allows, exceeds, matches, parse_grant, parse_policy
+from realhf.aws.grading.iam_policy import PolicyError, Request, allows, exceeds, matches, parse_grant, parse_policy
 
 READ = {"action": "s3:GetObject", "resource": "arn:aws:s3:::data/*"}
 ALLOW = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::data/*"}

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from realhf.env.injected_faults import InjectedFaults, parse_kinds
-from realhf.env.server import EnvServer, listen
-from realhf.env.server_config import ConfigError, ServerConfig, parse
+from realhf.env.server.config import ConfigError, ServerConfig, parse
+from realhf.env.server.injected_faults import InjectedFaults, parse_kinds
+from realhf.env.server.server import EnvServer, listen
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.env_client import ConnectionLost, EnvError, MessageTimeout
 from realhf.rollout.client.resuming_env import ResumingEnv

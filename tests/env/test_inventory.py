@@ -2,13 +2,13 @@
 
 import pytest
 
-from realhf.env.command_table import ALLOWED
-from realhf.env.episode import Episode
-from realhf.env.inventory import LISTINGS, Inventory
-from realhf.env.pool import Slot
-from realhf.env.state_client import StateCallError
-from realhf.env.tasks import instantiate, load_templates, solve
-from realhf.env.verifier import operation_allowed
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.episode.episode import Episode
+from realhf.aws.grading.inventory import LISTINGS, Inventory
+from realhf.aws.grading.verifier import operation_allowed
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks import instantiate, load_templates, solve
 
 
 class FakeAccount:

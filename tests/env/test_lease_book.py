@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from realhf.env.executor import SimulatorLost
-from realhf.env.health_loop import HealthLoop, back_off_s
-from realhf.env.lease_book import LeaseBook, SlotState
+from realhf.aws.cli.executor import SimulatorLost
+from realhf.aws.simulator.health_loop import HealthLoop, back_off_s
+from realhf.aws.simulator.lease_book import LeaseBook, SlotState
 
 
 def a_free_book(size: int) -> LeaseBook[int]:

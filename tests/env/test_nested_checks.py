@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from realhf.env.check_parser import parse_check
-from realhf.env.grader import criteria_of
-from realhf.env.pool import Slot
-from realhf.env.tasks import instantiate, load_templates
-from realhf.env.verifier import search
+from realhf.aws.grading.check_parser import parse_check
+from realhf.aws.grading.grader import criteria_of
+from realhf.aws.grading.verifier import search
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks import instantiate, load_templates
 
 
 def holds(slot: Slot, service: str, kind: str, name: str, **attributes: Any) -> bool:

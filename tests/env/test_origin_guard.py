@@ -13,8 +13,8 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from realhf.env.origin_guard import OriginGuard
-from realhf.env.server_config import ServerConfig
+from realhf.env.server.config import ServerConfig
+from realhf.env.server.origin_guard import OriginGuard
 from tests.env.fake_stage import Stage
 
 FOREIGN = {

@@ -2,11 +2,11 @@
 
 import pytest
 
-from realhf.env.player import EpisodePlayer
-from realhf.env.pool import Slot
-from realhf.env.task import Task
-from realhf.env.tasks import get_template, instantiate, is_heldout_seed, solve
-from realhf.env.wire import EXECUTION_ERROR, VALIDATION_ERROR, WireError
+from realhf.aws.episode.player import EpisodePlayer
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks import get_template, instantiate, is_heldout_seed, solve
+from realhf.aws.tasks.task import Task
+from realhf.env.server.wire import EXECUTION_ERROR, VALIDATION_ERROR, WireError
 
 pytestmark = pytest.mark.sim
 VERSIONED = 201

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.task import SetupCommand, TaskError
-from realhf.env.tasks import instantiate, load_templates
-from realhf.env.tasks.__main__ import main
-from realhf.env.tasks.plays import written
-from realhf.env.tasks.plays.collection import instance_to_play, plays_of, reason_without
-from realhf.env.tasks.plays.command_line import CommandLine, line_of
-from realhf.env.tasks.plays.play import KINDS, Outcome, Play, perform
-from realhf.env.tasks.plays.unrelated import own_names
+from realhf.aws.episode.episode import Episode
+from realhf.aws.tasks import instantiate, load_templates
+from realhf.aws.tasks.__main__ import main
+from realhf.aws.tasks.task import SetupCommand, TaskError
+from realhf.aws.validation.plays import written
+from realhf.aws.validation.plays.collection import instance_to_play, plays_of, reason_without
+from realhf.aws.validation.plays.command_line import CommandLine, line_of
+from realhf.aws.validation.plays.play import KINDS, Outcome, Play, perform
+from realhf.aws.validation.plays.unrelated import own_names
 
 TEMPLATES = load_templates()
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from realhf.env.command_table import ALLOWED as ALLOWED_OPERATIONS
-from realhf.env.policy import check_command
-from realhf.env.waiters import WAITERS
+from realhf.aws.cli.command_table import ALLOWED as ALLOWED_OPERATIONS
+from realhf.aws.cli.policy import check_command
+from realhf.aws.cli.waiters import WAITERS
 
 ALLOWED = [
     "aws s3 ls",

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from realhf.env.check_parser import parse_check
-from realhf.env.state_client import StateCallError
-from realhf.env.task import TaskError
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.grading.check_parser import parse_check
+from realhf.aws.tasks.task import TaskError
 
 CALL = {"service": "iam", "operation": "GetRolePolicy", "params": {"RoleName": "r", "PolicyName": "app"}}
 READ = {"action": "s3:GetObject", "resource": "arn:aws:s3:::data/*"}

@@ -6,13 +6,13 @@ from urllib.parse import quote
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.grader import Grader, parse_criteria
-from realhf.env.policy_documents import decoded
-from realhf.env.reward import HARM_PENALTY
-from realhf.env.state_client import UnreadableAnswer
-from realhf.env.task import Task
-from realhf.env.tracker import Evidence
+from realhf.aws.cli.policy_documents import decoded
+from realhf.aws.cli.state_client import UnreadableAnswer
+from realhf.aws.episode.episode import Episode
+from realhf.aws.grading.grader import Grader, parse_criteria
+from realhf.aws.grading.reward import HARM_PENALTY
+from realhf.aws.grading.tracker import Evidence
+from realhf.aws.tasks.task import Task
 
 DEEP = "[" * 1500 + "]" * 1500
 TRUST = {"Version": "2012-10-17", "Statement": []}

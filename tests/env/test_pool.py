@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.env import pool as pool_module
-from realhf.env.executor import OutputLimits, SimulatorLost
-from realhf.env.pool import MiniStackPool, Slot
+from realhf.aws.cli.executor import OutputLimits, SimulatorLost
+from realhf.aws.simulator import pool as pool_module
+from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.process_family import freeze, lives
 
 pytestmark = pytest.mark.sim
@@ -224,7 +224,7 @@ def test_size_must_be_positive(size: int) -> None:
 
 OWNER = """
 import sys, time
-from realhf.env.pool import MiniStackPool
+from realhf.aws.simulator.pool import MiniStackPool
 pool = MiniStackPool(2)
 pool.start()
 print(*[z.pid for z in pool._zygotes], *[p for s in pool.slots for p in (s.ministack.pid, s.worker_pid)], pool._root,

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from realhf.env.episode import Episode, EpisodeError
-from realhf.env.executor import CommandResult
-from realhf.env.reward import HARM_PENALTY, RewardMeter
-from realhf.env.task import Task, TaskError
+from realhf.aws.cli.executor import CommandResult
+from realhf.aws.episode.episode import Episode, EpisodeError
+from realhf.aws.grading.reward import HARM_PENALTY, RewardMeter
+from realhf.aws.tasks.task import Task, TaskError
 
 pytestmark = pytest.mark.sim
 PENALTY = -HARM_PENALTY

@@ -14,17 +14,17 @@ from botocore import xform_name
 from botocore.model import ListShape, MapShape, Shape, StructureShape
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.env.command_result import OutputLimits
-from realhf.env.command_table import ALLOWED
-from realhf.env.episode import Episode
-from realhf.env.policy import Verdict
-from realhf.env.pool import ACCOUNT, MiniStackPool, Slot
-from realhf.env.real_aws import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
-from realhf.env.real_aws_permissions import DEFAULT_READS, Permissions, RealAwsRefused, read_allow_file
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.state_client import StateCallError
-from realhf.env.task import Task, TaskError
-from realhf.env.tasks.loader import instantiate
+from realhf.aws.cli.command_result import OutputLimits
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.policy import Verdict
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.episode.episode import Episode
+from realhf.aws.real_aws.account import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
+from realhf.aws.real_aws.permissions import DEFAULT_READS, Permissions, RealAwsRefused, read_allow_file
+from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
+from realhf.aws.tasks.loader import instantiate
+from realhf.aws.tasks.task import Task, TaskError
+from realhf.env.server.process import EnvServerProcess
 
 pytestmark = pytest.mark.sim
 TOKEN = "only-for-tests"

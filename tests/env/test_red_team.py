@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.executor import CommandResult
-from realhf.env.pool import MiniStackPool, Slot
-from realhf.env.tasks.loader import instantiate
+from realhf.aws.cli.executor import CommandResult
+from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.aws.tasks.loader import instantiate
 from tests.env.red_team import FiringRange
 from tests.env.red_team_attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS
 from tests.env.red_team_inside import INSIDE_ROWS, not_as_expected, play_inside

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from realhf.env.pool import Slot
+from realhf.aws.simulator.pool import Slot
 
 pytestmark = pytest.mark.sim
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from realhf.env.reward import RewardMeter, level, monotone_progress, score
+from realhf.aws.grading.reward import RewardMeter, level, monotone_progress, score
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from realhf.env.chaos import Chaos
-from realhf.env.check_parser import parse_check
-from realhf.env.episode import Episode, masked_task
-from realhf.env.grader import Step, earns_credit, final_state_holds, parse_criteria, unspent_request
-from realhf.env.hints import HINT_COMMAND
-from realhf.env.policy import check_command
-from realhf.env.pool import MiniStackPool
-from realhf.env.reward import monotone_progress, score
-from realhf.env.task import Task
-from realhf.env.tasks import instantiate, load_templates, mistakes, solve
-from realhf.env.tasks.acceptance import play
-from realhf.env.tracker import Evidence, same_resource
-from realhf.env.verifier import verified
-from realhf.env.world import SlotState
+from realhf.aws.cli.policy import check_command
+from realhf.aws.episode.chaos import Chaos
+from realhf.aws.episode.episode import Episode, masked_task
+from realhf.aws.episode.hints import HINT_COMMAND
+from realhf.aws.episode.world import SlotState
+from realhf.aws.grading.check_parser import parse_check
+from realhf.aws.grading.grader import Step, earns_credit, final_state_holds, parse_criteria, unspent_request
+from realhf.aws.grading.reward import monotone_progress, score
+from realhf.aws.grading.tracker import Evidence, same_resource
+from realhf.aws.grading.verifier import verified
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks import instantiate, load_templates, mistakes, solve
+from realhf.aws.tasks.task import Task
+from realhf.aws.validation.acceptance import play
 
 pytestmark = pytest.mark.sim
 CREATE_BUCKET, VERSIONED, ECR, RETENTION, FAN_OUT = 101, 201, 110, 205, 203

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from realhf.env.iam_policy import exceeds, parse_grant, parse_policy
-from realhf.env.policy_check import PolicyCheck
-from realhf.env.rights_check import RightsCheck
-from realhf.env.slot import Slot
-from realhf.env.verifier import CallCheck, Expectation
-from realhf.env.world import SlotState
+from realhf.aws.episode.world import SlotState
+from realhf.aws.grading.iam_policy import exceeds, parse_grant, parse_policy
+from realhf.aws.grading.policy_check import PolicyCheck
+from realhf.aws.grading.rights_check import RightsCheck
+from realhf.aws.grading.verifier import CallCheck, Expectation
+from realhf.aws.simulator.slot import Slot
 
 ACCOUNT = "000000000000"
 EVERYTHING = {"Effect": "Allow", "Action": "*", "Resource": "*"}

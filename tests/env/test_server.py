@@ -17,9 +17,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.task import Task
-from realhf.env.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.task import Task
+from realhf.env.server.process import EnvServerProcess
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim
@@ -187,7 +187,7 @@ def test_a_client_that_vanishes_in_mid_command_frees_its_slot(server: EnvServerP
     wait_until_free(server)
     session = open_session(server)
     reset(session, instantiate(101, seed=1))
-    workers = children_of(server, "realhf.env.cli_zygote")
+    workers = children_of(server, "realhf.aws.cli.zygote")
     assert len(workers) == POOL
     for worker in workers:
         worker.suspend()
@@ -211,7 +211,7 @@ def test_a_dead_simulator_is_an_environment_failure_until_the_next_reset(server:
     with open_session(server) as session:
         task = instantiate(201, seed=3)
         reset(session, task)
-        for simulator in children_of(server, "realhf.env.ministack_server"):
+        for simulator in children_of(server, "realhf.aws.simulator.ministack_server"):
             simulator.kill()
         for command in ("aws s3api list-buckets", solve(task)[0]):
             reply = ask(session, {"type": "step", "data": {"command": command}})

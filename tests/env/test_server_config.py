@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.env.server_config import ConfigError, ServerConfig, parse
+from realhf.env.server.config import ConfigError, ServerConfig, parse
 
 
 def test_flags_win_over_variables_and_variables_over_defaults() -> None:

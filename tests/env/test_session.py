@@ -14,7 +14,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
 
-from realhf.env.server import PortTaken, listen
+from realhf.env.server.server import PortTaken, listen
 from tests.env.fake_stage import FakeBlockingPlayer, Stage
 
 
@@ -101,7 +101,7 @@ def test_reopening_waits_for_the_scrub(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", [{"scrub_s": 1.0}], indirect=True)
 def test_a_long_scrub_is_refused_and_counts_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.env.capacity._SCRUB_WAIT_S", 0.2)
+    monkeypatch.setattr("realhf.env.server.capacity._SCRUB_WAIT_S", 0.2)
     stage.open().close()
     with pytest.raises(InvalidStatus):
         stage.open()
@@ -132,9 +132,9 @@ def test_a_taken_port_is_named(stage: Stage) -> None:
 def unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that outlast every kill, as a set-up does whose thread is in the environment's own code."""
     monkeypatch.setattr(FakeBlockingPlayer, "kill", lambda player: None)
-    monkeypatch.setattr("realhf.env.session._GRACE_S", 0.05)
-    monkeypatch.setattr("realhf.env.session.KILLED_WAIT_S", 0.1, raising=False)
-    monkeypatch.setattr("realhf.env.session._KILLED_WAIT_S", 0.1, raising=False)
+    monkeypatch.setattr("realhf.env.server.session._GRACE_S", 0.05)
+    monkeypatch.setattr("realhf.env.server.session.KILLED_WAIT_S", 0.1, raising=False)
+    monkeypatch.setattr("realhf.env.server.session._KILLED_WAIT_S", 0.1, raising=False)
 
 
 @pytest.mark.usefixtures("unkillable")

@@ -14,9 +14,9 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from realhf.env import wire
-from realhf.env.capacity import SlotLeases
-from realhf.env.metrics import ServerMetrics
+from realhf.env.server import wire
+from realhf.env.server.capacity import SlotLeases
+from realhf.env.server.metrics import ServerMetrics
 from realhf.rollout.client.env_client import CapacityError, ConnectError
 from realhf.rollout.client.session_group import SessionGroup
 from tests.env.fake_stage import FakeBlockingPlayer, FakePool, Stage
@@ -45,7 +45,7 @@ def _metric(stage: Stage, name: str) -> float:
 async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """A client that asks for more sessions than there are, and drops the accepted ones without closing them, holds
     them for a short time only; one that speaks keeps its own."""
-    caplog.set_level(logging.WARNING, "realhf.env.session")
+    caplog.set_level(logging.WARNING, "realhf.env.server.session")
     asked = await asyncio.gather(*(connect(_address(stage), proxy=None) for _ in range(16)), return_exceptions=True)
     forgotten = [one for one in asked if not isinstance(one, BaseException)]
     refused = [one for one in asked if isinstance(one, InvalidStatus)]
@@ -69,7 +69,7 @@ async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.L
 
 @pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 0.0}], indirect=True)
 async def test_silence_is_counted_and_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "realhf.env.session")
+    caplog.set_level(logging.WARNING, "realhf.env.server.session")
     async with connect(_address(stage), proxy=None) as session:
         await session.send('{"type":"state"}')
         await session.recv()

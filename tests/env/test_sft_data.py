@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from realhf.env.demonstrations import Script, numbered, with_short_names, write_script, write_scripts
-from realhf.env.episode import Episode
-from realhf.env.hints import HINT_COMMAND
-from realhf.env.pool import MiniStackPool
-from realhf.env.sft_data import main, play, play_all
-from realhf.env.tasks import instantiate, load_templates
+from realhf.aws.episode.episode import Episode
+from realhf.aws.episode.hints import HINT_COMMAND
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks import instantiate, load_templates
+from realhf.aws.training.demonstrations import Script, numbered, with_short_names, write_script, write_scripts
+from realhf.aws.training.sft_data import main, play, play_all
 
 STARTER = {"tags": ["starter"]}
 

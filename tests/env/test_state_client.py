@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from realhf.env.pool import MiniStackPool, Slot
-from realhf.env.state_client import StateCallError
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.simulator.pool import MiniStackPool, Slot
 
 pytestmark = pytest.mark.sim
 

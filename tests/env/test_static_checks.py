@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.env.tasks import get_template, load_templates
-from realhf.env.tasks import loader as loader_module
-from realhf.env.tasks.static_checks import COUNTS, collection_problems, kind_of, template_problems
+from realhf.aws.tasks import get_template, load_templates
+from realhf.aws.tasks import loader as loader_module
+from realhf.aws.validation.static_checks import COUNTS, collection_problems, kind_of, template_problems
 
 TEMPLATES = load_templates()
 

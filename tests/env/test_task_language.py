@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from realhf.env.command_table import ALLOWED
-from realhf.env.tasks import Template, load_templates
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.tasks import Template, load_templates
 
 TEMPLATES = load_templates()
 EASY = load_templates(["warmup", "beginner", "intermediate"])

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from realhf.api.source import DataSource, SampleResult, SourceItem
+from realhf.aws.tasks import instantiate
+from realhf.aws.tasks.task import Task
+from realhf.aws.training.task_source import TaskCurriculumSource
 from realhf.builtins import sources
-from realhf.env.task import Task
-from realhf.env.task_source import TaskCurriculumSource
-from realhf.env.tasks import instantiate
 
 
 def results(items: list[SourceItem], rewards: list[float | None], achieved: list[bool]) -> list[SampleResult]:

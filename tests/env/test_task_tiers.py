@@ -2,9 +2,9 @@
 
 import pytest
 
-from realhf.env.command_table import ALLOWED
-from realhf.env.grader import criteria_of
-from realhf.env.tasks import Template, instantiate, load_templates
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.grading.grader import criteria_of
+from realhf.aws.tasks import Template, instantiate, load_templates
 
 FIRST_IDS = {"warmup": 1, "beginner": 101, "intermediate": 201}
 

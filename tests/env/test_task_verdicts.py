@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from realhf.env.episode import Episode
-from realhf.env.tasks import instantiate
-from realhf.env.tasks.acceptance import play
-from realhf.env.tasks.loader import fill
+from realhf.aws.episode.episode import Episode
+from realhf.aws.tasks import instantiate
+from realhf.aws.tasks.loader import fill
+from realhf.aws.validation.acceptance import play
 
 pytestmark = pytest.mark.sim
 SEED = 0

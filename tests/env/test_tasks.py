@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.env.command_table import ALLOWED
-from realhf.env.episode import Episode
-from realhf.env.grader import criteria_of
-from realhf.env.names import ADJECTIVES, NOUNS, SUFFIXES, draw_name, is_heldout_pair, words
-from realhf.env.pool import ACCOUNT, MiniStackPool
-from realhf.env.task import ACCOUNT_ID, Task, TaskError
-from realhf.env.tasks import (
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.episode.episode import Episode
+from realhf.aws.grading.grader import criteria_of
+from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool
+from realhf.aws.tasks import (
     get_template,
     instantiate,
     is_heldout_seed,
@@ -29,10 +27,12 @@ from realhf.env.tasks import (
     mistakes,
     partial_solutions,
     solve,
-)  # fmt: skip
-from realhf.env.tasks.__main__ import main
-from realhf.env.tasks.acceptance import problems
-from realhf.env.tasks.loader import fill
+)
+from realhf.aws.tasks.__main__ import main
+from realhf.aws.tasks.loader import fill
+from realhf.aws.tasks.names import ADJECTIVES, NOUNS, SUFFIXES, draw_name, is_heldout_pair, words
+from realhf.aws.tasks.task import ACCOUNT_ID, Task, TaskError
+from realhf.aws.validation.acceptance import problems
 
 TEMPLATES = load_templates()
 STARTERS = load_templates(tags=["starter"])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from realhf.env.captures import resolve
-from realhf.env.episode import Episode
-from realhf.env.tasks import instantiate
-from realhf.env.tasks.loader import fill
+from realhf.aws.episode.episode import Episode
+from realhf.aws.tasks import instantiate
+from realhf.aws.tasks.captures import resolve
+from realhf.aws.tasks.loader import fill
 
 pytestmark = pytest.mark.sim
 FUNCTION = "arn:aws:lambda:us-east-1:000000000000:function:"

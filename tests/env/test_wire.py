@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from realhf.env.wire import (
+from realhf.env.server.wire import (
     Request,
     WireError,
     encode_error,

@@ -11,8 +11,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from realhf.env import mcp, wire
-from realhf.env.server_process import EnvServerProcess
+from realhf.env.server import mcp, wire
+from realhf.env.server.process import EnvServerProcess
 
 MAX_COMMAND = 8192
 CODES = {wire.INVALID_JSON, wire.UNKNOWN_TYPE, wire.VALIDATION_ERROR, wire.EXECUTION_ERROR}

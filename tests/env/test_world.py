@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from realhf.env.drift import choose_drifts
-from realhf.env.episode import Episode, EpisodeError, masked_task
-from realhf.env.task import Task, TaskError
-from realhf.env.tasks.acceptance import play, problems
+from realhf.aws.episode.episode import Episode, EpisodeError, masked_task
+from realhf.aws.tasks.drift import choose_drifts
+from realhf.aws.tasks.task import Task, TaskError
+from realhf.aws.validation.acceptance import play, problems
 
 pytestmark = pytest.mark.sim
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.tasks.loader import instantiate
+from realhf.aws.tasks.loader import instantiate
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.env_client import CapacityError, ConnectError, OpenEnvClient
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
-from realhf.env.task_source import TaskCurriculumSource
-from realhf.env.tasks.loader import load_templates
+from realhf.aws.tasks.loader import load_templates
+from realhf.aws.training.task_source import TaskCurriculumSource
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config

@@ -17,11 +17,11 @@ from realhf.api.config import BuiltinModelConfig, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.aws.tasks.loader import instantiate
+from realhf.aws.tasks.task import Task
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.data.chat_dataset import ChatDataset
-from realhf.env.task import Task
-from realhf.env.tasks.loader import instantiate
 
 TINY = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 TEACHING_STEPS = 60

@@ -14,8 +14,8 @@ from mfc_bench import MfcBench, as_lists, sequences
 from experiments.grpo_aws import actor_gen, actor_model
 from realhf.api.config import EnvConfig, ExperimentConfig, GenConfig, PPOConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
-from realhf.env.task import Task
-from realhf.env.tasks.loader import instantiate
+from realhf.aws.tasks.loader import instantiate
+from realhf.aws.tasks.task import Task
 
 pytestmark = pytest.mark.sim
 

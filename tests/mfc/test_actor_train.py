@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from experiments.grpo_aws import actor_model, actor_train, policy_options
 from realhf.api.config import ExperimentConfig, ModelConfig, OptimizerConfig, PPOConfig
 from realhf.api.sample import SequenceSample
-from realhf.env.task import Task
+from realhf.aws.tasks.task import Task
 
 GROUPS = [[12, 20, 15, 9], [10, 18, 14, 11]]
 REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5]

@@ -13,8 +13,8 @@ import pytest
 from fake_env_server import FakeEnvServer
 
 from realhf.api.aws_models import AwsAction, AwsObservation, AwsState
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate, solve
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.env_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
 from realhf.rollout.client.resuming_env import ResumingEnv

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from fake_env_server import FakeEnvServer
 
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate, solve
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.client.env_client import CapacityError, ConnectionLost
 from realhf.rollout.trl.aws_tool import AwsToolEnv
 
@@ -97,5 +97,6 @@ def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(
 
 
 def test_making_one_needs_no_network_and_no_torch() -> None:
-    code = "import sys; from realhf.rollout.trl.aws_tool import AwsToolEnv; AwsToolEnv(); assert 'torch' not in sys.modules"
+    make = "from realhf.rollout.trl.aws_tool import AwsToolEnv; AwsToolEnv()"
+    code = f"import sys; {make}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

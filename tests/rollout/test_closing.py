@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_env_server import FakeEnvServer
 
-from realhf.env.server_process import EnvServerProcess
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.failures import PoolClosed
 from realhf.rollout.client.loop_thread import LoopThread

@@ -13,8 +13,8 @@ import pytest
 from fake_env_server import FakeEnvServer
 from scripted import ScriptedPolicy
 
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate, solve
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.env_client import CapacityError, ConnectError
 from realhf.rollout.client.failures import GroupError, GroupResetError, PoolClosed, RolloutFailure

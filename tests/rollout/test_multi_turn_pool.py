@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from scripted import END, LossyChat, ScriptedPolicy
 
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate, solve
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.client.env_client import CapacityError, ConnectError
 from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool, PoolClosed
 

@@ -10,12 +10,12 @@ import psutil
 import pytest
 from scripted import ScriptedPolicy
 
-from realhf.env.curriculum import make_curriculum
-from realhf.env.curriculum_base import Curriculum
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.task import Task
-from realhf.env.tasks.loader import solve
-from realhf.env.tasks.task_set import AwsTaskSet
+from realhf.aws.tasks.loader import solve
+from realhf.aws.tasks.task import Task
+from realhf.aws.tasks.task_set import AwsTaskSet
+from realhf.env.curriculum.base import Curriculum
+from realhf.env.curriculum.factory import make_curriculum
+from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 pytestmark = pytest.mark.sim

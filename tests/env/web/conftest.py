@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from realhf.env.server_process import EnvServerProcess
+from realhf.env.server.process import EnvServerProcess
 
 
 @pytest.fixture(scope="session")

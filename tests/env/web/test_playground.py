@@ -13,13 +13,13 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from realhf.env.player import EpisodePlayer
-from realhf.env.pool import MiniStackPool
-from realhf.env.server_process import EnvServerProcess
-from realhf.env.tasks.loader import load_templates
-from realhf.env.web.door import Refused
-from realhf.env.web.game import Game
-from realhf.env.web.playground import Playground
+from realhf.aws.episode.player import EpisodePlayer
+from realhf.aws.playground.playground import Playground
+from realhf.aws.playground.playground_session import Game
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks.loader import load_templates
+from realhf.env.server.browser_auth import Refused
+from realhf.env.server.process import EnvServerProcess
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim

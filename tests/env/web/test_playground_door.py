@@ -11,12 +11,12 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from realhf.env.server_config import ServerConfig
-from realhf.env.web.playground import Playground
-from realhf.env.web.routes import mount
+from realhf.aws.playground.playground import Playground
+from realhf.aws.playground.routes import mount
+from realhf.env.server.config import ServerConfig
 
 ORIGIN = "http://127.0.0.1:8000"
-STATIC = resources.files("realhf.env.web").joinpath("static")
+STATIC = resources.files("realhf.aws.playground").joinpath("static")
 Browse = Callable[..., TestClient]
 
 

@@ -1,0 +1,227 @@
+"""HTTP to one simulator over one connection.
+
+In a CLI worker the connection is made by the owner and handed over as a descriptor; there is no other way out.
+``botocore`` is here whichever copy of it the process uses: the CLI's own in a worker. What agents wrote reaches the
+wire only where the grammar allows it, and one request is sent for each answer that was read.
+"""
+
+from __future__ import annotations
+
+import io
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+
+from realhf.aws.cli.http_grammar import (
+    BadHttp,
+    body_length,
+    check_field,
+    check_request_line,
+    hides_a_slash,
+    is_internal_path,
+    parse_fields,
+)
+from realhf.aws.cli.refusal import Refuse
+
+_MAX_RESPONSE_BYTES = 16 << 20
+_MAX_HEAD_BYTES = 256 << 10
+_RECEIVE_BYTES = 1 << 16
+_DROPPED_HEADERS = frozenset({"expect", "transfer-encoding", "content-length", "connection", "host", "keep-alive",
+                              "upgrade", "te", "trailer", "proxy-connection"})  # fmt: skip
+
+
+class PinnedConnection:
+    """Stands in for botocore's HTTP session. Requests are serialised; all clients share it.
+
+    ``dial`` makes the first and every later connection; without it a broken connection stays broken."""
+
+    def __init__(
+        self,
+        authority: str,
+        refuse: Refuse,
+        dial: Callable[[], socket.socket] | None = None,
+        read_timeout_s: float = 5.0,
+    ) -> None:
+        self._authority = authority
+        self._refuse = refuse
+        self._dial = dial
+        self._read_timeout_s = read_timeout_s
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self.sent = 0
+
+    def attach(self, connection: socket.socket) -> None:
+        """Use this connected socket from now on."""
+        connection.settimeout(self._read_timeout_s)
+        self._socket = connection
+
+    @property
+    def usable(self) -> bool:
+        return self._socket is not None
+
+    def send(self, request: AWSPreparedRequest) -> AWSResponse:
+        """The answer, read whole. Raises RefusedRequest, ConnectionClosedError, ReadTimeoutError."""
+        data = self._encode(request)
+        with self._lock:
+            try:
+                status, headers, content = self._exchange(data, request.method)
+            except TimeoutError as error:
+                self._drop()
+                raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
+            except (OSError, ValueError) as error:
+                self._drop()
+                raise ConnectionClosedError(error=error, request=request, endpoint_url=request.url) from error
+        response = AWSResponse(request.url, status, headers, _Raw(content))
+        if not request.stream_output:
+            response._content = content
+        return response
+
+    def _encode(self, request: AWSPreparedRequest) -> bytes:
+        target = self._target(request)
+        body = _body_bytes(request.body)
+        try:
+            method = request.method.encode("ascii")
+            check_request_line(method, target)
+            lines = [method + b" " + target + b" HTTP/1.1\r\nHost: " + self._authority.encode("ascii") + b"\r\n"]
+            for name, value in request.headers.items():
+                if name.lower() not in _DROPPED_HEADERS:
+                    raw_name, raw = _as_bytes(name, "ascii"), _as_bytes(value, "utf-8")
+                    check_field(raw_name, raw)
+                    lines.append(raw_name + b": " + raw + b"\r\n")
+        except UnicodeEncodeError:
+            self._refuse("malformed", "a header name is not ASCII, or its value is not Unicode")
+        except BadHttp as error:
+            self._refuse("malformed", f"the request cannot be sent: {error}")
+        lines.append(b"Content-Length: %d\r\n\r\n" % len(body))
+        lines.append(body)
+        return b"".join(lines)
+
+    def _exchange(self, data: bytes, method: str) -> tuple[int, dict[str, str], bytes]:
+        reused = self._socket is not None
+        try:
+            return self._exchange_once(data, method)
+        except ConnectionError:
+            # The simulator was replaced since the last call: nothing of this request reached the new one.
+            if not reused or self._dial is None:
+                raise
+            self._drop()
+            return self._exchange_once(data, method)
+
+    def _exchange_once(self, data: bytes, method: str) -> tuple[int, dict[str, str], bytes]:
+        if self._socket is None and self._dial is not None:
+            self.attach(self._dial())
+        if self._socket is None:
+            raise ConnectionResetError("no connection")
+        _check_silent(self._socket)
+        self._socket.sendall(data)
+        self.sent += 1
+        return _AnswerReader(self._socket).read(method)
+
+    def close(self) -> None:
+        """Clients close their session when garbage collected; the connection is everybody's and stays."""
+
+    def disconnect(self) -> None:
+        """Drop the connection."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+    def _target(self, request: AWSPreparedRequest) -> bytes:
+        try:
+            target = request.url.encode("ascii")
+            parts = urlsplit(request.url)
+        except ValueError:
+            self._refuse("malformed", "the request has no address that can be sent")
+        prefix = f"http://{self._authority}".encode("ascii")
+        if not target.startswith(prefix) or target[len(prefix) : len(prefix) + 1] not in (b"", b"/", b"?"):
+            self._refuse("endpoint", "requests leave only for this session's endpoint")
+        if is_internal_path(parts.path):
+            self._refuse("internal-path", "this path is not part of AWS")
+        if hides_a_slash(parts.path):
+            self._refuse("malformed", "a name in the path of the request holds a slash")
+        target = target[len(prefix) :]
+        return target if target.startswith(b"/") else b"/" + target
+
+
+def _check_silent(connection: socket.socket) -> None:
+    """Nothing may be waiting to be read before a request is sent: it would be taken for its answer. Raises
+    ConnectionResetError at the end of the stream, ValueError for bytes that nobody asked for."""
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    if waiting.poll(0):
+        if connection.recv(1, socket.MSG_PEEK):
+            raise ValueError("the simulator sent bytes that no request asked for")
+        raise ConnectionResetError("the simulator closed the connection")
+
+
+class _Raw(io.BytesIO):
+    """What botocore expects of a response body."""
+
+    def stream(self, amt: int = 65536, decode_content: bool | None = None) -> Iterator[bytes]:
+        while chunk := self.read(amt):
+            yield chunk
+
+
+def _as_bytes(text: Any, encoding: str) -> bytes:
+    return text if isinstance(text, bytes) else str(text).encode(encoding)
+
+
+def _body_bytes(body: Any) -> bytes:
+    if body is None:
+        return b""
+    if isinstance(body, str):
+        return body.encode("utf-8")
+    if isinstance(body, (bytes, bytearray)):
+        return bytes(body)
+    content = body.read()
+    return content.encode("utf-8") if isinstance(content, str) else content
+
+
+class _AnswerReader:
+    """Reads one answer, whole, and nothing behind it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = bytearray()
+
+    def read(self, method: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body. Raises ValueError for what is no answer or more than one, ConnectionResetError
+        when it stops early."""
+        while (end := self._received.find(b"\r\n\r\n")) < 0:
+            if len(self._received) > _MAX_HEAD_BYTES:
+                raise ValueError("the head of the answer is too long")
+            self._receive()
+        first, *lines = bytes(self._received[:end]).split(b"\r\n")
+        version, status, _ = (*first.split(b" ", 2), b"", b"")[:3]
+        if version != b"HTTP/1.1" or not status.isdigit() or int(status) < 200:
+            raise ValueError("not the beginning of an answer")
+        fields = parse_fields(lines)
+        empty = method == "HEAD" or int(status) in (204, 304)
+        length = 0 if empty else body_length(fields)
+        if length is None or length > _MAX_RESPONSE_BYTES:
+            raise ValueError("the answer has no length, or is too large")
+        start = end + 4
+        while len(self._received) < start + length:
+            self._receive()
+        if len(self._received) > start + length:
+            raise ValueError("the simulator sent more than one answer")
+        # The names keep their case for whoever reads them: metadata keys are part of some.
+        names = (line.partition(b":")[0].decode("ascii") for line in lines)
+        headers = {name: value.decode("utf-8", "replace") for name, (_, value) in zip(names, fields, strict=True)}
+        return int(status), headers, bytes(self._received[start:])
+
+    def _receive(self) -> None:
+        data = self._connection.recv(_RECEIVE_BYTES)
+        if not data:
+            raise ConnectionResetError("the simulator closed the connection")
+        self._received += data

@@ -1,0 +1,227 @@
+"""What an agent's command line may say: decided on the parsed words, before anything runs (spec section 5).
+
+Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``, ``unknown-service``,
+``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``.
+The worker enforces the same rules a second time on what the CLI made of the words.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.command_words import (
+    FORBIDDEN_OPTIONS,
+    CommandWords,
+    read_words,
+    split_option,
+    with_option,
+    without_second_version,
+)
+from realhf.aws.cli.refusal import RefusedRequest, refuse
+from realhf.aws.cli.virtual_folder import is_folder_name
+from realhf.aws.cli.waiters import WAITERS
+
+REGION = "us-east-1"
+MAX_COMMAND_BYTES = 8192
+"""Unless the server's configuration says otherwise."""
+MAX_QUERY_CHARS = 1000
+MAX_QUERY_DEPTH = 20
+
+_OUTPUTS = ("json", "text", "table")
+_FILE_OPTIONS = {("s3api", "put-object"): "--body"}
+_OUTFILE_OPERATIONS = frozenset({("s3api", "get-object"), ("lambda", "invoke")})
+_TRANSFERS = frozenset({("s3", "cp"), ("s3", "mv"), ("s3", "sync")})
+_WHOLE_FOLDER = (".", "./")
+_LOCAL_PREFIX = re.compile(r"fileb?://", re.IGNORECASE)
+_PLAIN_FILE = re.compile(r"fileb?://(.+)", re.DOTALL)
+_URL = re.compile(r"\s*https?://", re.IGNORECASE)
+_FETCHED_OPTIONS = ("--template-url", "--stack-policy-url", "--stack-policy-during-update-url")
+"""Their values name a document to be fetched; every other URL is a text like any other and never followed."""
+_BUCKET_OPTIONS = ("--bucket", "--copy-source")
+_KEY_OPTION = "--key"
+_PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``argv`` (without ``aws``) when allowed, with ``service`` and ``operation`` as the CLI names them (for a waiter
+    the operation that it sends); ``answer`` when the text is known without running anything; otherwise ``rule`` and a
+    text for the observation."""
+
+    argv: tuple[str, ...] = ()
+    service: str = ""
+    operation: str = ""
+    answer: str | None = None
+    rule: str | None = None
+    message: str = ""
+
+
+def refusal_text(rule: str, message: str) -> str:
+    """The observation's error text of a refusal."""
+    return f"refused ({rule}): {message}"
+
+
+def check_command(command: str, max_bytes: int = MAX_COMMAND_BYTES) -> Verdict:
+    """Decide on a command line as an agent wrote it. Never raises."""
+    try:
+        return _checked(_words(command, max_bytes))
+    except RefusedRequest as refused:
+        return Verdict(rule=refused.rule, message=refusal_text(refused.rule, refused.message))
+
+
+def _words(command: str, max_bytes: int) -> list[str]:
+    """The words after ``aws``. Raises RefusedRequest."""
+    if any("\ud800" <= char <= "\udfff" for char in command):
+        refuse("malformed", "the command is not valid Unicode")
+    if len(command.encode()) > max_bytes:
+        refuse("too-long", f"a command may have {max_bytes} bytes")
+    command = command.strip()
+    if "\0" in command or _has_bare_newline(command):
+        refuse("newline", "a command is one line of text")
+    try:
+        words = shlex.split(command, posix=True)
+    except ValueError as error:
+        refuse("malformed", f"the command line cannot be parsed: {error}")
+    if not words or words[0] != "aws":
+        refuse("not-aws", "a command must start with: aws")
+    return words[1:]
+
+
+def _has_bare_newline(command: str) -> bool:
+    quote, escaped = "", False
+    for char in command:
+        if escaped:
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        if char in "\r\n" and not quote:
+            return True
+    return False
+
+
+def _checked(words: Sequence[str]) -> Verdict:
+    """Decide on the words after ``aws``. Raises RefusedRequest."""
+    words = without_second_version(words)
+    _check_global_options(words)
+    found = read_words(words)
+    service, operation = (*found.names, "", "")[:2]
+    if service == "help":
+        return Verdict(answer=_listing("services", ALLOWED))
+    if service not in ALLOWED:
+        refuse("unknown-service", f"service {service[:60]!r} is not available here")
+    if operation == "help":
+        return Verdict(answer=_listing(f"operations of {service}", _operations(service)))
+    if operation == "wait":
+        operation, found = _awaited(service, found)
+    elif operation not in ALLOWED[service]:
+        refuse("operation", f"{service} {operation[:60]!r} is not available here")
+    if any(word == "help" and not option.startswith("--") for option, word in with_option(found.arguments)):
+        refuse("operation", "only the operations of a service can be listed: aws SERVICE help")
+    _check_values(service, words)
+    _check_files(service, operation, found.arguments)
+    return Verdict(argv=tuple(words), service=service, operation=operation)
+
+
+def _operations(service: str) -> list[str]:
+    return [*ALLOWED[service], *(f"wait {name}" for name in WAITERS.get(service, ()))]
+
+
+def _awaited(service: str, found: CommandWords) -> tuple[str, CommandWords]:
+    """The operation that a waiter sends, and the words with its name among the names."""
+    name = found.arguments[0] if found.arguments else ""
+    operation = WAITERS.get(service, {}).get(name)
+    if operation is None:
+        refuse("operation", f"{service} wait {name[:60]!r} is not available here")
+    return operation, CommandWords((*found.names, name), found.arguments[1:])
+
+
+def _listing(title: str, names: Iterable[str]) -> str:
+    return f"Available {title}:\n" + "\n".join(sorted(names)) + "\n"
+
+
+def _check_global_options(words: Sequence[str]) -> None:
+    for position, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, value = split_option(word)
+        stem = name[2:]
+        if any(option.startswith(stem) for option in FORBIDDEN_OPTIONS):
+            refuse("global-option", f"option {name[:60]} is not available here")
+        following = value if value is not None else "".join(words[position + 1 : position + 2])
+        if "region".startswith(stem) and following != REGION:
+            refuse("region", f"only {REGION} is available here")
+        if "output".startswith(stem) and following not in _OUTPUTS:
+            refuse("global-option", f"--output is one of {', '.join(_OUTPUTS)}")
+        if "query".startswith(stem) and _query_too_complex(following):
+            refuse("query", f"--query may have {MAX_QUERY_CHARS} characters and {MAX_QUERY_DEPTH} levels")
+
+
+def _query_too_complex(query: str) -> bool:
+    depth = deepest = 0
+    for char in query:
+        depth += (char in "([{") - (char in ")]}")
+        deepest = max(deepest, depth)
+    return len(query) > MAX_QUERY_CHARS or deepest > MAX_QUERY_DEPTH
+
+
+def _check_values(service: str, words: Sequence[str]) -> None:
+    """Refuse local files, documents to be fetched and internal paths in any value, whatever its form."""
+    option = ""
+    for word in words:
+        value = word
+        if word.startswith("--"):
+            option, inline = split_option(word)
+            value = inline or ""
+        if _LOCAL_PREFIX.search(value):
+            plain = _PLAIN_FILE.fullmatch(value)
+            if plain is None or not is_folder_name(plain.group(1)):
+                refuse("local-file", _PLAIN_NAMES_ONLY)
+        if _URL.match(value) and _may_be(option, *_FETCHED_OPTIONS):
+            refuse("url-value", "no document is fetched from a URL here")
+        if service in ("s3", "s3api") and _is_internal(option, value):
+            refuse("internal-path", "this name is not part of AWS")
+
+
+def _may_be(option: str, *names: str) -> bool:
+    """Whether the CLI could take ``option``, which may be cut short, for one of the names."""
+    return len(option) > 2 and any(name.startswith(option) for name in names)
+
+
+def _is_internal(option: str, value: str) -> bool:
+    """A key may be called anything that does not climb; a bucket begins the path of a request."""
+    address = value.startswith("s3://")
+    bucket, key = address or _may_be(option, *_BUCKET_OPTIONS), _may_be(option, _KEY_OPTION)
+    if not bucket and not key:
+        return False
+    path = value.removeprefix("s3://")
+    for _ in range(3):
+        path = unquote(path)
+    path = path.replace("\\", "/")
+    return "../" in path or (bucket and path.lstrip("/").startswith("_")) or (address and path.startswith("/"))
+
+
+def _check_files(service: str, operation: str, arguments: Sequence[str]) -> None:
+    """Refuse arguments that name a local file outside the working folder without a prefix."""
+    key = (service, operation)
+    for option, word in with_option(arguments):
+        if key in _FILE_OPTIONS and _may_be(option, _FILE_OPTIONS[key]):
+            if not is_folder_name(word):
+                refuse("local-file", _PLAIN_NAMES_ONLY)
+        elif option:
+            continue
+        elif key in _TRANSFERS:
+            if word == "-":
+                refuse("stdin", "standard input and output are not available here")
+            if not (word.startswith("s3://") or word in _WHOLE_FOLDER or is_folder_name(word.removesuffix("/"))):
+                refuse("local-file", _PLAIN_NAMES_ONLY)
+        elif key in _OUTFILE_OPERATIONS and not is_folder_name(word):
+            refuse("local-file", _PLAIN_NAMES_ONLY)

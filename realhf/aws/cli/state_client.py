@@ -1,0 +1,113 @@
+"""The environment's own view of a simulator: warm botocore clients for set-up, grading and inventory."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import botocore.session
+from botocore.client import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.model import OperationNotFoundError
+from botocore.parsers import ResponseParserError
+
+from realhf.aws.cli.pinned_http import PinnedConnection
+from realhf.aws.cli.policy_documents import guard_decoders
+from realhf.aws.cli.refusal import RefusedRequest, refuse
+from realhf.aws.cli.unsigned_client import ENDPOINT, REGION, lighten
+
+
+class StateCallError(Exception):
+    """A call was answered with an error. ``code`` is AWS's error code (``NoSuchBucket``)."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class UnreadableAnswer(StateCallError):
+    """A call was answered with what cannot be decoded. The simulator works; something in it was written so that nobody
+    can read it, which an agent can do on purpose: a check that meets it has failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("UnreadableAnswer", message)
+
+
+class ClientFactory:
+    """Builds the client of each service once per process, 10 to 200 ms, and copies it for every slot; thread-safe."""
+
+    def __init__(self) -> None:
+        self._session = botocore.session.Session()
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[str, str], Any] = {}
+
+    def create(self, service: str, account: str, connection: PinnedConnection) -> Any:
+        """A client of botocore's ``service`` that sends over ``connection``."""
+        with self._lock:
+            original = self._clients.get((service, account))
+            if original is None:
+                original = self._clients[service, account] = self._build(service, account, connection)
+        client = object.__new__(type(original))  # copy.copy recurses in its __getattr__
+        vars(client).update(vars(original))
+        client._endpoint = copy.copy(original._endpoint)
+        client._endpoint.http_session = connection
+        return client
+
+    def _build(self, service: str, account: str, connection: PinnedConnection) -> Any:
+        client = self._session.create_client(
+            service,
+            region_name=REGION,
+            endpoint_url=ENDPOINT,
+            aws_access_key_id=account,
+            aws_secret_access_key="none",
+            config=Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}),
+        )
+        guard_decoders(client, service)
+        return lighten(client, account, connection)
+
+
+class StateClient:
+    """Calls of one slot's simulator over connections that ``dial`` makes; ``endpoint`` is its name in messages.
+    Thread-safe."""
+
+    def __init__(self, endpoint: str, account: str, dial: Callable[[], socket.socket],
+                 factory: ClientFactory | None = None) -> None:  # fmt: skip
+        self.endpoint = endpoint
+        self._account = account
+        self._factory = factory or ClientFactory()
+        self._connection = PinnedConnection(ENDPOINT.removeprefix("http://"), refuse, dial)
+        self._clients: dict[str, Any] = {}
+
+    def call(self, service: str, operation: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name) without its metadata.
+
+        Raises StateCallError for an error answer, an unknown operation or bad parameters (code
+        ``ParamValidation``), UnreadableAnswer, ConnectionError when the simulator does not answer."""
+        client = self._clients.get(service)
+        try:
+            if client is None:
+                client = self._clients[service] = self._factory.create(service, self._account, self._connection)
+            answer = client._make_api_call(operation, params or {})
+        except ClientError as error:
+            details = error.response.get("Error", {})
+            raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
+        except HTTPClientError as error:
+            raise ConnectionError(f"simulator at {self.endpoint}: {error}") from error
+        except ResponseParserError as error:
+            raise UnreadableAnswer(str(error)) from None
+        except (BotoCoreError, RefusedRequest, TypeError, AttributeError) as error:  # its handlers come before checks
+            raise StateCallError("ParamValidation", str(error)) from None
+        except OperationNotFoundError:
+            raise StateCallError("ParamValidation", f"{service} has no operation {operation}") from None
+        except (RecursionError, ValueError, LookupError, OverflowError) as error:  # of botocore's decoders
+            raise UnreadableAnswer(f"{service}:{operation}: {type(error).__name__}") from None
+        answer.pop("ResponseMetadata", None)
+        return answer
+
+    def close(self) -> None:
+        """Drop the connection; the next call makes a new one."""
+        self._connection.disconnect()

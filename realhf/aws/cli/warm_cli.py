@@ -1,0 +1,329 @@
+"""The AWS CLI driven in-process, warm: its parsers, argument tables and clients are built once.
+
+The public program rebuilds all of these for every command. What a command registers on shared objects
+(event handlers) is undone after it, so the driver neither slows down nor remembers.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from datetime import date, datetime
+from functools import partial
+from typing import Any, NoReturn
+
+import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy)
+from awscli import clidriver, paramfile
+from awscli.argparser import ServiceArgParser
+from awscli.customizations import globalargs
+from awscli.customizations.cliinputjson import add_cli_input_json
+from awscli.customizations.generatecliskeleton import add_generate_skeleton
+from awscli.customizations.waiters import WaitCommand
+from awscli.help import HelpCommand
+from botocore.hooks import HierarchicalEmitter
+from botocore.waiter import SingleWaiterConfig
+
+from realhf.aws.cli.pinned_http import PinnedConnection
+from realhf.aws.cli.refusal import Refuse, RefusedRequest
+from realhf.aws.cli.unsigned_client import ENDPOINT, REGION, lighten
+from realhf.aws.cli.virtual_folder import is_folder_name
+
+_MAX_PARAM_CHARS = 65536
+_WAIT_DELAY_S = 0.25
+_WAIT_ATTEMPTS = 8
+"""A waiter asks for two seconds at most: a simulator is as far as it ever gets after the first answer."""
+_CLIENT_EVENTS = ("after-call", "before-call", "before-parameter-build", "provide-client-params", "request-created",
+                  "before-send", "response-received", "needs-retry", "choose-signer", "before-sign")  # fmt: skip
+
+
+class UndoLog:
+    """Remembers handlers registered while a command runs, on whatever emitter, to take them back."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[HierarchicalEmitter, str, Any, Any]] = []
+        self._recording = False
+        original = HierarchicalEmitter._register_section
+
+        def recorded(
+            emitter: HierarchicalEmitter, event_name: str, handler: Any, unique_id: Any, uses_count: Any, section: Any
+        ) -> None:
+            if self._recording:
+                self._entries.append((emitter, event_name, handler, unique_id))
+            original(emitter, event_name, handler, unique_id, uses_count, section)
+
+        HierarchicalEmitter._register_section = recorded  # type: ignore[method-assign]
+        # Signature inspection of every handler, for authors of plugins; there are none here.
+        HierarchicalEmitter._verify_accept_kwargs = lambda emitter, func: None  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        self._recording = True
+
+    def client_handlers(self, session_emitter: HierarchicalEmitter) -> list[tuple[str, Any]]:
+        """Handlers this command put on the session which a client made now would have inherited."""
+        return [(name, handler) for emitter, name, handler, _ in self._entries
+                if emitter is session_emitter and name.startswith(_CLIENT_EVENTS)]  # fmt: skip
+
+    def take(self, action: Callable[[], Any]) -> tuple[Any, list[tuple[str, Any]]]:
+        """Run ``action``; its result, and the handlers it registered, which are taken back at once."""
+        outer, was_recording = self._entries, self._recording
+        self._entries, self._recording = [], True
+        result = action()
+        taken = [(event_name, handler) for _, event_name, handler, _ in self._entries]
+        self.undo()
+        self._entries, self._recording = outer, was_recording
+        return result, taken
+
+    def undo(self) -> None:
+        self._recording = False
+        for emitter, event_name, handler, unique_id in reversed(self._entries):
+            emitter.unregister(event_name, handler, unique_id)
+        self._entries.clear()
+
+
+class RequestLog:
+    """What botocore really sent during a command: one entry per answered or failed request."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+
+    def attach(self, session: Any) -> None:
+        session.register("provide-client-params", self._params)
+        session.register("after-call", self._answered)
+        session.register("after-call-error", self._failed)
+
+    def _params(self, params: Mapping[str, Any], model: Any, context: dict[str, Any], **_: Any) -> None:
+        context["realhf_sent"] = {
+            "service": model.service_model.service_name,
+            "operation": model.name,
+            "params": json_able(params),
+        }
+
+    def _answered(self, http_response: Any, parsed: Any, context: dict[str, Any], **_: Any) -> None:
+        error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}
+        self._add(context, http_response.status_code, str(error.get("Code", "")))
+
+    def _failed(self, exception: BaseException, context: dict[str, Any], **_: Any) -> None:
+        if not isinstance(exception, RefusedRequest):
+            self._add(context, 0, type(exception).__name__)
+
+    def _add(self, context: dict[str, Any], status: int, error_code: str) -> None:
+        if context["realhf_sent"]["params"].get("DryRun"):
+            return  # a rehearsal is no evidence
+        self.entries.append({**context["realhf_sent"], "status": status, "error_code": error_code})
+
+
+def json_able(value: Any) -> Any:
+    """``value`` as JSON can carry it; streams become a marker, long text is cut."""
+    if isinstance(value, Mapping):
+        return {str(key): json_able(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_able(item) for item in value]
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value[:_MAX_PARAM_CHARS]).decode("utf-8", "replace")
+    if isinstance(value, str):
+        return value[:_MAX_PARAM_CHARS]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (datetime, date)):
+        return value.isoformat()
+    return "<stream>"
+
+
+class _WarmDriver(clidriver.CLIDriver):
+    """The CLI's driver without what depends on a user's machine: aliases, log handlers, rebuilt parsers."""
+
+    def __init__(self, session: Any, refuse: Refuse) -> None:
+        super().__init__(session)
+        self._refuse = refuse
+        self._parser: Any = None
+
+    def _create_parser(self, command_table: Any) -> Any:
+        if self._parser is None:
+            self._parser = super()._create_parser(command_table)
+        return self._parser
+
+    def _add_aliases(self, command_table: Any, parser: Any) -> None:
+        pass
+
+    def _handle_top_level_args(self, args: Any, remaining: Any) -> None:
+        if args.profile or args.debug or not args.sign_request or args.endpoint_url != ENDPOINT or args.ca_bundle:
+            self._refuse("global-option", "this option is not available here")
+        if args.region not in (None, REGION):
+            self._refuse("region", f"only {REGION} is available here")
+        # The program's other handlers of this moment set what is fixed here: signing, timeouts, certificates.
+        globalargs.resolve_types(args)
+        args.verify_ssl = None
+
+    def announce_session(self) -> None:
+        """Once, as the program does for every command: lets handlers of values and formats register."""
+        parsed, _ = self._create_parser(self._get_command_table()).parse_known_args(["sts"])
+        super()._emit_session_event(parsed)
+
+    def _emit_session_event(self, parsed_args: Any) -> None:
+        pass
+
+
+class WarmCli:
+    """``run(argv)`` executes one command as the ``aws`` program would; not thread-safe."""
+
+    def __init__(self, account: str, on_refusal: Callable[[RefusedRequest], None]) -> None:
+        self.account = account
+        self.connection = PinnedConnection(ENDPOINT.removeprefix("http://"), self._refuse)
+        self._on_refusal = on_refusal
+        self._clients: dict[tuple[Any, ...], Any] = {}
+        self._undo = UndoLog()
+        self._log = RequestLog()
+        _restrict_param_files(self._refuse)
+        _disable_help(self._refuse)
+        _bound_waiters()
+        original = clidriver.create_clidriver()
+        self._session = original.session
+        self._create_client = self._session.create_client
+        self._session.create_client = self._cached_client  # pyright: ignore[reportAttributeAccessIssue]
+        self._log.attach(self._session)
+        self._driver = _WarmDriver(self._session, self._refuse)
+        self._session.unregister("building-argument-table", add_cli_input_json)
+        self._session.unregister("building-argument-table", add_generate_skeleton)
+        self._cache_parsers()
+        self._driver.announce_session()
+        logging.disable(logging.CRITICAL)
+
+    def preload(self, operations: Mapping[str, frozenset[str]]) -> None:
+        """Build argument tables and clients of the allowed services, before the fork."""
+        table = self._driver._get_command_table()
+        for service, names in operations.items():
+            command = table[service]
+            if service == "s3":
+                continue
+            subcommands = command._get_command_table()
+            for name in names:
+                operation = subcommands[name]
+                self._undo.take(partial(operation._create_operation_parser, operation.arg_table))
+            self._cached_client(
+                command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None
+            )
+
+    def run(self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase) -> tuple[int, list[dict[str, Any]]]:
+        """Exit code and the requests sent. Output goes to the two sinks."""
+        self._log.entries = []
+        saved = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = stdout, stderr  # type: ignore[assignment]
+        self._undo.begin()
+        try:
+            code = self._driver.main(["--endpoint-url", ENDPOINT, *argv])
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 2
+        finally:
+            sys.stdout, sys.stderr = saved
+            self._undo.undo()
+        return code or 0, self._log.entries
+
+    def _refuse(self, rule: str, message: str) -> NoReturn:
+        refusal = RefusedRequest(rule, message)
+        self._on_refusal(refusal)
+        raise refusal
+
+    def _cached_client(self, service_name: str, **kwargs: Any) -> Any:
+        if kwargs.get("endpoint_url") not in (None, ENDPOINT):
+            self._refuse("endpoint", "requests leave only for this session's endpoint")
+        kwargs.update(endpoint_url=ENDPOINT, region_name=REGION, verify=None)
+        config = kwargs.get("config")
+        key = (service_name, None if config is None else repr(sorted(vars(config).items(), key=str)))
+        client = self._clients.get(key)
+        if client is None:
+            recording, self._undo._recording = self._undo._recording, False
+            client = self._create_client(service_name, **kwargs)
+            self._clients[key] = lighten(client, self.account, self.connection)
+            self._undo._recording = recording
+            return client
+        for name, handler in self._undo.client_handlers(_inner_emitter(self._session.get_component("event_emitter"))):
+            client.meta.events.register(name, handler)
+        return client
+
+    def _cache_parsers(self) -> None:
+        service_parsers: dict[int, Any] = {}
+        scoped: dict[int, list[tuple[str, Any]]] = {}
+        build_table = clidriver.ServiceOperation._create_argument_table
+
+        def argument_table(operation: clidriver.ServiceOperation) -> Any:
+            # Handlers of one operation's table may listen to events of all; the public program never has two tables.
+            table, scoped[id(operation)] = self._undo.take(lambda: build_table(operation))
+            return table
+        operation_parsers: dict[int, tuple[tuple[Any, ...], Any]] = {}
+
+        def service_parser(command: clidriver.ServiceCommand) -> Any:
+            parser = service_parsers.get(id(command))
+            if parser is None:
+                table = command._get_command_table()
+                table["help"] = command.create_help_command()
+                parser = service_parsers[id(command)] = ServiceArgParser(table, command._name)
+            return parser
+
+        def operation_parser(operation: clidriver.ServiceOperation, arg_table: Mapping[str, Any]) -> Any:
+            for event_name, handler in scoped.get(id(operation), ()):
+                operation._session.register(event_name, handler)
+            shape = tuple((id(argument), argument.required) for argument in arg_table.values())
+            known = operation_parsers.get(id(operation))
+            if known is not None and known[0] == shape:
+                return known[1]
+            parser = clidriver.ArgTableArgParser(arg_table)
+            parser.add_argument("help", nargs="?")
+            operation_parsers[id(operation)] = (shape, parser)
+            return parser
+
+        clidriver.ServiceOperation._create_argument_table = argument_table  # type: ignore[method-assign]
+        clidriver.ServiceCommand._create_parser = service_parser  # type: ignore[method-assign]
+        clidriver.ServiceOperation._create_operation_parser = operation_parser  # type: ignore[method-assign]
+        clidriver.ServiceOperation._add_help = lambda operation, parser: None  # type: ignore[method-assign]
+
+
+def _inner_emitter(emitter: Any) -> HierarchicalEmitter:
+    return getattr(emitter, "_emitter", emitter)
+
+
+def _disable_help(refuse: Refuse) -> None:
+    """Help pages start a pager."""
+
+    def no_help(self: HelpCommand, args: Any, parsed_globals: Any) -> None:
+        refuse("operation", "help pages are not available here")
+
+    HelpCommand.__call__ = no_help
+
+
+def _bound_waiters() -> None:
+    """Waiters ask often and give up soon; their commands are built once, since parsers are kept by identity."""
+    original, build = SingleWaiterConfig.__init__, WaitCommand._build_subcommand_table
+    tables: dict[int, tuple[WaitCommand, Any]] = {}
+
+    def bounded(config: SingleWaiterConfig, definition: Any) -> None:
+        original(config, definition)
+        config.delay = min(config.delay, _WAIT_DELAY_S)
+        config.max_attempts = min(config.max_attempts, _WAIT_ATTEMPTS)
+
+    def table(command: WaitCommand) -> Any:
+        if id(command) not in tables:
+            tables[id(command)] = command, build(command)
+        return tables[id(command)][1]
+
+    SingleWaiterConfig.__init__ = bounded  # type: ignore[method-assign]
+    WaitCommand._build_subcommand_table = table  # type: ignore[method-assign]
+
+
+def _restrict_param_files(refuse: Refuse) -> None:
+    """``file://`` reads the virtual folder only; URLs are never followed."""
+
+    def read(prefix: str, path: str, mode: str) -> Any:
+        name = path[len(prefix) :]
+        if not is_folder_name(name):
+            refuse("local-file", "only plain names inside the working folder can be read")
+        try:
+            with open(name, mode) as file:
+                return file.read()
+        except OSError as error:
+            raise paramfile.ResourceLoadingError(f"Unable to load paramfile {path}: {error}") from error
+
+    for prefix, mode in (("file://", "r"), ("fileb://", "rb")):
+        paramfile.LOCAL_PREFIX_MAP[prefix] = (read, {"mode": mode})
+    paramfile.REMOTE_PREFIX_MAP.clear()

@@ -1,0 +1,196 @@
+"""Chaos: once in an episode something that the agent made may be disturbed, silently, to be noticed and repaired.
+
+It is rolled after a step that brought progress without finishing, so waiting brings nothing. A disturbance counts only
+when its effect is seen in the simulator's state. Source: environment spec sections 7 (Chaos) and 8 (probabilities).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jmespath
+
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.grading.grader import Criteria
+from realhf.aws.grading.tracker import Evidence, Tracker
+from realhf.aws.grading.verifier import Check, Snapshot, StateReader, verified
+from realhf.aws.tasks.task import ACCOUNT_ID
+
+PROBABILITY: Mapping[str, float] = MappingProxyType(
+    {"warmup": 0.0, "beginner": 0.0, "intermediate": 0.1, "advanced": 0.2, "expert": 0.3}
+)
+"""By tier."""
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A request that disturbs what an agent's request made. ``%(name)s`` in values is the resource of the agent's
+    request, ``%(Parameter)s`` one of its parameters, ``%(found)s`` what ``lookup`` (operation, params, path) finds.
+    ``probe`` (operation, params, path) reads what has to be different afterwards."""
+
+    operation: str
+    params: Mapping[str, Any]
+    probe: tuple[str, Mapping[str, Any], str]
+    lookup: tuple[str, Mapping[str, Any], str] | None = None
+
+
+_BUCKET = {"Bucket": "%(name)s"}
+_TABLE = {"TableName": "%(name)s"}
+_FUNCTION = {"FunctionName": "%(name)s"}
+_QUEUE = {"QueueUrl": f"http://localhost/{ACCOUNT_ID}/%(name)s"}
+_TOPIC = {"TopicArn": f"arn:aws:sns:us-east-1:{ACCOUNT_ID}:%(name)s"}
+_ALL_OF_QUEUE = _QUEUE | {"AttributeNames": ["All"]}
+_OTHER_TIMES = Perturbation(
+    "SetQueueAttributes",
+    _QUEUE | {"Attributes": {"VisibilityTimeout": "7", "MessageRetentionPeriod": "61"}},
+    ("GetQueueAttributes", _ALL_OF_QUEUE, "Attributes.[VisibilityTimeout,MessageRetentionPeriod]"),
+)
+_OTHER_FUNCTION = Perturbation(
+    "UpdateFunctionConfiguration",
+    _FUNCTION | {"Timeout": 1, "MemorySize": 129},
+    ("GetFunctionConfiguration", _FUNCTION, "[Timeout,MemorySize]"),
+)
+_GONE_BUCKET = Perturbation("DeleteBucket", _BUCKET, ("HeadBucket", _BUCKET, "@"))
+
+PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = MappingProxyType(
+    {
+        "s3:CreateBucket": (_GONE_BUCKET,),
+        "s3:PutBucketPolicy": (Perturbation("DeleteBucketPolicy", _BUCKET, ("GetBucketPolicy", _BUCKET, "Policy")),),
+        "s3:PutBucketVersioning": (
+            Perturbation(
+                "PutBucketVersioning",
+                _BUCKET | {"VersioningConfiguration": {"Status": "Suspended"}},
+                ("GetBucketVersioning", _BUCKET, "Status"),
+            ),
+        ),
+        "dynamodb:CreateTable": (
+            Perturbation("DeleteTable", _TABLE, ("DescribeTable", _TABLE, "Table.TableStatus")),
+            Perturbation(
+                "UpdateTable",
+                _TABLE
+                | {
+                    "BillingMode": "PROVISIONED",
+                    "ProvisionedThroughput": {"ReadCapacityUnits": 9, "WriteCapacityUnits": 9},
+                },
+                ("DescribeTable", _TABLE, "Table.ProvisionedThroughput.ReadCapacityUnits"),
+            ),
+        ),
+        "lambda:CreateFunction": (_OTHER_FUNCTION,),
+        "lambda:UpdateFunctionConfiguration": (_OTHER_FUNCTION,),
+        "sqs:CreateQueue": (
+            Perturbation("DeleteQueue", _QUEUE, ("GetQueueAttributes", _ALL_OF_QUEUE, "Attributes")),
+            _OTHER_TIMES,
+        ),
+        "sqs:SetQueueAttributes": (_OTHER_TIMES,),
+        "sns:Subscribe": (
+            Perturbation(
+                "Unsubscribe",
+                {"SubscriptionArn": "%(found)s"},
+                ("ListSubscriptionsByTopic", _TOPIC, "Subscriptions"),
+                lookup=("ListSubscriptionsByTopic", _TOPIC, "Subscriptions[-1].SubscriptionArn"),
+            ),
+        ),
+        "iam:AttachRolePolicy": (
+            Perturbation(
+                "DetachRolePolicy",
+                {"RoleName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
+                ("ListAttachedRolePolicies", {"RoleName": "%(name)s"}, "AttachedPolicies"),
+            ),
+        ),
+        "iam:AttachUserPolicy": (
+            Perturbation(
+                "DetachUserPolicy",
+                {"UserName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
+                ("ListAttachedUserPolicies", {"UserName": "%(name)s"}, "AttachedPolicies"),
+            ),
+        ),
+    }
+)
+"""By the agent's operation, what may happen to what it made."""
+
+
+@dataclass
+class Chaos:
+    """The chaos of one episode. ``occurred``: something was disturbed; ``broken``: the checks that it made fail."""
+
+    probability: float
+    rng: random.Random
+    criteria: Criteria
+    state: StateReader
+    occurred: bool = False
+    broken: list[Check] = field(default_factory=list)
+
+    def after_progress(self, tracker: Tracker) -> str:
+        """Roll; on a hit disturb one thing and return its service, otherwise "". Raises ConnectionError when the
+        simulator does not answer."""
+        if self.occurred or self.rng.random() >= self.probability:
+            return ""
+        before = Snapshot(self.state)
+        held = [check for check in self.criteria.checks if _holds(check, before)]
+        for deed, perturbation in self._candidates(tracker.evidence):
+            if self._disturb(deed, perturbation):
+                self.occurred = True
+                tracker.disturbed(deed.service, deed.resource)
+                after = Snapshot(self.state)
+                self.broken = [check for check in held if not _holds(check, after)]
+                return deed.service
+        return ""
+
+    def survived(self) -> bool:
+        """Whether what was broken is whole again."""
+        now = Snapshot(self.state)
+        return bool(self.broken) and all(_holds(check, now) for check in self.broken)
+
+    def _candidates(self, evidence: Sequence[Evidence]) -> list[tuple[Evidence, Perturbation]]:
+        services = self.criteria.named_services
+        found = [
+            (deed, perturbation)
+            for deed in evidence
+            if deed.ok and deed.service in services and deed.resource
+            for perturbation in PERTURBATIONS.get(deed.operation, ())
+        ]
+        self.rng.shuffle(found)
+        return found
+
+    def _disturb(self, deed: Evidence, perturbation: Perturbation) -> bool:
+        """True when the effect is seen."""
+        values = {**deed.params, "name": deed.resource}
+        try:
+            if perturbation.lookup:
+                values["found"] = self._read(deed.service, perturbation.lookup, values)
+            before = self._read(deed.service, perturbation.probe, values)
+            self.state.call(deed.service, perturbation.operation, _filled(perturbation.params, values))
+            return self._read(deed.service, perturbation.probe, values) != before
+        except (StateCallError, KeyError, RecursionError):
+            return False
+
+    def _read(self, service: str, probe: tuple[str, Mapping[str, Any], str], values: Mapping[str, Any]) -> Any:
+        operation, params, path = probe
+        try:
+            return jmespath.search(path, self.state.call(service, operation, _filled(params, values)))
+        except StateCallError:
+            return None
+
+
+def chaos_rng(task_id: int, seed: int) -> random.Random:
+    """The generator of an episode's chaos."""
+    return random.Random(f"chaos:{task_id}:{seed}")
+
+
+def _holds(check: Check, state: StateReader) -> bool:
+    try:
+        return verified(check, state)
+    except StateCallError:
+        return False
+
+
+def _filled(value: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(value, str):
+        return value % values
+    if isinstance(value, Mapping):
+        return {key: _filled(item, values) for key, item in value.items()}
+    return [_filled(item, values) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,230 @@
+"""One episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
+
+Source: environment spec 2.1 (observation), 6 (set-up) and 7 (end of an episode).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.aws.cli.executor import CommandResult
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
+from realhf.aws.episode.hints import LEVELS, hint_text, is_hint_request
+from realhf.aws.episode.world import SetupError, SlotState, World, build_world
+from realhf.aws.grading.grader import Grader, criteria_of
+from realhf.aws.grading.inventory import Inventory
+from realhf.aws.grading.reward import RewardMeter
+from realhf.aws.grading.tracker import Tracker, is_read
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks.captures import fill_setup
+from realhf.aws.tasks.task import Task, TaskError
+
+DEFAULT_MAX_STEPS = 15
+FINISHED = "episode finished; call reset"
+
+
+class EpisodeError(RuntimeError):
+    """The environment failed; what the agent did is not to be judged by it. Free of paths and criteria."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What reset and step return: the observation of spec 2.1, its reward (0.0 after reset) and done."""
+
+    observation: dict[str, Any]
+    reward: float
+    done: bool
+
+
+class Episode:
+    """Plays tasks in one slot, one episode after the other. ``reward_mode``: see ``reward``; ``chaos``: whether it may
+    disturb an episode that does not say itself. Use from one thread at a time."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        max_steps: int = DEFAULT_MAX_STEPS,
+        *,
+        reward_mode: str = "potential",
+        chaos: bool = False,
+    ) -> None:
+        self._slot = slot
+        self._max_steps = max_steps
+        self._reward_mode = reward_mode
+        self._may_disturb = chaos
+        self._task: Task | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._task = None
+        self._world: World | None = None
+        self._tracker = Tracker()
+        self._meter = RewardMeter(self._reward_mode)
+        self._grader: Grader | None = None
+        self._chaos: Chaos | None = None
+        self._inventory = Inventory(self._slot.state)
+        self._steps = 0
+        self._hints = 0
+        self._achieved = False
+        self._episode_id = ""
+
+    @property
+    def done(self) -> bool:
+        return self._achieved or self._steps >= self._max_steps
+
+    def reset(
+        self,
+        task: Task,
+        seed: int | None = None,
+        episode_id: str | None = None,
+        *,
+        chaos: bool | None = None,
+        drifts: Sequence[int] | None = None,
+    ) -> StepData:
+        """Empty the world, set the task up and start. ``seed`` (default: the task's) decides the simulator's random
+        ids, drifts and chaos; ``chaos`` whether there may be any (None: as the episode was made); ``drifts`` names
+        the drifts by their places instead of drawing them. Raises TaskError for a task that makes no sense,
+        EpisodeError when its world cannot be built."""
+        self._forget()
+        criteria_of(task)
+        if chaos and not self._slot.simulated:
+            raise TaskError("chaos=true; a real account (BACKEND_TYPE=aws) is not disturbed")
+        seed = task.seed if seed is None else seed
+        try:
+            world = build_world(self._slot, task, seed, drifts)
+        except SetupError as error:
+            raise EpisodeError(str(error)) from error
+        criteria, state = criteria_of(world.task), SlotState(self._slot)
+        self._tracker = Tracker(world.present, criteria.operations)
+        self._grader = Grader(criteria, state)
+        try:
+            self._grader.start()
+        except StateCallError as error:
+            raise TaskError(f"a state check of the task cannot be made: {error.code}") from error
+        except ConnectionError as error:
+            raise EpisodeError("the simulator cannot be read") from error
+        if self._slot.simulated and (self._may_disturb if chaos is None else chaos):
+            self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader.criteria, state)
+        self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
+        self._task, self._world = world.task, world
+        self._episode_id = episode_id or uuid.uuid4().hex
+        return StepData(self._observation(None, ""), 0.0, False)
+
+    def step(self, command: str) -> StepData:
+        """Run one command and grade it. After the end nothing is executed. Raises EpisodeError before the first
+        reset or when the simulator cannot be read."""
+        if self._task is None or self._grader is None:
+            raise EpisodeError("no episode is running; call reset first")
+        if self.done:
+            return StepData(self._observation(None, FINISHED), 0.0, True)
+        self._steps += 1
+        if is_hint_request(command):
+            return self._hint()
+        result = self._slot.executor.run(command)
+        added = self._tracker.record(command, result)
+        for deed in added:
+            self._inventory.touch(deed.service, changed=not is_read(deed.operation))
+        if result.lost:
+            self._inventory.forget()
+        before = self._meter.progress
+        try:
+            grade = self._grader.evaluate(added, lost=result.lost)
+            self._achieved = grade.achieved
+            if grade.progress > before:
+                self._tracker.progressed()
+            reward = self._reward(grade.progress)
+            if self._chaos is not None and self._meter.progress > before and not self.done:
+                disturbed = self._chaos.after_progress(self._tracker)
+                if disturbed:
+                    self._grader.excuse()
+                    self._inventory.touch(disturbed, changed=True)
+        except (StateCallError, ConnectionError) as error:
+            raise EpisodeError(f"the simulator cannot be read: {type(error).__name__}") from error
+        return StepData(self._observation(result, ""), reward, self.done)
+
+    def fill(self, commands: Sequence[str]) -> list[str]:
+        """Commands of this task with the captures of its set-up filled. Raises EpisodeError before a reset,
+        CaptureError for a capture that finds nothing."""
+        if self._world is None:
+            raise EpisodeError("no episode is running; call reset first")
+        return fill_setup(list(commands), self._world.answers)
+
+    def missing(self) -> list[str]:
+        """What the task still lacks, for its author; never shown to an agent."""
+        return self._grader.missing() if self._grader else []
+
+    def _hint(self) -> StepData:
+        assert self._task is not None and self._grader is not None
+        self._hints = min(self._hints + 1, LEVELS)
+        text = hint_text(self._hints, self._grader.criteria, self._task.solution)
+        reward = self._reward(self._meter.progress)
+        return StepData(self._observation(None, "", text), reward, self.done)
+
+    def _reward(self, progress: float) -> float:
+        return self._meter.step(
+            progress,
+            achieved=self._achieved,
+            last_failed=self._tracker.last_failed,
+            rollbacks=self._tracker.rollbacks,
+            idempotent_retries=self._tracker.idempotent_retries,
+            hints=self._hints,
+            chaos_survived=self._achieved and self._chaos is not None and self._chaos.survived(),
+            harmed=self._grader is not None and self._grader.grade.harmed,
+            needless_writes=self._grader.needless_writes if self._grader else 0,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The session's state as spec 2.1 shows it, the inventory of the services touched or named included. Chaos
+        is admitted when the episode is over."""
+        return {
+            "episode_id": self._episode_id or None,
+            "step_count": self._steps,
+            "current_task": masked_task(self._task),
+            "tracker": {
+                "step_count": self._steps,
+                "hints_used": self._hints,
+                "progress": self._meter.progress,
+                "commands_executed": list(self._tracker.commands),
+                "credited_operations": self._grader.credited_operations if self._grader else [],
+            },
+            "infra_state": self.inventory(),
+            "chaos_occurred": self.done and self._chaos is not None and self._chaos.occurred,
+            "current_tier": self._task.tier if self._task else None,
+        }
+
+    def inventory(self) -> dict[str, dict[str, list[str]]]:
+        """Service to type to names of what is in the account; {} where the simulator does not answer."""
+        try:
+            return self._inventory.read()
+        except ConnectionError:
+            return {}
+
+    def _observation(self, result: CommandResult | None, error: str, hint: str = "") -> dict[str, Any]:
+        failed = result is not None and not result.success
+        return {
+            "episode_id": self._episode_id,
+            "step_count": self._steps,
+            "command_success": not failed and not error,
+            "command_output": result.stdout if result else "",
+            "error": error or (result.stderr if result and failed else ""),
+            "task": masked_task(self._task),
+            "task_achieved": self._achieved,
+            "partial_progress": self._meter.progress,
+            "hints_used": self._hints,
+            "hint_text": hint,
+            "truncated": self.done and not self._achieved,
+            "refusal": result.refusal if result else None,
+            "steps_left": max(0, self._max_steps - self._steps),
+        }
+
+
+def masked_task(task: Task | None) -> dict[str, Any] | None:
+    """Layer 3, grader invisibility: all that an agent ever learns about its task."""
+    if task is None:
+        return None
+    shown = {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}
+    return shown | ({"desired_state_spec": task.desired_state_spec} if task.desired_state_spec else {})

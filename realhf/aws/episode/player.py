@@ -1,0 +1,97 @@
+"""The blocking side of a session: picks the task and plays episodes on one slot.
+
+Never writes to a curriculum: a trainer sends its task with the reset. Without one, every training template is as likely
+as any other, because a server that learned from what its clients report could be led astray by one of them
+(environment spec 2.1, trainer mode and local mode).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from realhf.aws.cli.executor import SimulatorLost
+from realhf.aws.episode.episode import Episode, EpisodeError, StepData
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks.loader import instantiate, load_templates
+from realhf.aws.tasks.task import Task, TaskError
+from realhf.env.server import wire
+from realhf.env.server.wire import WireError
+
+_LOG = logging.getLogger(__name__)
+Reply = tuple[dict[str, Any], float | None, bool]
+
+
+class EpisodePlayer:
+    """``realhf.env.server.session.Player`` over ``Episode``. One thread at a time, except ``kill``."""
+
+    def __init__(self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True) -> None:
+        self._slot = slot
+        self._episode = Episode(slot, max_steps, reward_mode=reward_mode, chaos=chaos)
+        self._random = random.Random()
+
+    def reset(self, data: dict[str, Any]) -> Reply:
+        """Start an episode: ``task`` (a whole one), else the template ``task_id``, else one drawn; ``seed`` (default:
+        the task's own, for a template a drawn one), ``episode_id``, ``split`` of the names, ``chaos``. Raises
+        WireError: VALIDATION_ERROR for what was asked, EXECUTION_ERROR for the rest."""
+        chaos = data.get("chaos")
+        if chaos is not None and not isinstance(chaos, bool):
+            raise WireError(wire.VALIDATION_ERROR, "chaos is neither true nor false", field="data.chaos")
+        try:
+            task = self._task(data)
+        except TaskError as error:
+            raise WireError(wire.VALIDATION_ERROR, str(error)[:300], field="data.task") from None
+        return self._play(lambda: self._episode.reset(task, data.get("seed"), data.get("episode_id"), chaos=chaos))
+
+    def step(self, command: str) -> Reply:
+        """Run a command. Raises WireError (EXECUTION_ERROR)."""
+        return self._play(lambda: self._episode.step(command))
+
+    def state(self) -> dict[str, Any]:
+        """What ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something
+        changed since it was last asked. ``slot_id`` lets a pool see that its sessions are different ones."""
+        return {**self._episode.state(), "slot_id": self._slot.index}
+
+    def fill(self, commands: Sequence[str]) -> list[str]:
+        """Commands of the task that is played with the captures of its set-up filled. Raises CaptureError."""
+        return self._episode.fill(commands)
+
+    def kill(self) -> None:
+        """End the command in flight by killing the CLI workers; the executors start others when asked to."""
+        for pid in self._slot.worker_pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _task(self, data: dict[str, Any]) -> Task:
+        if data.get("task") is not None:
+            return Task.from_json(data["task"])
+        seed = data.get("seed")
+        if seed is None:
+            seed = self._random.randrange(1 << 31)
+        task_id = data.get("task_id")
+        if task_id is None:
+            task_id = self._random.choice(load_templates(split="train")).task_id
+        try:
+            return instantiate(int(task_id), seed, data.get("split") or "train")
+        except ValueError as error:
+            raise TaskError(str(error)) from None
+
+    def _play(self, action: Callable[[], StepData]) -> Reply:
+        try:
+            result = action()
+        except TaskError as error:
+            raise WireError(wire.VALIDATION_ERROR, str(error)[:300], field="data.task") from None
+        except EpisodeError as error:
+            raise WireError(wire.EXECUTION_ERROR, str(error)[:300]) from None
+        except SimulatorLost as error:
+            _LOG.warning("slot %d: %s", self._slot.index, error)
+            raise WireError(wire.EXECUTION_ERROR, "simulator lost; call reset") from None
+        except Exception as error:
+            _LOG.exception("slot %d: the environment failed", self._slot.index)
+            raise WireError(wire.EXECUTION_ERROR, f"environment failure ({type(error).__name__})") from None
+        return result.observation, result.reward, result.done

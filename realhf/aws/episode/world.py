@@ -1,0 +1,152 @@
+"""The world of a task: emptied, set up, cluttered, and for a drift task disturbed, before the agent sees it.
+
+A world is built completely or not at all: nothing is ever graded on a half-built one. What a task has sent on its
+behalf obeys the policy that binds agents. Source: environment spec sections 5, 6 and 7.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from realhf.aws.cli.executor import CommandResult
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.grading.tracker import resource_name
+from realhf.aws.grading.verifier import operation_allowed
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures
+from realhf.aws.tasks.drift import choose_drifts, repairs
+from realhf.aws.tasks.task import SetupCommand, Task, TaskError
+
+_MESSAGE_CHARS = 200
+
+
+class SlotState:
+    """How checks read a slot: calls by the environment's own clients, commands by its own CLI worker. Neither ever
+    carried a byte of the agent's, and neither is evidence of anything that the agent did."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.call = slot.state.call
+        self._run = slot.own_executor.run
+
+    def run(self, command: str) -> CommandResult:
+        """Raises ConnectionError when nothing is known of the answer: that is no failed check."""
+        result = self._run(command)
+        if result.stopped or result.timed_out:
+            raise ConnectionError(f"a command of the environment's own got no answer: {result.stderr}")
+        return result
+
+
+class SetupError(RuntimeError):
+    """The world of the task could not be built, so there is no episode. Free of paths and criteria."""
+
+
+@dataclass(frozen=True)
+class World:
+    """``task`` with the captures of its set-up filled; ``present``: (service, name) of what the set-up made;
+    ``answers``: what its calls were answered, for captures in other texts."""
+
+    task: Task
+    present: frozenset[tuple[str, str]]
+    answers: tuple[Mapping[str, Any], ...]
+
+
+def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None) -> World:
+    """Empty the slot and set the task up; ``seed`` decides random ids and drifts, unless ``drifts`` names them by
+    their places in ``possible_drifts``. Raises SetupError, or TaskError for a task that makes no sense."""
+    if not slot.simulated:
+        _refuse_changes(task)
+    slot.reset(seed)
+    answers: list[Mapping[str, Any]] = []
+    present: set[tuple[str, str]] = set()
+    try:
+        for command in task.setup:
+            answers.append(_send(slot, _filled(command, answers), "set-up", present))
+        task = _with_captures(task, answers)
+    except CaptureError as error:
+        raise SetupError(f"task {task.task_id}: {error}") from None
+    _put_assets(slot, task)
+    for decoy in task.decoys:
+        _send(slot, decoy, "decoy", present)
+    chosen = choose_drifts(task.possible_drifts, seed) if drifts is None else [task.possible_drifts[i] for i in drifts]
+    for drift in chosen:
+        _send(slot, drift, "drift", set())
+    if any(drift.repair for drift in chosen):
+        task = replace(task, solution=tuple(repairs(chosen)))
+    return World(task, frozenset(present), tuple(answers))
+
+
+def _refuse_changes(task: Task) -> None:
+    """A real account stays as it is. Raises TaskError for a task that would need another world."""
+    needs = {"a set-up": task.setup, "decoys": task.decoys, "drift": task.possible_drifts, "files": task.assets}
+    wanted = [name for name, what in needs.items() if what]
+    if wanted:
+        reason = f"task {task.task_id} needs {' and '.join(wanted)}"
+        raise TaskError(f"{reason}; a real account gets none (BACKEND_TYPE=aws)")
+
+
+def _filled(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> SetupCommand:
+    return replace(
+        command,
+        params=fill_setup(command.params, answers),
+        command=fill_setup(command.command, answers),
+        repair=fill_setup(command.repair, answers),
+    )
+
+
+def _with_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:
+    if not has_setup_captures(task):
+        return task
+    return replace(
+        task,
+        description=fill_setup(task.description, answers),
+        desired_state_spec=fill_setup(task.desired_state_spec, answers),
+        success=fill_setup(task.success, answers),
+        solution=fill_setup(task.solution, answers),
+        possible_drifts=tuple(_filled(drift, answers) for drift in task.possible_drifts),
+        decoys=tuple(_filled(decoy, answers) for decoy in task.decoys),
+        assets=fill_setup(task.assets, answers),
+    )
+
+
+def _put_assets(slot: Slot, task: Task) -> None:
+    for name, content in task.assets.items():
+        try:
+            slot.files.put(name, content.encode())
+            slot.own_files.put(name, content.encode())  # a drift may use it; the agent's copy may be another by then
+        except ValueError as error:
+            raise TaskError(f"task.assets: {error}") from None
+
+
+def _send(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
+    """What the command was answered; adds to ``made`` what it is about. Raises SetupError."""
+    if command.command:
+        return _run_line(slot, command, purpose, made)
+    if not operation_allowed(command.service, command.operation):
+        raise SetupError(f"{purpose} may not call {command}")
+    try:
+        answer = slot.state.call(command.service, command.operation, dict(command.params))
+    except StateCallError as error:
+        if command.ignore_failure:
+            return {}
+        raise SetupError(f"{purpose} call {command} failed: {error}"[:_MESSAGE_CHARS]) from None
+    except ConnectionError as error:
+        raise SetupError(f"{purpose} call {command} failed: {error}") from error
+    made.add((command.service, resource_name(command.service, command.params)))
+    return answer
+
+
+def _run_line(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
+    result = slot.own_executor.run(command.command)
+    if not result.success:
+        if command.ignore_failure and result.refusal is None:
+            return {}
+        raise SetupError(f"a {purpose} command failed: {result.stderr.strip()}"[:_MESSAGE_CHARS])
+    made.update((sent.service, resource_name(sent.service, sent.params)) for sent in result.requests if sent.ok)
+    try:
+        answer = json.loads(result.stdout)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, Mapping) else {}

@@ -1,0 +1,179 @@
+"""What can an agent do on AWS tasks? Success, reward, steps to solve, hints, drift repair and recovery, by tier.
+
+    python -m realhf.aws.evaluate --model runs/grpo_aws/default/policy --split names --tags starter
+    python -m realhf.aws.evaluate --model http://127.0.0.1:8000/v1 --split heldout
+
+Beside the model it plays a scripted expert (ceiling) and a random agent (floor) on the same tasks. A program:
+like the launcher it stands above the rooms of the house.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+from rich.table import Table
+
+from realhf.api.agent import Agent, AgentError
+from realhf.api.config import GenConfig
+from realhf.aws.evaluation.evaluation import OVERALL, EpisodeRecord, EvaluationRun, report, rows
+from realhf.aws.evaluation.scripted_agents import RandomAgent, ScriptedExpert
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks.loader import instantiate, load_templates
+from realhf.aws.tasks.task import TIERS, Task, TaskError
+from realhf.monitor.plots import plot_success
+from realhf.rollout.agents.chat_agents import ChatApiAgent, LocalModelAgent, served_model
+
+SPLITS = {
+    "heldout": "templates and names that training never sees",
+    "names": "training templates on names that training never sees",
+    "train": "training templates and names",
+}
+_TABLE_WIDTH = 130
+
+
+def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int) -> list[Task]:
+    """``episodes`` instances of every template of the split. Raises TaskError when there is none."""
+    templates = load_templates(tiers, tags=tags, split="heldout" if split == "heldout" else "train")
+    if not templates:
+        raise TaskError(f"no template of the split {split!r} has these tiers and tags")
+    names = "train" if split == "train" else "heldout"
+    first = seed * episodes
+    return [instantiate(t.task_id, number, names) for t in templates for number in range(first, first + episodes)]
+
+
+@contextmanager
+def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
+    """The agent of ``--model``. Raises AgentError or ModelLoadError (a ValueError)."""
+    if options.model.startswith(("http://", "https://")):
+        key = options.api_key_file.read_text().strip() if options.api_key_file else ""
+        name = options.model_name or served_model(options.model, key)
+        agent = ChatApiAgent(options.model, name, key, options.temperature, options.max_new_tokens,
+                             concurrency=options.pool_size, observation_chars=options.observation_chars,
+                             chat_template_kwargs=options.chat_template_kwargs)  # fmt: skip
+        try:
+            yield agent
+        finally:
+            agent.close()
+        return
+    gen = GenConfig(temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+    label = options.model_name or Path(options.model).name
+    yield LocalModelAgent(options.model, gen, options.seed, options.max_total_tokens, options.observation_chars,
+                          label, options.chat_template_kwargs).load(options.threads)  # fmt: skip
+
+
+def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
+    """All episodes of one agent, with a progress bar on standard error."""
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(agent.name, total=len(tasks))
+        run = EvaluationRun(agent, pool, max_turns=options.max_turns,
+                            on_episode=lambda record: progress.advance(bar))  # fmt: skip
+        return run.play(tasks)
+
+
+def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
+    """One row per agent and group."""
+    found = Table("agent", "tier", "episodes", "success %", "reward", "steps to solve", "hints", "recovery %",
+                  title=title)  # fmt: skip
+    for agent, groups in reports.items():
+        for group, figures in groups.items():
+            found.add_row(agent if group == OVERALL else "", group, str(figures["episodes"]),
+                          _percent(figures["success"]), _number(figures["reward"]),
+                          _number(figures["steps_to_solve"]), _number(figures["hints"]),
+                          _percent(figures["recovery"]))  # fmt: skip
+        found.add_section()
+    return found
+
+
+def _percent(figure: dict[str, float] | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{100 * figure['value']:.1f} [{100 * figure['low']:.0f}, {100 * figure['high']:.0f}]"
+
+
+def _number(figure: dict[str, float] | None) -> str:
+    return "-" if figure is None else f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m realhf.aws.evaluate", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--model", help="folder or hub id of a model, or the base URL (.../v1) of an OpenAI-compatible endpoint; "
+                        "without it only expert and random agent play")  # fmt: skip
+    add("--model-name", default="", help="model to ask for at the endpoint (default: the first it lists); label")
+    add("--api-key-file", type=Path, help="file that holds the endpoint's key")
+    add("--split", choices=list(SPLITS), default="heldout",
+        help="; ".join(f"{name}: {text}" for name, text in SPLITS.items()))  # fmt: skip
+    add("--tiers", nargs="+", choices=TIERS, help="default: all")
+    add("--tags", nargs="*", default=(), help="only templates with one of these tags (starter: the training set)")
+    add("--episodes", type=int, default=4, help="instances of every template")
+    add("--max-turns", type=int, default=15, help="turns of an episode")
+    add("--temperature", type=float, default=1.0, help="0: greedy")
+    add("--max-new-tokens", type=int, default=96, help="of one turn")
+    add("--max-total-tokens", type=int, default=4096, help="of an episode (local model)")
+    add("--observation-chars", type=int, default=200, help="what the model reads of one output (training: 200)")
+    add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}' (an endpoint must know the field)")
+    add("--pool-size", type=int, default=8, help="simulators that play in parallel")
+    add("--threads", type=int, default=2, help="torch threads of a local model")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("evaluation"), help="folder for evaluation.json and evaluation.png")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        tasks = choose_tasks(options.split, options.episodes, options.tiers, options.tags, options.seed)
+        played = evaluate(tasks, options)
+    except (AgentError, TaskError, ValueError, OSError, RuntimeError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("evaluate: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    write(played, options)
+    return 0
+
+
+def evaluate(tasks: Sequence[Task], options: argparse.Namespace) -> dict[str, list[EpisodeRecord]]:
+    """Agent name to records; the model first."""
+    pool = MiniStackPool(options.pool_size)
+    played: dict[str, list[EpisodeRecord]] = {}
+    pool.start()
+    try:
+        if options.model:
+            with make_agent(options) as agent:
+                played[agent.name] = play(agent, tasks, pool, options)
+        for agent in (ScriptedExpert(), RandomAgent(options.seed)):
+            played[agent.name] = play(agent, tasks, pool, options)
+    finally:
+        pool.stop()
+    return played
+
+
+def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -> None:
+    """Print the table; write JSON (figures and every episode) and the plot."""
+    reports = {agent: report(records) for agent, records in played.items()}
+    title = f"{options.split}: {SPLITS[options.split]}"
+    console = Console()
+    Console(width=max(console.width, _TABLE_WIDTH)).print(table(reports, title))
+    options.out.mkdir(parents=True, exist_ok=True)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    document = {"options": settings, "reports": reports,
+                "episodes": {agent: rows(records) for agent, records in played.items()}}  # fmt: skip
+    (options.out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")
+    plot_success(reports, title, options.out / "evaluation.png")
+    print(f"written to {options.out}/evaluation.json and evaluation.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

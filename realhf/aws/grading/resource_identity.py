@@ -1,0 +1,80 @@
+"""What a request is about: the name of a resource out of a name, an ARN or a URL; two ways to say it are equal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from realhf.aws.cli.unsigned_client import REGION
+from realhf.aws.tasks.task import ACCOUNT_ID
+
+_SECRET_SUFFIX = re.compile(r"-[A-Za-z0-9]{6}$")
+_NAMES: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {
+        "s3": re.compile(r"([^/]+)"),
+        "dynamodb": re.compile(r"table/([^/]+)"),
+        "kinesis": re.compile(r"stream/([^/]+)"),
+        "lambda": re.compile(r"function:([^:]+)"),
+        "logs": re.compile(r"log-group:([^:]+)"),
+        "secretsmanager": re.compile(r"secret:(.+)"),
+        "ssm": re.compile(r"parameter/?(/.+|[^/]+$)"),
+        "ecr": re.compile(r"repository/(.+)"),
+        "ecs": re.compile(r"task-definition/([^:]+)"),
+        "kms": re.compile(r"(alias/.+)"),
+        "cloudformation": re.compile(r"stack/([^/]+)"),
+        "elasticloadbalancing": re.compile(r"(?:targetgroup|loadbalancer/\w+)/([^/]+)/[^/]+$"),
+        "autoscaling": re.compile(r".*autoScalingGroupName/([^:]+)"),
+    }
+)
+"""By the service of an ARN, where in its resource the name is; elsewhere it is the last part."""
+_PARTIAL_FUNCTION = re.compile(r"(?:\d{12}:)?(?:function:)?([\w-]+)(?::[\w$-]+)?")
+_OWN_ACCOUNTS, _OWN_REGIONS = frozenset({"", "aws", ACCOUNT_ID}), frozenset({"", REGION})
+
+
+def plain_name(text: str) -> str:
+    """The name in an ARN or URL. Any other text is a name itself."""
+    if text.startswith("arn:"):
+        parts = text.split(":", 5)
+        service, resource = parts[2] if len(parts) == 6 else "", parts[-1]
+        if service == "ssm":
+            resource = re.sub(r"^parameter/(?=.+/)", "parameter//", resource)
+        found = _NAMES[service].match(resource) if service in _NAMES else None
+        name = found[1] if found else resource.rpartition(":")[2].rpartition("/")[2]
+        return _SECRET_SUFFIX.sub("", name) if service == "secretsmanager" else name
+    if text.startswith(("http://", "https://")):
+        return text.rpartition("/")[2]
+    return text
+
+
+def identity(service: str, text: str) -> str:
+    """What the text means to ``service``; the same for every way to name a resource of this account and region, and an
+    ARN of another one stays what it is."""
+    if text.startswith("arn:"):
+        parts = text.split(":", 5)
+        own = len(parts) == 6 and parts[4] in _OWN_ACCOUNTS and parts[3] in _OWN_REGIONS
+        return plain_name(text) if own else text
+    if service == "lambda":
+        found = _PARTIAL_FUNCTION.fullmatch(text)
+        return found[1] if found else text
+    if service == "route53":
+        return text.rstrip(".").lower() if "." in text else text.removeprefix("/hostedzone/")
+    return plain_name(text)
+
+
+def same_meaning(service: str, sent: Any, wanted: Any) -> bool:
+    """Whether a parameter says what is wanted: texts by their identity, lists in any order, one text as a list of one.
+    ``wanted`` may be ``{one_of: [...]}``."""
+    if isinstance(wanted, Mapping) and set(wanted) == {"one_of"}:
+        return any(same_meaning(service, sent, one) for one in wanted["one_of"])
+    if isinstance(wanted, list) or isinstance(sent, list):
+        return _identities(service, sent) == _identities(service, wanted)
+    if isinstance(sent, str) and isinstance(wanted, str):
+        return identity(service, sent) == identity(service, wanted)
+    return type(sent) is type(wanted) and sent == wanted
+
+
+def _identities(service: str, values: Any) -> list[str]:
+    listed = values if isinstance(values, list) else [values]
+    return sorted({identity(service, value) if isinstance(value, str) else repr(value) for value in listed})

@@ -1,0 +1,164 @@
+"""The playground's routes below ``/web`` (environment spec 11)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mimetypes
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from realhf.aws.episode.hints import HINT_COMMAND, LEVELS
+from realhf.aws.episode.player import EpisodePlayer
+from realhf.aws.grading.reward import HINT_FACTOR
+from realhf.aws.playground.catalog import catalog
+from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground
+from realhf.aws.playground.playground_session import Game
+from realhf.aws.simulator.configured_pool import simulator_pool
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks.task import TIERS
+from realhf.env.server import wire
+from realhf.env.server.browser_auth import Door, Handler, Refused
+from realhf.env.server.config import ServerConfig
+
+_LARGEST_SEED = (1 << 53) - 1
+"""What JSON of a browser holds exactly."""
+
+
+def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RELEASE_S) -> Playground:
+    """Add the playground to an application. Nothing is started before somebody plays; ``close`` what is returned
+    when the server ends."""
+    playground = Playground(_game(config), idle_release_s)
+    door = Door(config.token)
+    handlers = _Handlers(playground, door, config)
+    for method, path, handler, open_to_all in handlers.table():
+        endpoint = door.guarded(handler, open_to_all=open_to_all)
+        app.router.routes.append(Route(f"/web{path}", endpoint, methods=[method], include_in_schema=False))
+    return playground
+
+
+def _game(config: ServerConfig) -> Game:
+    def make_pool() -> MiniStackPool:
+        return simulator_pool(config, 1, config.web_ministack_port)
+
+    def make_player(slot: Any) -> EpisodePlayer:
+        return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos)
+
+    return Game(make_pool, make_player, summed=config.reward_mode == "potential")
+
+
+class _Handlers:
+    def __init__(self, playground: Playground, door: Door, config: ServerConfig) -> None:
+        self._playground = playground
+        self._door = door
+        self._config = config
+
+    def table(self) -> list[tuple[str, str, Handler, bool]]:
+        """Method, path below /web, handler, and whether it is open before a login."""
+        rows: list[tuple[str, str, Handler, bool]] = [
+            ("GET", "", _static("index.html"), True),
+            ("GET", "/session", self.session, True),
+            ("POST", "/login", self.login, True),
+            ("GET", "/tasks", self.tasks, False),
+            ("GET", "/state", self.state, False),
+            ("GET", "/log", self.log, False),
+            ("POST", "/reset", self.reset, False),
+            ("POST", "/step", self.step, False),
+            ("POST", "/leave", self.leave, False),
+        ]
+        if self._config.web_solutions:
+            rows.append(("GET", "/solution", self.solution, False))
+        files = resources.files("realhf.aws.playground").joinpath("static").iterdir()
+        return rows + [("GET", f"/{file.name}", _static(file.name), True) for file in files]
+
+    async def session(self, request: Request) -> Response:
+        """What the page needs to begin; gives a new browser its cookie, unless it has to log in first."""
+        known = self._door.visitor(request)
+        if known is None and self._door.has_lock:
+            return JSONResponse({"login": True})
+        visitor = known or self._door.newcomer()
+        response = JSONResponse(
+            {
+                "login": False,
+                "csrf": self._door.csrf_token(visitor),
+                "tiers": TIERS,
+                "solutions": self._config.web_solutions,
+                "chaos": self._config.enable_chaos,
+                "hint": {"command": HINT_COMMAND, "levels": LEVELS, "factor": HINT_FACTOR},
+                "max_command_bytes": self._config.max_command_bytes,
+            }
+        )
+        if known is None:
+            self._door.admit(visitor, request, response)
+        return response
+
+    async def login(self, request: Request) -> Response:
+        token = (await _body(request)).get("token")
+        if not isinstance(token, str) or not self._door.has_lock or not self._door.knows(token):
+            raise Refused(401, "WRONG_TOKEN", "this is not the server's token")
+        response = JSONResponse({})
+        self._door.admit(self._door.newcomer(), request, response)
+        return response
+
+    async def tasks(self, request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(catalog))
+
+    async def state(self, request: Request) -> Response:
+        return JSONResponse(await self._playground.state(self._visitor(request)))
+
+    async def log(self, request: Request) -> Response:
+        log = (await self._playground.state(self._visitor(request)))["log"]
+        if log is None:
+            raise Refused(409, "NO_EPISODE", "no episode is running here; start one")
+        name = f"episode-{log['task']['task_id']}-{log['seed']}.json"
+        disposition = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return Response(json.dumps(log, indent=1), media_type="application/json", headers=disposition)
+
+    async def reset(self, request: Request) -> Response:
+        order = wire.checked_reset(await _body(request))
+        if order.get("tier") not in (None, *TIERS):
+            raise wire.WireError(wire.VALIDATION_ERROR, f"tier is none of {', '.join(TIERS)}")
+        if not 0 <= (order.get("seed") or 0) <= _LARGEST_SEED:
+            raise wire.WireError(wire.VALIDATION_ERROR, f"seed is not from 0 to {_LARGEST_SEED}")
+        return JSONResponse({"log": await self._playground.reset(self._visitor(request), order)})
+
+    async def step(self, request: Request) -> Response:
+        action = wire.checked_action(await _body(request), self._config.max_command_bytes)
+        return JSONResponse({"step": await self._playground.step(self._visitor(request), action["command"])})
+
+    async def solution(self, request: Request) -> Response:
+        return JSONResponse(await self._playground.solution(self._visitor(request)))
+
+    async def leave(self, request: Request) -> Response:
+        await self._playground.leave(self._visitor(request))
+        return JSONResponse({})
+
+    def _visitor(self, request: Request) -> str:
+        visitor = self._door.visitor(request)
+        assert visitor is not None, "the door let somebody in without a cookie"
+        return visitor
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError):
+        raise wire.WireError(wire.VALIDATION_ERROR, "the body is not JSON") from None
+    if not isinstance(body, dict):
+        raise wire.WireError(wire.VALIDATION_ERROR, "the body is not an object")
+    return body
+
+
+def _static(name: str) -> Handler:
+    content = resources.files("realhf.aws.playground").joinpath("static", name).read_bytes()
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+
+    async def serve(request: Request) -> Response:
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    return serve

@@ -1,0 +1,273 @@
+"""``BACKEND_TYPE=aws``: one session on a real account, for who knows what they do (environment spec 5, Real AWS).
+
+Starts only when the caller's account is the one that was written down as confirmation. The world is never emptied,
+set up or disturbed; every operation is logged; what is no default read of ``real_aws_permissions`` is refused unless
+a file names the operation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+from botocore.exceptions import BotoCoreError, ClientError
+
+from realhf.aws.cli.command_result import CommandResult, OutputLimits
+from realhf.aws.cli.executor import TIMED_OUT, SimulatorLost
+from realhf.aws.cli.policy import REGION, Verdict, check_command, refusal_text
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.cli.virtual_folder import VirtualFolder
+from realhf.aws.cli.worker_reply import parse_reply
+from realhf.aws.real_aws.permissions import (
+    Permissions,
+    RealAwsRefused,
+    is_default_read,
+    operations_sent,
+    read_allow_file,
+)
+from realhf.base.paths import IMPORT_ROOT
+from realhf.env.containment.frames import BadFrame
+
+_LOG = logging.getLogger(__name__)
+_FILE_VALUE = re.compile("fileb?://", re.IGNORECASE)
+_CHILD_ENVIRONMENT = {
+    "PATH": "/nonexistent", "HOME": "/nonexistent", "LANG": "C.UTF-8", "TZ": "UTC", "AWS_PAGER": "",
+    "PYTHONPATH": str(IMPORT_ROOT),
+}  # fmt: skip
+EXHAUSTED = "the account's only session is taken"
+
+
+def confirm_account(session: botocore.session.Session, expected: str) -> str:
+    """The account of the session's credentials. Raises RealAwsRefused unless it is ``expected``."""
+    try:
+        client = session.create_client("sts", region_name=REGION)
+        found = str(client.get_caller_identity()["Account"])
+    except (BotoCoreError, ClientError) as error:
+        raise RealAwsRefused(f"BACKEND_TYPE=aws: the caller cannot be identified: {error}") from None
+    if found != expected:
+        raise RealAwsRefused(f"BACKEND_TYPE=aws: the credentials belong to account {found}, but "
+                             f"AWS_RL_ENV_ALLOW_REAL_AWS confirms {expected}")  # fmt: skip
+    return found
+
+
+class RealAwsExecutor:
+    """Runs permitted commands, each in a child process of its own that holds the account's credentials and nothing
+    else of the server's environment. ``endpoints``: variables of botocore that name other endpoints than AWS's."""
+
+    def __init__(
+        self,
+        session: botocore.session.Session,
+        folder: Path,
+        permissions: Permissions,
+        limits: OutputLimits,
+        endpoints: Mapping[str, str],
+    ) -> None:
+        self._session = session
+        self._folder = folder
+        self._permissions = permissions
+        self._limits = limits
+        self._endpoints = dict(endpoints)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def worker_pid(self) -> int:
+        """The child that runs a command now, -1 when none does."""
+        process = self._process
+        return process.pid if process is not None else -1
+
+    def run(self, command: str) -> CommandResult:
+        """As ``CliExecutor.run``."""
+        verdict = check_command(command, self._limits.command_bytes)
+        if verdict.rule is not None:
+            return CommandResult(252, "", verdict.message, refusal=verdict.rule)
+        if verdict.answer is not None:
+            return CommandResult(0, verdict.answer, "")
+        names = f"{verdict.service} {verdict.operation}"
+        if not self._permissions.permits(verdict.service, verdict.operation):
+            return _refused("not-permitted", f"{names} is no default read and not in the file of allowed operations")
+        if any(_FILE_VALUE.search(word) for word in verdict.argv):
+            return _refused("local-file", "no parameter is read from a file on a real account")
+        _LOG.info("real AWS: %s", names)
+        return self._execute(verdict)
+
+    def _execute(self, verdict: Verdict) -> CommandResult:
+        try:
+            order = json.dumps(self._order(verdict)).encode()
+        except (BotoCoreError, ValueError) as error:
+            _LOG.error("real AWS: no credentials: %s", error)
+            return CommandResult(255, "", "command stopped: the account's credentials are not available", stopped=True)
+        pipe, problem = subprocess.PIPE, b""
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-P", "-B", "-m", "realhf.aws.real_aws.cli"],
+            stdin=pipe, stdout=pipe, stderr=pipe, cwd=self._folder, env=_CHILD_ENVIRONMENT,
+        )  # fmt: skip
+        try:
+            out, problem = process.communicate(order, self._limits.timeout_s)
+            reply = parse_reply({**json.loads(out), "last": True}, self._limits)
+        except subprocess.TimeoutExpired:
+            return CommandResult(124, "", TIMED_OUT, timed_out=True)
+        except (ValueError, TypeError, BadFrame):
+            said = problem[-500:].decode("utf-8", "replace")
+            _LOG.error("real AWS: the command line ended without an answer: %s", said)
+            return CommandResult(255, "", "command stopped", stopped=True)
+        finally:
+            self._process = None
+            process.kill()
+            process.wait()
+        for sent in reply.result.requests:
+            _LOG.info("real AWS: sent %s:%s, status %d", sent.service, sent.operation, sent.status)
+        return reply.result
+
+    def _order(self, verdict: Verdict) -> dict[str, Any]:
+        """What the child reads. Raises BotoCoreError, ValueError without credentials."""
+        found = self._session.get_credentials()
+        if found is None:
+            raise ValueError("none are configured")
+        credentials = found.get_frozen_credentials()
+        return {
+            "argv": ["--region", REGION, *verdict.argv],
+            "service": "s3" if verdict.service == "s3api" else verdict.service,
+            "operations": operations_sent(verdict.service, verdict.operation),
+            "credentials": {"access_key": credentials.access_key, "secret_key": credentials.secret_key,
+                            "token": credentials.token},
+            "endpoints": self._endpoints,
+            "folder": os.path.realpath(self._folder),
+            "stdout_cap": self._limits.stdout_bytes,
+            "stderr_cap": self._limits.stderr_bytes,
+        }  # fmt: skip
+
+
+def _refused(rule: str, message: str) -> CommandResult:
+    _LOG.warning("real AWS: refused (%s): %s", rule, message)
+    return CommandResult(252, "", refusal_text(rule, message), refusal=rule)
+
+
+class RealState:
+    """Reads for grading, never a write and no secret: checks come from whoever sends the task."""
+
+    def __init__(self, session: botocore.session.Session) -> None:
+        self._session = session
+        self._clients: dict[str, Any] = {}
+
+    def call(self, service: str, operation: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As ``StateClient.call``. Raises StateCallError for anything but a default read."""
+        if not is_default_read(service, operation):
+            raise StateCallError("AccessDenied", f"{service}:{operation} is no default read of a real account")
+        if service not in self._clients:
+            self._clients[service] = self._session.create_client(service, region_name=REGION)
+        try:
+            answer = self._clients[service]._make_api_call(operation, dict(params or {}))
+        except ClientError as error:
+            details = error.response.get("Error", {})
+            raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
+        except BotoCoreError as error:
+            raise ConnectionError(f"AWS: {error}") from error
+        answer.pop("ResponseMetadata", None)
+        return answer
+
+
+class RealAwsSlot:
+    """What an episode needs of a slot."""
+
+    index = 0
+    simulated = False
+
+    def __init__(
+        self,
+        account: str,
+        executor: RealAwsExecutor,
+        own_executor: RealAwsExecutor,
+        files: VirtualFolder,
+        state: RealState,
+    ) -> None:
+        self.account = account
+        self.executor, self.own_executor = executor, own_executor
+        """The agent's, and that of checks, which has the default reads alone. Every command is a process of its own."""
+        self.files = self.own_files = files
+        self.state = state
+
+    @property
+    def worker_pid(self) -> int:
+        return self.executor.worker_pid
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Of the children that run a command now."""
+        return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
+
+    def reset(self, seed: int = 0) -> None:
+        """Only the session's files are emptied; the account stays as it is."""
+        self.files.clear()
+
+
+class RealAwsPool:
+    """One slot on the confirmed account. Raises RealAwsRefused from ``start``."""
+
+    def __init__(
+        self, expected_account: str, allow_file: str, limits: OutputLimits, endpoints: Mapping[str, str] | None = None
+    ) -> None:
+        self._expected = expected_account
+        self._allow_file = allow_file
+        self._limits = limits
+        self._endpoints = dict(endpoints or {})
+        self._lock = threading.Lock()
+        self._slot: RealAwsSlot | None = None
+        self._leased = False
+        self._folder = ""
+
+    def start(self) -> None:
+        permissions = Permissions(read_allow_file(self._allow_file))
+        session = botocore.session.Session()
+        account = confirm_account(session, self._expected)
+        self._folder = tempfile.mkdtemp(prefix="realhf-aws-")
+        files = VirtualFolder(Path(self._folder) / "files")
+        agents, own = (
+            RealAwsExecutor(session, files.path, granted, self._limits, self._endpoints)
+            for granted in (permissions, Permissions())
+        )
+        self._slot = RealAwsSlot(account, agents, own, files, RealState(session))
+
+    def acquire(self) -> RealAwsSlot:
+        """Raises RuntimeError when the session is taken."""
+        with self._lock:
+            if self._slot is None or self._leased:
+                raise SimulatorLost(EXHAUSTED)
+            self._leased = True
+            return self._slot
+
+    def release(self, slot: RealAwsSlot) -> None:
+        slot.files.clear()
+        with self._lock:
+            self._leased = False
+
+    @property
+    def free_count(self) -> int:
+        return int(self._slot is not None and not self._leased)
+
+    def metrics(self) -> dict[str, Any]:
+        return {"size": 1, "free": self.free_count, "leased": int(self._leased)}
+
+    def containment(self) -> str:
+        account = self._slot.account if self._slot else self._expected
+        return (f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; only reads "
+                "that show no secret run, and what the allow file names; every operation is logged")  # fmt: skip
+
+    def stop(self) -> None:
+        """Idempotent."""
+        slot, self._slot = self._slot, None
+        for pid in slot.worker_pids if slot is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,129 @@
+"""One AWS CLI command on a real account, with an account of what was sent; the child process of ``real_aws``.
+
+Reads its order from standard input, writes one JSON line: exit_code, stdout, stderr, requests. The order is
+``{"argv", "service", "operations", "credentials", "endpoints", "folder", "stdout_cap", "stderr_cap"}``: only requests
+of ``operations`` (of botocore's ``service``) are sent, and only to the endpoints of AWS. No parameter is loaded from a
+file or a URL, no program is started, and no file outside ``folder`` is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy)
+from awscli import clidriver, paramfile
+from botocore import xform_name
+
+from realhf.aws.cli.refusal import RefusedRequest, refuse
+from realhf.aws.cli.virtual_folder import MAX_FILE_BYTES
+from realhf.aws.cli.warm_cli import json_able
+from realhf.aws.cli.worker import CappedSink, RunawayOutput, text_stream
+from realhf.aws.real_aws.egress_pin import EgressPin
+from realhf.env.containment import sandbox
+
+_PARAMS = "realhf-params"
+_OPEN_FILES = 64
+_ADDRESS_BYTES = 4 << 30
+
+
+class RealCli:
+    """The CLI's driver for one command. ``order``: see the module."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        self._order = order
+        self._requests: list[dict[str, Any]] = []
+        self._pin = EgressPin()
+        os.environ.update(environment(order))
+        paramfile.LOCAL_PREFIX_MAP.clear()
+        paramfile.REMOTE_PREFIX_MAP.clear()
+        self._driver = clidriver.create_clidriver()
+        session = self._driver.session
+        self._create_client = session.create_client
+        session.create_client = self._pinned_client
+        session.register("before-parameter-build", self._check_operation)
+        session.register("before-send", self._check_endpoint)
+        session.register("after-call", self._note)
+
+    def contain(self) -> None:
+        """Take from this process what the command does not need. For good."""
+        sandbox.forbid_new_privileges()
+        sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=_OPEN_FILES, address_bytes=_ADDRESS_BYTES)
+        self._pin.watch()
+        folder = self._order["folder"]
+        sandbox.AuditGuard(sandbox.package_roots(), (folder,), egress=self._pin.allows_event).install()
+
+    def run(self) -> dict[str, Any]:
+        """Execute; collect the CLI's words and its requests."""
+        out, err = CappedSink(self._order["stdout_cap"]), CappedSink(self._order["stderr_cap"])
+        saved = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = text_stream(out), text_stream(err)
+        try:
+            code = self._driver.main(list(self._order["argv"]))
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except RunawayOutput:
+            code = 255
+        finally:
+            sys.stdout, sys.stderr = saved
+        return {"exit_code": code or 0, "stdout": out.text(), "stderr": err.text(), "requests": self._requests,
+                "truncated": out.cut}  # fmt: skip
+
+    def _pinned_client(self, service_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Whatever a command says, its requests go where the operator or botocore's own rules send them."""
+        kwargs["endpoint_url"] = self._order["endpoints"].get("AWS_ENDPOINT_URL")
+        client = self._create_client(service_name, *args, **kwargs)
+        self._pin.allow(client.meta.endpoint_url, with_subdomains=service_name == "s3")
+        if service_name == "s3" and not self._order["endpoints"]:
+            for host in ("s3.amazonaws.com", "s3.us-east-1.amazonaws.com"):
+                self._pin.allow(f"https://{host}", with_subdomains=True)
+        return client
+
+    def _check_operation(self, params: Any, model: Any, context: dict[str, Any], **_: Any) -> None:
+        context[_PARAMS] = dict(params)
+        service, operation = model.service_model.service_name, xform_name(model.name, "-")
+        if service != self._order["service"] or operation not in self._order["operations"]:
+            refuse("operation", f"{service} {operation} is not what was permitted")
+
+    def _check_endpoint(self, request: Any, **_: Any) -> None:
+        self._pin.check_url(request.url)
+
+    def _note(self, http_response: Any, parsed: Any, model: Any, context: dict[str, Any], **_: Any) -> None:
+        error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}
+        self._requests.append(
+            {"service": model.service_model.service_name, "operation": model.name,
+             "params": json_able(context.get(_PARAMS, {})), "status": http_response.status_code,
+             "error_code": str(error.get("Code", ""))}
+        )  # fmt: skip
+
+
+def environment(order: Mapping[str, Any]) -> dict[str, str]:
+    """What botocore reads from the environment: no profile, no plugin and no provider that would call out."""
+    return {
+        "AWS_ACCESS_KEY_ID": order["credentials"]["access_key"],
+        "AWS_SECRET_ACCESS_KEY": order["credentials"]["secret_key"],
+        **({"AWS_SESSION_TOKEN": order["credentials"]["token"]} if order["credentials"]["token"] else {}),
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ACCOUNT_ID_ENDPOINT_MODE": "disabled",
+        **order["endpoints"],
+    }
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    try:
+        cli = RealCli(order)
+        cli.contain()
+        reply = cli.run()
+    except (sandbox.Denied, RefusedRequest) as error:
+        reply = {"exit_code": 255, "stdout": "", "stderr": str(error), "requests": [], "truncated": False}
+    print(json.dumps(reply))
+
+
+if __name__ == "__main__":
+    main()

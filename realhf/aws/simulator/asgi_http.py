@@ -1,0 +1,181 @@
+"""A small HTTP/1.1 server for one ASGI application and few clients on the loopback.
+
+MiniStack's own server spends more time in HTTP than in answering. Here a request costs one parse of its head and one
+write of its answer; bodies arrive whole. A client waits for each answer before it sends the next request: bytes that
+come earlier are an attempt to hide one request in another, and end the connection, as does all that the grammar
+does not allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, cast
+from urllib.parse import unquote
+
+from realhf.aws.cli.http_grammar import BadHttp, RequestHead, check_field, parse_request_head
+from realhf.aws.simulator.parsed_requests import ParsedRequests
+
+MAX_HEAD_BYTES = 256 * 1024
+_REASONS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PIPELINED = "bytes behind a request, before its answer"
+_HOP_BY_HOP = frozenset({b"transfer-encoding", b"connection", b"keep-alive", b"upgrade", b"trailer"})
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class HttpConnection(asyncio.Protocol):
+    """One client connection, by the ``entrance`` that ``parsed`` notes. What is no request closes it."""
+
+    def __init__(self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str) -> None:
+        self._app = app
+        self._loop = loop
+        self._parsed = parsed
+        self._entrance = entrance
+        self._buffer = bytearray()
+        self._head: RequestHead | None = None
+        self._transport: asyncio.Transport | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        try:
+            if self._task is not None:
+                raise BadHttp(_PIPELINED)
+            self._buffer += data
+            self._take()
+        except BadHttp as error:
+            self._refuse(str(error))
+
+    def _take(self) -> None:
+        """Start to answer the request in the buffer once it is whole. Raises BadHttp."""
+        if self._head is None:
+            self._head = self._take_head()
+        head = self._head
+        if head is None or len(self._buffer) < head.length:
+            return
+        if len(self._buffer) > head.length:
+            raise BadHttp(_PIPELINED)
+        body, self._head = bytes(self._buffer), None
+        self._buffer.clear()
+        self._parsed.add(self._entrance, head, body)
+        self._task = self._loop.create_task(self._answer(head, body))
+
+    def _take_head(self) -> RequestHead | None:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end > MAX_HEAD_BYTES or (end < 0 and len(self._buffer) > MAX_HEAD_BYTES):
+            raise BadHttp("the head of a request is too long")
+        if end < 0:
+            return None
+        head = parse_request_head(bytes(self._buffer[:end]))
+        del self._buffer[: end + 4]
+        expected = head.field(b"expect")
+        if expected and expected.lower() != b"100-continue":
+            raise BadHttp("nothing but 100-continue can be expected")
+        if expected and len(self._buffer) < head.length and self._transport is not None:
+            self._transport.write(_CONTINUE)
+        return head
+
+    def _refuse(self, reason: str) -> None:
+        """Say why, and close; an answer under way is not sent any more."""
+        self._parsed.refuse(reason)
+        self._buffer.clear()
+        self._head = None
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            body = reason.encode()
+            transport.write(_REASONS[400] + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+            transport.close()
+
+    async def _answer(self, head: RequestHead, body: bytes) -> None:
+        response = _Response(head.method)
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()
+            return {"type": "http.disconnect"}
+
+        try:
+            await self._app(_scope(head), receive, response.send)
+            data = response.to_bytes()
+        except BadHttp as error:
+            self._parsed.refuse(f"an answer: {error}")
+            data = _REASONS[500] + b"content-length: 0\r\n\r\n"
+        except Exception:
+            data = _REASONS[500] + b"content-length: 0\r\n\r\n"
+        self._task = None
+        if self._transport is not None:
+            self._transport.write(data)
+            if head.field(b"connection").lower() == b"close":
+                self._transport.close()
+
+
+class _Response:
+    """Collects what the application sends and frames it with a content length."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._status = 500
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._parts: list[bytes] = []
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = list(message.get("headers", []))
+        elif message["type"] == "http.response.body":
+            self._parts.append(bytes(message.get("body", b"")))
+
+    def to_bytes(self) -> bytes:
+        """The whole answer. Raises BadHttp for a header that could split it: what an agent asked to be answered with
+        (``--response-content-type``) is among them."""
+        body = b"".join(self._parts)
+        head = [_REASONS.get(self._status) or f"HTTP/1.1 {self._status} Unknown\r\n".encode()]
+        declared = b""
+        for name, value in self._headers:
+            check_field(name, value)
+            lowered = name.lower()
+            if lowered == b"content-length":
+                declared = value if value.isdigit() else b""
+            elif lowered not in _HOP_BY_HOP:
+                head.append(name + b": " + value + b"\r\n")
+        if self._method == "HEAD":
+            head.append(b"content-length: " + (declared or b"%d" % len(body)) + b"\r\n")
+        elif self._status >= 200 and self._status not in (204, 304):
+            head.append(b"content-length: %d\r\n" % len(body))
+        head.append(b"\r\n")
+        if self._method != "HEAD" and self._status not in (204, 304):
+            head.append(body)
+        return b"".join(head)
+
+
+def _scope(head: RequestHead) -> dict[str, Any]:
+    raw_path, _, query = head.target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": head.method,
+        "scheme": "http",
+        "path": unquote(raw_path.decode("ascii")),
+        "raw_path": raw_path,
+        "query_string": query,
+        "root_path": "",
+        "headers": list(head.fields),
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 0),
+    }

@@ -1,0 +1,138 @@
+"""Runs Lambda code in bubblewrap for one simulator, which itself can start no process (LAMBDA=sandbox).
+
+Run by ``ForkServer``, one forked child per slot: frames of ``LambdaGate`` in, results out. Every invocation is a
+fresh sandbox: Python and the C library read-only, an empty root, no network, no environment, 2 s of CPU, 128 MB,
+16 KiB of output, no process of its own, and a wall clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from realhf.aws.simulator import lambda_bootstrap
+from realhf.env.containment import sandbox, seccomp
+from realhf.env.containment.bubblewrap import hidden
+from realhf.env.containment.fork_server import serve_forks
+from realhf.env.containment.frames import frame, read_frame
+
+OUTPUT_BYTES = 16 * 1024
+MAX_WALL_S = 6.0
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+_PYTHON = "/python"
+_TMP_BYTES = 16 << 20
+_BOOT = "/boot"
+_BOOT_FILES = (str(lambda_bootstrap.__file__), str(seccomp.__file__))
+_CPU_EXCEEDED = (-24, -9, 137, 152)
+
+
+def sandbox_command(program: Path) -> list[str]:
+    """The whole command of one invocation; it reads its request on stdin."""
+    words = [
+        str(program), "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL",
+        "--uid", "65534", "--gid", "65534", "--clearenv",
+        "--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib", "--setenv", "LANG", "C.UTF-8",
+    ]  # fmt: skip
+    for path in _LIBRARIES:
+        words += ["--ro-bind-try", path, path]
+    words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]
+    words += hidden_package(sandbox.own_package(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON})
+    for file in _BOOT_FILES:
+        words += ["--ro-bind", file, f"{_BOOT}/{os.path.basename(file)}"]
+    python = f"{_PYTHON}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    bootstrap = f"{_BOOT}/{os.path.basename(_BOOT_FILES[0])}"
+    return [*words, "--remount-ro", "/", "--chdir", "/tmp", python, "-I", "-S", "-B", bootstrap]
+
+
+def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
+    """Words that hide ``package`` wherever one of the ``bound`` folders (place outside: place inside) shows it: an
+    installation without a virtual environment has the tasks and their answers beside the standard library."""
+    words: list[str] = []
+    for outside, inside in bound.items():
+        if os.path.realpath(package).startswith(f"{os.path.realpath(outside)}/"):
+            words += hidden(inside + os.path.realpath(package).removeprefix(os.path.realpath(outside)))
+    return words
+
+
+def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
+    """MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
+    if not request["runtime"].startswith("python"):
+        return _error("Runtime.NotAvailable", "only python runtimes are run here", "")
+    wall_s = min(MAX_WALL_S, max(1, request["timeout_s"]))
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, start_new_session=True
+    )
+    try:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request).encode())
+            process.stdin.close()
+        except BrokenPipeError:
+            pass
+        result, log, reason = _collect(process, time.monotonic() + wall_s)
+    finally:
+        process.kill()
+        code = process.wait()
+    text = log.decode("utf-8", "replace")
+    if reason:
+        return _error("Sandbox.Timedout" if reason == "time" else "Runtime.OutputTooLarge", reason, text)
+    try:
+        answer = json.loads(result)
+        return {"body": answer["body"], "log": text, "error": bool(answer["error"])}
+    except (ValueError, KeyError, TypeError):
+        over = code in _CPU_EXCEEDED
+        kind, message = ("Sandbox.CpuExceeded", "2 s of CPU") if over else ("Runtime.ExitError", f"exit code {code}")
+        return _error(kind, message, text)
+
+
+def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes, str]:
+    """Both streams until they end; the third is why it was cut short, or empty."""
+    assert process.stdout is not None and process.stderr is not None
+    kept = {process.stdout: bytearray(), process.stderr: bytearray()}
+    with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
+        for stream in kept:
+            selector.register(stream, selectors.EVENT_READ)
+        reason = ""
+        while selector.get_map() and not reason:
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                reason = "time"
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                buffer = kept[key.fileobj]  # type: ignore[index]
+                buffer += data[: OUTPUT_BYTES - len(buffer)]
+                if not data:
+                    selector.unregister(key.fileobj)
+                elif len(buffer) >= OUTPUT_BYTES:
+                    reason = f"more than {OUTPUT_BYTES} bytes of output"
+        return bytes(kept[process.stdout]), bytes(kept[process.stderr]), reason
+
+
+def _error(kind: str, message: str, log: str) -> dict[str, Any]:
+    return {"body": {"errorType": kind, "errorMessage": message}, "log": log, "error": True}
+
+
+def main() -> None:
+    control, program = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    command = sandbox_command(program)
+
+    def child(request: dict[str, Any], fds: list[int]) -> None:
+        sandbox.forbid_new_privileges()
+        channel = socket.socket(fileno=fds[0])
+        stream = channel.makefile("rb")
+        while (message := read_frame(stream)) is not None:
+            channel.sendall(frame(invoke(command, message)))
+
+    serve_forks(control, {"ready": True}, child)
+
+
+if __name__ == "__main__":
+    main()

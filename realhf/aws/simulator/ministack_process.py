@@ -1,0 +1,267 @@
+"""One simulator: a forked, contained MiniStack behind a port of the loopback."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from realhf.aws.simulator.owner_channel import ENVIRONMENT, OWNER, OwnerChannel
+from realhf.base.paths import IMPORT_ROOT
+from realhf.env.containment.fork_server import ForkedProcess, ForkServer
+
+HOST = "127.0.0.1"
+_BACKLOG = 64
+_LOG_TAIL_BYTES = 2000
+_CREDENTIAL = (
+    "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, SignedHeaders=host, Signature=0"
+)
+
+
+def zygote_environment(folder: Path) -> dict[str, str]:
+    """The whole environment of the simulators' zygote: nothing of ours is inherited."""
+    return {
+        "PATH": "/nonexistent",
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": os.pathsep.join(_import_path()),
+        "GATEWAY_PORT": "4566",
+        "MINISTACK_HOST": "localhost",
+        "MINISTACK_REGION": "us-east-1",
+        "LOG_LEVEL": "ERROR",
+        "IOT_MTLS_ENABLED": "0",
+        "SFTP_ENABLED": "0",
+        "MINISTACK_WORKER_THREADS": "4",
+        "PERSIST_STATE": "0",
+        "S3_PERSIST": "0",
+        "DOCKER_HOST": "tcp://127.0.0.1:1",
+        "STATE_DIR": str(folder / "state"),
+    }
+
+
+def _import_path() -> list[str]:
+    return [str(IMPORT_ROOT)]
+
+
+def not_up(name: str, reason: object, log: str) -> str:
+    """The message about a process that did not come up: one line with the last of its log, then the log."""
+    said = log.strip()
+    last = f"; its last words: {said.splitlines()[-1].strip()}\n{said}" if said else ""
+    return f"{name} did not come up: {reason}{last}"
+
+
+class _OwnerHttp(http.client.HTTPConnection):
+    """The standard library's client over a connection of the owner."""
+
+    def __init__(self, dial: Callable[[], socket.socket], timeout_s: float) -> None:
+        super().__init__("localhost:4566", timeout=timeout_s)
+        self._dial = dial
+
+    def connect(self) -> None:
+        self.sock = self._dial()
+        self.sock.settimeout(self.timeout)
+
+
+class MiniStackProcess:
+    """Start, health, reset and end of one simulator. ``port`` 0 lets the kernel choose once and for all.
+
+    ``folder`` is its own, made by the process itself; ``broker`` runs its Lambda code, without one none runs."""
+
+    def __init__(self, port: int, zygote: ForkServer, folder: Path, broker: ForkServer | None = None) -> None:
+        self.port = port
+        self._zygote = zygote
+        self._broker = broker
+        self._runner: ForkedProcess | None = None
+        self._folder = folder
+        self._listener: socket.socket | None = None
+        self._log: IO[bytes] | None = None
+        self._process: ForkedProcess | None = None
+        self._owner: OwnerChannel | None = None
+        self._http: http.client.HTTPConnection | None = None
+
+    def bind(self) -> None:
+        """Take the port. Raises OSError naming the port when somebody else has it."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, self.port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise OSError(error.errno, f"port {self.port} for MiniStack is taken: {error.strerror}") from error
+        self.port = listener.getsockname()[1]
+        self._listener = listener
+
+    def start(self) -> None:
+        """Fork the simulator; it takes over the bound port."""
+        if self._listener is None:
+            self.bind()
+        assert self._listener is not None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
+        self._owner = OwnerChannel()
+        fds = [self._listener.fileno(), self._log.fileno(), self._owner.theirs.fileno()]
+        channel = self._start_runner()
+        if channel is not None:
+            fds.append(channel.fileno())
+        try:
+            self._process = self._zygote.fork({"folder": str(self._folder)}, fds, f"MiniStack on port {self.port}")
+        finally:
+            self._owner.theirs.close()
+            if channel is not None:
+                channel.close()
+        self._listener.close()
+        self._listener = None
+
+    def _start_runner(self) -> socket.socket | None:
+        if self._broker is None:
+            return None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._runner = self._broker.fork({}, [theirs.fileno()], f"Lambda runner of port {self.port}")
+        return ours
+
+    def wait_healthy(self, timeout_s: float) -> None:
+        """Until /_ministack/health answers 200. Raises RuntimeError with the tail of its log."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._request("GET", "/_ministack/health", max(0.05, deadline - time.monotonic()))
+                return
+            except OSError as error:
+                reason = error
+            if not self.alive():
+                raise RuntimeError(not_up(f"MiniStack on port {self.port}", "its process ended", self.log_tail()))
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    not_up(f"MiniStack on port {self.port}", f"{reason}, for {timeout_s:g} s", self.log_tail())
+                )
+            time.sleep(0.01)
+
+    def healthy(self, timeout_s: float = 2.0) -> bool:
+        """True when it answers right now."""
+        try:
+            self._request("GET", "/_ministack/health", timeout_s)
+        except OSError:
+            return False
+        return True
+
+    def answers(self, timeout_s: float) -> bool:
+        """Like ``healthy``, for an onlooker: over a connection of its own, while another thread may use the slot."""
+        connection = _OwnerHttp(self.connect_as_owner, timeout_s)
+        try:
+            connection.request("GET", "/_ministack/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def leftovers(self, timeout_s: float = 2.0) -> str:
+        """What a reset left: bucket and table names as the simulator lists them, or nothing. Raises OSError."""
+        buckets = self.ask("GET", "/", "s3", timeout_s)
+        target = {"X-Amz-Target": "DynamoDB_20120810.ListTables", "Content-Type": "application/x-amz-json-1.0"}
+        tables = self.ask("POST", "/", "dynamodb", timeout_s, target, b"{}")
+        names = re.findall(rb"<Bucket>.*?<Name>(.*?)</Name>", buckets, re.DOTALL)
+        names += [name.encode() for name in json.loads(tables)["TableNames"]]
+        return b", ".join(names).decode()
+
+    def ask(self, method: str, path: str, service: str, timeout_s: float = 2.0,
+            headers: dict[str, str] | None = None, body: bytes | None = None) -> bytes:  # fmt: skip
+        """The body of an answer to a request signed for ``service``. Raises OSError, also for other than 2xx."""
+        return self._request(
+            method, path, timeout_s, {"Authorization": _CREDENTIAL.format(service), **(headers or {})}, body
+        )
+
+    def reset(self, seed: int, timeout_s: float = 2.0) -> None:
+        """Empty the simulator and seed everything it draws. Raises OSError."""
+        self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
+
+    def requests(self, after: int = 0, timeout_s: float = 2.0) -> dict[str, Any]:
+        """What the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
+        latest ``requests`` with a number above ``after`` (see ``ParsedRequest``). Raises OSError."""
+        return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
+
+    def switches(self, timeout_s: float = 2.0) -> dict[str, str]:
+        """The settings in the simulator's modules, as text by name. Raises OSError."""
+        return json.loads(self._request("GET", "/_realhf/switches", timeout_s))
+
+    def connect_as_owner(self) -> socket.socket:
+        """A new connection that may use the control paths; never for a process that reads text of an agent. Raises
+        OSError."""
+        return self._handed_over(OWNER)
+
+    def connect_as_environment(self) -> socket.socket:
+        """A new connection for the worker that runs command lines of tasks. Raises OSError."""
+        return self._handed_over(ENVIRONMENT)
+
+    def _handed_over(self, mark: bytes) -> socket.socket:
+        if self._owner is None:
+            raise ConnectionRefusedError(f"MiniStack on port {self.port} was not started")
+        return self._owner.connect(mark)
+
+    def connect(self, timeout_s: float = 2.0) -> socket.socket:
+        """A new connection to the simulator's port, as its agent has."""
+        connection = socket.create_connection((HOST, self.port), timeout=timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+        return connection
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else -1
+
+    def log_tail(self) -> str:
+        if self._log is None:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
+
+    def stop(self) -> None:
+        """Kill the simulator, free the port. Idempotent."""
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+        for process in (self._process, self._runner):
+            if process is not None:
+                process.kill()
+        self._process = self._runner = None
+        if self._owner is not None:
+            self._owner.close()
+            self._owner = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _request(self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None,
+                 data: bytes | None = None) -> bytes:  # fmt: skip
+        if self._http is None:
+            self._http = _OwnerHttp(self.connect_as_owner, timeout_s)
+        try:
+            if self._http.sock is not None:
+                self._http.sock.settimeout(timeout_s)
+            self._http.request(method, path, data, headers or {})
+            answer = self._http.getresponse()
+            body = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._http.close()
+            self._http = None
+            raise OSError(f"{method} {path} on port {self.port}: {error}") from error
+        if not 200 <= answer.status < 300:
+            raise OSError(f"{method} {path} on port {self.port}: status {answer.status}")
+        return body

@@ -1,0 +1,228 @@
+"""Zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
+
+Run by ``ForkServer`` as ``python -m`` this module ``<control fd> <network> <root> <layers that may be missing>``. Every
+simulator believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot;
+its real port is that of the listening socket it is given, bound by the owner to 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import gzip
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import botocore.session
+import uvloop
+from botocore.exceptions import DataNotFoundError
+
+from realhf.aws.cli.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
+from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection
+from realhf.aws.simulator.entrances import owner_app, port_app
+from realhf.aws.simulator.lambda_gate import LambdaGate
+from realhf.aws.simulator.module_switches import ModuleSwitches
+from realhf.aws.simulator.owner_channel import ENVIRONMENT, OWNER, serve_owner
+from realhf.aws.simulator.parsed_requests import ParsedRequests
+from realhf.aws.simulator.xml_repair import repaired
+from realhf.env.containment import sandbox
+from realhf.env.containment.fork_server import serve_forks
+from realhf.env.containment.probe import PROBE, run_probe
+from realhf.env.containment.process_guard import ProcessGuard
+
+_XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
+_ADDRESS_BYTES = 4 << 30
+_LOG_BYTES = 4 << 20
+_OPEN_FILES = 1024
+
+
+class SeededRandomness:
+    """Everything MiniStack draws (ids, suffixes, secrets) comes from one generator, seeded at each reset."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def install(self) -> None:
+        """Before MiniStack's modules are imported, so that names they copy are ours too."""
+        uuid.uuid4 = self._uuid4
+        os.urandom = self._bytes
+        random._urandom = self._bytes  # type: ignore[attr-defined]
+
+    def seed(self, seed: int) -> None:
+        self._random.seed(seed)
+        random.seed(seed)
+
+    def _bytes(self, size: int, /) -> bytes:
+        return self._random.randbytes(size)
+
+    def _uuid4(self) -> uuid.UUID:
+        return uuid.UUID(int=self._random.getrandbits(128), version=4)
+
+
+class _PinnedLoop(uvloop.Loop):
+    """An event loop that answers and never calls: uvloop's own connects do not pass the audit hook."""
+
+    async def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise sandbox.Denied("egress: not allowed here")
+
+    create_connection = _refuse
+    create_unix_connection = _refuse
+    create_datagram_endpoint = _refuse
+    sock_connect = _refuse
+    subprocess_exec = _refuse
+    subprocess_shell = _refuse
+
+
+def _import_modules() -> list[threading.Thread]:
+    """Import MiniStack's modules. Threads they start at import are returned unstarted: none survives a fork."""
+    deferred: list[threading.Thread] = []
+    original = threading.Thread.start
+    threading.Thread.start = lambda thread: deferred.append(thread)  # type: ignore[method-assign]
+    try:
+        app = importlib.import_module("ministack.app")
+        for name in MINISTACK_MODULES:
+            importlib.import_module(f"ministack.services.{name}")
+        app._reset_all_state()  # the first one imports more, 80 ms that every fork would spend again
+    finally:
+        threading.Thread.start = original  # type: ignore[method-assign]
+    return deferred
+
+
+def _keep_only_metadata(services: Sequence[str]) -> None:
+    """MiniStack looks up a service's protocol in botocore's full model, tens of megabytes and 0.1 s per service
+    in every simulator. Read the few words that matter of each once, before the fork."""
+    responses = importlib.import_module("ministack.core.responses")
+    original = responses._service_model.__wrapped__
+    loader = botocore.session.get_session().get_component("data_loader")
+    light: dict[str, Any] = {}
+
+    def service_model(service: str) -> Any:
+        if service not in light:
+            model = original(service)
+            light[service] = None if model is None else SimpleNamespace(metadata=dict(model.metadata))
+        return light[service]
+
+    responses._service_model = service_model  # type: ignore[attr-defined]
+    for service in services:
+        metadata = _metadata(loader, responses._BOTOCORE_NAME.get(service, service))
+        if metadata is None:
+            service_model(service)
+        else:
+            light[service] = SimpleNamespace(metadata=metadata)
+
+
+def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
+    """The ``metadata`` of botocore's model of ``service``; None where its file is not as expected. The rest of the
+    file, nearly all of it, is not parsed."""
+    with contextlib.suppress(DataNotFoundError, OSError, ValueError):
+        version = loader.determine_latest_version(service, "service-2")
+        for root in loader.search_paths:
+            path = Path(root, service, version, "service-2.json.gz")
+            if path.exists():
+                text = gzip.decompress(path.read_bytes()).decode()
+                start = re.compile(r'"metadata"\s*:\s*').search(text)
+                return json.JSONDecoder().raw_decode(text, start.end())[0] if start else None
+    return None
+
+
+def _readable_app(app: AsgiApp) -> AsgiApp:
+    """Names that a policy made up must not break the answers of the services that speak XML. Not of S3, which answers
+    with objects of any content. The server sets the length."""
+
+    async def readable(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not _XML_PATH.match(scope["path"]):
+            await app(scope, receive, send)
+            return
+        body = bytearray()
+
+        async def collect(message: dict[str, Any]) -> None:
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            body.extend(message.get("body", b""))
+            if not message.get("more_body"):
+                await send({**message, "body": repaired(bytes(body)) if body.startswith(b"<") else bytes(body)})
+
+        await app(scope, receive, collect)
+
+    return readable
+
+
+async def _serve(
+    app: AsgiApp, randomness: SeededRandomness, listener: socket.socket, owner: socket.socket
+) -> None:
+    loop = asyncio.get_running_loop()
+    startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    started: asyncio.Event = asyncio.Event()
+    startup.put_nowait({"type": "lifespan.startup"})
+
+    async def lifespan_send(message: dict[str, Any]) -> None:
+        started.set()
+
+    lifespan = loop.create_task(app({"type": "lifespan"}, startup.get, lifespan_send))  # type: ignore[arg-type]
+    await started.wait()
+    parsed, switches = ParsedRequests(), ModuleSwitches()
+    outer = port_app(app, parsed)
+    inner = owner_app(app, randomness.seed, switches, parsed)
+    serve_owner(loop, owner, {
+        OWNER: lambda: HttpConnection(inner, loop, parsed, "owner"),
+        ENVIRONMENT: lambda: HttpConnection(outer, loop, parsed, "environment"),
+    })  # fmt: skip
+    server = await loop.create_server(lambda: HttpConnection(outer, loop, parsed, "port"), sock=listener)
+    async with server:
+        await lifespan
+
+
+def main() -> None:
+    control, mode, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
+    guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, _ADDRESS_BYTES, may_lack=frozenset(sys.argv[4].split(",")))
+    randomness = SeededRandomness()
+    randomness.install()
+    deferred = _import_modules()
+    app_module = importlib.import_module("ministack.app")
+    gate = LambdaGate()
+    gate.install()
+    app = _readable_app(app_module.app)
+    _keep_only_metadata(MINISTACK_SERVICES)
+    isolated = sandbox.without_network(mode)
+    gc.collect()
+    gc.freeze()
+
+    def child(request: dict[str, Any], fds: list[int]) -> None:
+        if PROBE in request:
+            run_probe(guard, request[PROBE], fds)
+            return
+        listener, log, owner = socket.socket(fileno=fds[0]), fds[1], socket.socket(fileno=fds[2])
+        sandbox.redirect_standard_streams(log)
+        os.close(log)
+        if len(fds) > 3:
+            gate.attach(socket.socket(fileno=fds[3]))
+        os.environ["TMPDIR"] = request["folder"]
+        os.makedirs(request["folder"], exist_ok=True)
+        os.chdir(request["folder"])
+        guard.apply(request["folder"])
+        randomness.seed(0)
+        for thread in deferred:
+            thread.start()
+        with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
+            runner.run(_serve(app, randomness, listener, owner))
+
+    serve_forks(control, {"ready": True, "isolated": isolated}, child)
+    shutil.rmtree(root, ignore_errors=True)  # an owner that was killed could not
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What a session leases: one simulator, the agent's CLI worker and folder, and the environment's own of both.
+
+Source: environment spec 1 and 3.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from realhf.aws.cli.executor import CliExecutor, OutputLimits, SimulatorLost
+from realhf.aws.cli.state_client import ClientFactory, StateClient
+from realhf.aws.cli.virtual_folder import VirtualFolder
+from realhf.aws.simulator.ministack_process import HOST, MiniStackProcess
+from realhf.env.containment.fork_server import ForkedProcess, ForkServer
+
+ACCOUNT = "000000000000"
+START_TIMEOUT_S = 30.0
+_ANSWER_S = 1.0
+_CHECKED_BYTES = 1 << 20
+"""Kept of what a command of the environment's own prints: a check must see the whole answer."""
+
+
+class Slot:
+    """Use from one thread at a time.
+
+    The account id is the same in every slot and every lease: a slot has a simulator process of its own that is
+    emptied between leases, so the id separates nothing, and ids and ARNs in observations stay the same for the
+    same task and seed."""
+
+    simulated = True
+    """The world may be emptied, set up and disturbed."""
+
+    def __init__(self, index: int, ministack: MiniStackProcess, zygote: ForkServer, folder: Path,
+                 factory: ClientFactory, limits: OutputLimits) -> None:  # fmt: skip
+        self.index = index
+        self.account = ACCOUNT
+        self.ministack = ministack
+        self.files = VirtualFolder(folder)
+        spawn = partial(self._spawn_worker, self.files, ministack.connect)
+        self.executor = CliExecutor(spawn, lambda: self.ministack.healthy(), limits)
+        """The agent's shell."""
+        self.own_files = VirtualFolder(folder.with_name(f"{folder.name}-environment"))
+        spawn = partial(self._spawn_worker, self.own_files, ministack.connect_as_environment)
+        self.own_executor = CliExecutor(spawn, lambda: self.ministack.healthy(),
+                                        replace(limits, stdout_bytes=_CHECKED_BYTES))  # fmt: skip
+        """Runs command lines of tasks (set-up, drift, checks) in a worker, over a connection and in a folder that no
+        command of an agent ever reaches. The worker is forked when the first such line comes."""
+        self.state = StateClient(f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory)
+        """Calls that set up, grade and list; never seen by the agent."""
+        self._zygote = zygote
+
+    @property
+    def port(self) -> int:
+        return self.ministack.port
+
+    @property
+    def endpoint(self) -> str:
+        return self.state.endpoint
+
+    @property
+    def worker_pid(self) -> int:
+        """Of the agent's worker."""
+        return self.executor.worker_pid
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Of every worker that may be busy with a command of this lease."""
+        return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
+
+    def lease(self) -> Slot:
+        """Another handle of the same slot; what is leased is the handle, so that an old one gives nothing back."""
+        return copy.copy(self)
+
+    def start(self) -> None:
+        """Called once the simulator is healthy."""
+        self.executor.start()
+
+    def usable(self) -> bool:
+        """Simulator and worker answer right now; a worker that does not is replaced."""
+        if not self.ministack.alive() or not self.ministack.healthy(_ANSWER_S):
+            return False
+        try:
+            self.executor.start()
+            if not self.executor.responsive(_ANSWER_S):
+                self.executor.restart()
+        except (OSError, RuntimeError):
+            return False
+        return True
+
+    def reset(self, seed: int = 0) -> None:
+        """An empty world whose ids depend on ``seed`` alone; the warm worker is kept.
+
+        A dead simulator is respawned. Raises SimulatorLost when that fails too."""
+        self._clear_files()
+        try:
+            self.ministack.reset(seed)
+        except OSError:
+            self.respawn()
+            self.ministack.reset(seed)
+
+    def scrub(self) -> None:
+        """Make a slot that was used indistinguishable from a new one. Simulator and worker are new forks where a
+        command reached them: a reset cannot vouch for all that a process holds. Raises SimulatorLost, OSError: it is
+        dirty."""
+        if self._reached():
+            self.respawn()
+        else:
+            self._stop_workers()
+            self._clear_files()
+            self.ministack.reset(0)
+            self.start()
+        leftovers = self.ministack.leftovers()
+        if leftovers:
+            raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
+
+    def _reached(self) -> bool:
+        """Whether the simulator took anything but the environment's own calls since it was started."""
+        try:
+            report = self.ministack.requests(after=sys.maxsize)
+        except OSError:
+            return True
+        return bool(report["refused"] or set(report["entrances"]) - {"owner"})
+
+    def respawn(self) -> None:
+        """Replace simulator and worker. Raises SimulatorLost with the reason."""
+        try:
+            self._stop_workers()
+            self.ministack.stop()
+            self._clear_files()
+            self.ministack.start()
+            self.ministack.wait_healthy(START_TIMEOUT_S)
+            self.start()
+        except (OSError, RuntimeError) as error:
+            raise SimulatorLost(f"slot {self.index}: {error}") from error
+
+    def stop(self) -> None:
+        self._stop_workers()
+        self.state.close()
+        self.ministack.stop()
+
+    def _stop_workers(self) -> None:
+        self.executor.stop()
+        self.own_executor.stop()
+
+    def _clear_files(self) -> None:
+        self.files.clear()
+        self.own_files.clear()
+
+    def _spawn_worker(
+        self, files: VirtualFolder, connect: Callable[[], socket.socket]
+    ) -> tuple[ForkedProcess, socket.socket]:
+        try:
+            connection = connect()
+        except OSError as error:
+            raise SimulatorLost(f"simulator of slot {self.index} is gone: {error}") from error
+        ours, theirs = socket.socketpair()
+        with connection, theirs:
+            request = {"folder": os.path.realpath(files.path)}
+            try:
+                fds = [theirs.fileno(), connection.fileno()]
+                return self._zygote.fork(request, fds, f"CLI worker {self.index}"), ours
+            except BaseException:
+                ours.close()
+                raise

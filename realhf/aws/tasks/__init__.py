@@ -1,0 +1,27 @@
+"""Task templates of the environment, one YAML file per tier, and their loader."""
+
+from realhf.aws.tasks.loader import (
+    Mistake,
+    Template,
+    get_template,
+    instantiate,
+    is_heldout_seed,
+    load_tasks,
+    load_templates,
+    mistakes,
+    partial_solutions,
+    solve,
+)
+
+__all__ = [
+    "Mistake",
+    "Template",
+    "get_template",
+    "instantiate",
+    "is_heldout_seed",
+    "load_tasks",
+    "load_templates",
+    "mistakes",
+    "partial_solutions",
+    "solve",
+]

@@ -1,0 +1,253 @@
+"""Templates from the YAML files beside this module, and instances drawn from them.
+
+A template's texts hold ``{parameter}`` places. A parameter is ``words`` (a drawn name) or a closed list of
+values; ``{account}`` is always there. A value that is nothing but one place keeps its type. The seed decides
+name, values and phrasing. Held out from training are whole templates (``split: heldout``), names
+(``instantiate(split="heldout")`` draws none that training sees) and one seed in ten. Spec section 6.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import yaml
+
+from realhf.aws.tasks.drift import choose_drifts, repairs
+from realhf.aws.tasks.names import draw_name
+from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setup
+
+SPLITS = ("train", "heldout")
+STARTER = "starter"
+"""Tag of what the built-in policy can learn."""
+_SEED_SHARE = 10
+"""One seed in this many is held out."""
+_FOLDERS = {"drift": "expert"}
+"""Files and folders are named after their tier, but for these."""
+_PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
+_KEYS = frozenset(
+    {"task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution"}
+    | {"partial_solutions", "mistakes", "split", "tags", "desired_state_spec", "possible_drifts", "assets", "decoys"}
+)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong habit: commands that do not solve the task, and those that repair it (none: no way back)."""
+
+    commands: tuple[str, ...]
+    recovery: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """One task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` as written there.
+    ``solution`` of a drift task applies its whole desired state, without a look at what drifted. ``split`` "heldout":
+    never served to training. ``tags``: topics; "starter" marks what the built-in policy learns."""
+
+    task_id: int
+    name: str
+    tier: str
+    descriptions: tuple[str, ...]
+    params: Mapping[str, Any]
+    setup: list[Any]
+    success: Mapping[str, Any]
+    solution: tuple[str, ...]
+    partial_solutions: tuple[tuple[str, ...], ...]
+    mistakes: tuple[Mapping[str, Any], ...]
+    split: str = "train"
+    tags: frozenset[str] = frozenset()
+    desired_state_spec: str = ""
+    possible_drifts: tuple[Any, ...] = ()
+    assets: Mapping[str, str] = field(default_factory=dict)
+    decoys: tuple[Any, ...] = ()
+
+
+def load_templates(
+    tiers: Iterable[str] | None = None, *, tags: Iterable[str] = (), split: str | None = None
+) -> list[Template]:
+    """Templates ordered by id: of these tiers (None: of all), with any of these tags (none: whatever their tags),
+    of this split of the templates (None: both). Raises TaskError for an unknown tier, tag or split."""
+    everything = _all_templates().values()
+    wanted = _known("tier", TIERS if tiers is None else tiers, TIERS)
+    tagged = _known("tag", tags, sorted({tag for template in everything for tag in template.tags}))
+    splits = _known("split", SPLITS if split is None else [split], SPLITS)
+    return [
+        template
+        for template in everything
+        if template.tier in wanted and template.split in splits and (not tagged or tagged & template.tags)
+    ]
+
+
+def training_tags(tiers: Sequence[str], tags: Sequence[str] | None) -> list[str]:
+    """The tags to train on in these tiers: those given, or for None STARTER where every tier has such templates and
+    else none, which takes all. Raises TaskError for an unknown name, and when a tier gives no template."""
+    if tags is None:
+        starters = {template.tier for template in load_templates(tiers, tags=[STARTER], split="train")}
+        return [STARTER] if starters >= set(tiers) else []
+    given = {template.tier for template in load_templates(tiers, tags=tags, split="train")}
+    if missing := [tier for tier in tiers if tier not in given]:
+        raise TaskError(f"the tier {missing[0]!r} has no template with the tags {', '.join(tags)}")
+    return list(tags)
+
+
+def _known(kind: str, names: Iterable[str], known: Iterable[str]) -> set[str]:
+    unknown = set(names) - set(known)
+    if unknown:
+        raise TaskError(f"unknown {kind} {sorted(unknown)[0]!r}; known: {', '.join(known)}")
+    return set(names)
+
+
+def get_template(template_id: int) -> Template:
+    """Raises TaskError for an unknown id."""
+    try:
+        return _all_templates()[template_id]
+    except KeyError:
+        raise TaskError(f"no task template has the id {template_id}") from None
+
+
+def load_tasks(split: str = "train") -> list[Task]:
+    """One instance of every template of a split, with names of the same split, ordered by id. Raises TaskError."""
+    return [instantiate(template.task_id, 0, split) for template in load_templates(split=split)]
+
+
+def is_heldout_seed(template_id: int, seed: int) -> bool:
+    """Whether training never plays this instance of a template."""
+    return zlib.crc32(f"{template_id}:{seed}".encode()) % _SEED_SHARE == _SEED_SHARE - 1
+
+
+def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
+    """The instance of a template that ``seed`` draws in ``split``; the same arguments give the same task. In training
+    a held-out seed stands for the next one that is not (``Task.seed``)."""
+    if split not in SPLITS:
+        raise TaskError(f"split is {split!r}; known: {', '.join(SPLITS)}")
+    template = get_template(template_id)
+    while split == "train" and is_heldout_seed(template_id, seed):
+        seed += 1
+    rng = random.Random(f"{template_id}:{seed}:{split}")
+    params = {
+        key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
+    }
+    drifts = parse_setup(fill(list(template.possible_drifts), params), "possible_drifts")
+    drawn = repairs(choose_drifts(drifts, seed))
+    return Task(
+        task_id=template_id,
+        template=template.name,
+        tier=template.tier,
+        seed=seed,
+        description=fill(rng.choice(template.descriptions), params),
+        setup=parse_setup(fill(template.setup, params)),
+        success=fill(template.success, params),
+        solution=tuple(drawn or fill(list(template.solution), params)),
+        params=params,
+        desired_state_spec=fill(template.desired_state_spec, params),
+        possible_drifts=drifts,
+        assets=fill(template.assets, params),
+        decoys=parse_setup(fill(list(template.decoys), params), "decoys"),
+    )
+
+
+def solve(task: Task) -> list[str]:
+    """The canonical commands of a task."""
+    return list(task.solution)
+
+
+def with_drifts(task: Task, places: Iterable[int]) -> Task:
+    """The task with the solution for the drifts at these places of ``possible_drifts``, whatever its seed draws."""
+    found = repairs([task.possible_drifts[place] for place in places])
+    return replace(task, solution=tuple(found)) if found else task
+
+
+def whole_state(task: Task) -> list[str]:
+    """The commands that apply the whole desired state of a drift task; other tasks: the solution."""
+    return list(fill(list(get_template(task.task_id).solution), task.params))
+
+
+def partial_solutions(task: Task) -> list[list[str]]:
+    """Command lists that must not solve the task, proper prefixes of its solution included."""
+    prefixes = [list(task.solution[:length]) for length in range(1, len(task.solution))]
+    written = [fill(list(commands), task.params) for commands in get_template(task.task_id).partial_solutions]
+    return prefixes + written
+
+
+def mistakes(task: Task) -> list[Mistake]:
+    """The wrong habits written for this task; the default way back is the canonical solution."""
+    found = []
+    for entry in get_template(task.task_id).mistakes:
+        recovery = fill(entry["recovery"], task.params) if "recovery" in entry else task.solution
+        found.append(Mistake(tuple(fill(entry["commands"], task.params)), tuple(recovery)))
+    return found
+
+
+def fill(value: Any, params: Mapping[str, Any]) -> Any:
+    """``value`` with the places of all its strings filled; a string that is one place takes the value's type.
+    Braces around anything that is not a parameter stay as they are."""
+    if isinstance(value, str):
+        if "{" not in value:
+            return value
+        whole = _PLACE.fullmatch(value)
+        if whole and whole[1] in params:
+            return params[whole[1]]
+        return _PLACE.sub(lambda match: str(_lookup(match, params)), value)
+    if isinstance(value, Mapping):
+        return {fill(key, params): fill(item, params) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, params) for item in value]
+    return value
+
+
+def _lookup(match: re.Match[str], params: Mapping[str, Any]) -> Any:
+    return ACCOUNT_ID if match[1] == "account" else params.get(match[1], match[0])
+
+
+@cache
+def _all_templates() -> dict[int, Template]:
+    templates: dict[int, Template] = {}
+    for tier, file in _files():
+        for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader):
+            template = _template(tier, entry)
+            if template.task_id in templates:
+                raise TaskError(f"{file.name}: task_id {template.task_id} is taken")
+            templates[template.task_id] = template
+    return dict(sorted(templates.items()))
+
+
+def _files() -> Iterator[tuple[str, Traversable]]:
+    """(tier, YAML file) of ``<tier>.yaml`` and ``<tier>/*.yaml`` beside this module."""
+    for entry in sorted(resources.files("realhf.aws.tasks").iterdir(), key=lambda entry: entry.name):
+        name = entry.name.removesuffix(".yaml")
+        tier = _FOLDERS.get(name, name)
+        if tier in TIERS:
+            files = entry.iterdir() if entry.is_dir() else [entry]
+            yield from ((tier, file) for file in files if file.name.endswith(".yaml"))
+
+
+def _template(tier: str, entry: Mapping[str, Any]) -> Template:
+    unknown = set(entry) - _KEYS
+    if unknown:
+        raise TaskError(f"{tier}.yaml: task {entry.get('task_id')} has the unknown key {sorted(unknown)[0]!r}")
+    return Template(
+        task_id=entry["task_id"],
+        name=entry["name"],
+        tier=tier,
+        descriptions=tuple(entry["description"]),
+        params=entry["params"],
+        setup=entry.get("setup_commands", []),
+        success=entry["success_criteria"],
+        solution=tuple(entry["solution"]),
+        partial_solutions=tuple(tuple(commands) for commands in entry.get("partial_solutions", [])),
+        mistakes=tuple(entry["mistakes"]),
+        split=entry.get("split", "train"),
+        tags=frozenset(entry.get("tags", ())),
+        desired_state_spec=entry.get("desired_state_spec", ""),
+        possible_drifts=tuple(entry.get("possible_drifts", ())),
+        assets=entry.get("assets", {}),
+        decoys=tuple(entry.get("decoys", ())),
+    )

@@ -1,0 +1,172 @@
+"""Command lines as data: words, options and values, and the lines that send the requests of a set-up.
+
+Captures (``${step1:Items[0].Id}``) are whole words here, whatever blanks and quotes they hold."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+import botocore.session
+from awscli.customizations.argrename import ARGUMENT_RENAMES
+from botocore import xform_name
+from botocore.exceptions import UnknownServiceError
+from botocore.model import OperationModel, ServiceModel, Shape, StructureShape
+
+from realhf.aws.tasks.task import SetupCommand
+
+_CAPTURE = re.compile(r"\$\{(?:step|setup)\d+:[^}]+\}")
+_STEP = re.compile(r"\$\{step(\d+):")
+_SETUP = re.compile(r"\$\{setup(\d+):")
+_MARK = "__capture{}__"
+_API_SERVICES: Mapping[str, str] = MappingProxyType({"s3api": "s3", "s3": "s3 of many requests"})
+"""Services whose name on the command line is another one in the API, or none there."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """``aws SERVICE OPERATION`` with bare words (``arguments``) and options, each a name and its values in order."""
+
+    service: str
+    operation: str
+    options: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, line: str) -> CommandLine:
+        """The parts of a line. Raises ValueError for one with open quotes or without an operation."""
+        captures = _CAPTURE.findall(line)
+        for number, capture in enumerate(captures):
+            line = line.replace(capture, _MARK.format(number), 1)
+        words = [_restore(word, captures) for word in shlex.split(line)]
+        if len(words) < 3:
+            raise ValueError(f"{line!r} has no operation")
+        options: list[tuple[str, tuple[str, ...]]] = []
+        arguments: list[str] = []
+        for word in words[3:]:
+            if word.startswith("--"):
+                name, equals, value = word.partition("=")
+                options.append((name, (value,) if equals else ()))
+            elif options:
+                options[-1] = options[-1][0], (*options[-1][1], word)
+            else:
+                arguments.append(word)
+        return cls(words[1], words[2], tuple(options), tuple(arguments))
+
+    def __str__(self) -> str:
+        words = [quoted(word) for word in self.arguments]
+        for name, values in self.options:
+            words += [name, *(quoted(value) for value in values)]
+        return " ".join(["aws", self.service, self.operation, *words])
+
+    def value(self, option: str) -> str | None:
+        """The only value of an option, None where it is not given or has another number of values."""
+        values = next((values for name, values in self.options if name == option), ())
+        return values[0] if len(values) == 1 else None
+
+    def with_value(self, option: str, *values: str) -> CommandLine:
+        """The same line with other values of an option."""
+        return replace(self, options=tuple((name, values if name == option else old) for name, old in self.options))
+
+    @property
+    def api_operation(self) -> str:
+        """The canonical name, "s3:CreateBucket"; "" for a command that is more than one request, such as ``s3 mb``."""
+        model = operation_model(self.service, self.operation)
+        return f"{model.service_model.service_name}:{model.name}" if model else ""
+
+
+def quoted(word: str) -> str:
+    """The word as a shell takes it; captures in it stay as they are."""
+    captures = _CAPTURE.findall(word)
+    for number, capture in enumerate(captures):
+        word = word.replace(capture, _MARK.format(number), 1)
+    return _restore(shlex.quote(word), captures)
+
+
+def _restore(text: str, captures: Sequence[str]) -> str:
+    for number, capture in enumerate(captures):
+        text = text.replace(_MARK.format(number), capture)
+    return text
+
+
+@functools.cache
+def _service(service: str) -> tuple[ServiceModel | None, Mapping[str, str]]:
+    """The model of a service and its operations by the names that the command line gives them."""
+    loader = botocore.session.Session()
+    try:
+        model = loader.get_service_model(_API_SERVICES.get(service, service))
+    except UnknownServiceError:
+        return None, {}
+    return model, {xform_name(name, "-"): name for name in cast(Iterable[str], model.operation_names)}
+
+
+def operation_model(service: str, operation: str) -> OperationModel | None:
+    """The model of an operation as the command line calls it ("s3api", "create-bucket"), None where there is none."""
+    model, names = _service(service)
+    return None if model is None or operation not in names else model.operation_model(names[operation])
+
+
+@functools.lru_cache(maxsize=512)
+def option_shapes(service: str, operation: str) -> Mapping[str, Shape]:
+    """The shape of what each option of an operation takes."""
+    model = operation_model(service, operation)
+    shape = cast(StructureShape | None, model.input_shape) if model else None
+    members = cast(Mapping[str, Shape], shape.members) if shape else {}
+    return {_option(service, operation, member): member_shape for member, member_shape in members.items()}
+
+
+def _option(service: str, operation: str, member: str) -> str:
+    name = xform_name(member, "-")
+    for key in (f"{service}.{operation}.{name}", f"{service}.*.{name}"):
+        name = ARGUMENT_RENAMES.get(key, name)
+    return f"--{name}"
+
+
+def line_of(command: SetupCommand) -> str:
+    """The line by which an agent sends what a set-up command sends. An object's content is left out."""
+    if command.command:
+        return command.command
+    service = "s3api" if command.service == "s3" else command.service
+    operation = xform_name(command.operation, "-")
+    shapes = option_shapes(service, operation)
+    words = ["aws", service, operation]
+    for member, value in command.params.items():
+        option = _option(service, operation, member)
+        if option in shapes and shapes[option].type_name == "blob":
+            continue
+        words += _words(service, option, value)
+    return " ".join(words)
+
+
+def _words(service: str, option: str, value: Any) -> list[str]:
+    if service == "ec2" and isinstance(value, Mapping) and set(value) == {"Value"}:
+        value = value["Value"]
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option[2:]}"]
+    return [option, quoted(value if isinstance(value, str) else json.dumps(value))]
+
+
+def moved(text: str, by: int) -> str:
+    """A command with its captures of other commands moved down the list by this many."""
+    return _STEP.sub(lambda match: f"${{step{int(match[1]) + by}:", text)
+
+
+def as_steps(text: str) -> str:
+    """A command whose captures of the set-up refer to the commands of its own list."""
+    return _SETUP.sub(lambda match: f"${{step{match[1]}:", text)
+
+
+def captured_steps(text: str) -> set[int]:
+    """The numbers of the commands whose outputs this one uses."""
+    return {int(number) for number in _STEP.findall(text)}
+
+
+def renumbered(text: str, places: Mapping[int, int]) -> str:
+    """A command whose captures follow the commands to their new places."""
+    return _STEP.sub(lambda match: f"${{step{places[int(match[1])]}:", text)

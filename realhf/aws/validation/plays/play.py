@@ -1,0 +1,97 @@
+"""A play, the score that its class may earn, and what came of it when it was played."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from realhf.aws.episode.episode import Episode
+from realhf.aws.tasks.captures import resolve
+from realhf.aws.tasks.task import Task
+
+Kind = Literal["nothing", "unrelated", "harmful", "overdone", "equivalent"]
+KINDS: tuple[Kind, ...] = ("nothing", "unrelated", "harmful", "overdone", "equivalent")
+ASKED: Mapping[Kind, str] = MappingProxyType(
+    {"nothing": "0", "unrelated": "0", "harmful": "at most 0", "overdone": "below 1", "equivalent": "1"}
+)
+"""The score that each class of plays must earn."""
+
+Needs = Literal["all", "one", "none", "all or skip"]
+
+
+@dataclass(frozen=True)
+class Play:
+    """A command list with the class that its score is judged by. Captures refer to its own commands and to the set-up.
+
+    ``needs`` says how many of the commands must succeed for the play to prove anything: "all", "one" or "none";
+    "all or skip" is for a variant that the simulator may not know: where a command fails, the play counts as skipped.
+    ``written``: a person wrote it; the other plays are generated from the canonical solution and the set-up."""
+
+    kind: Kind
+    name: str
+    commands: tuple[str, ...]
+    needs: Needs = "all"
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a play earned. ``failures`` are the commands that failed, with their errors; ``sent`` counts commands."""
+
+    play: Play
+    achieved: bool
+    score: float
+    sent: int
+    failures: tuple[str, ...]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the play is void, because the simulator does not know the variant that it tries."""
+        return self.play.needs == "all or skip" and bool(self.failures)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, "" for an outcome within the bounds of its class."""
+        if self.skipped:
+            return ""
+        if not self._within_bounds():
+            failed = f"; failed: {'; '.join(self.failures)}" if self.failures else ""
+            return f"scored {self.score:.3f}, asked {ASKED[self.play.kind]}{failed}"
+        if self.play.needs == "all" and self.failures:
+            return f"proves nothing, for a command failed: {self.failures[0]}"
+        if self.play.needs == "one" and len(self.failures) >= self.sent:
+            return f"proves nothing, for every command failed: {self.failures[0] if self.failures else 'none was sent'}"
+        return ""
+
+    def _within_bounds(self) -> bool:
+        match self.play.kind:
+            case "equivalent":
+                return self.achieved and self.score == 1.0
+            case "overdone":
+                return not self.achieved and self.score < 1.0
+            case "harmful":
+                return not self.achieved and self.score <= 0.0
+            case _:
+                return not self.achieved and self.score == 0.0
+
+
+def perform(episode: Episode, task: Task, play: Play) -> Outcome:
+    """Set the task up with all drifts that it may have and without chaos, and send the play's commands until it is
+    achieved. Raises what ``Episode.reset`` raises."""
+    drifts = range(len(task.possible_drifts)) if task.possible_drifts else None
+    achieved, score = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"], 0.0
+    outputs: list[str] = []
+    failures: list[str] = []
+    for command in episode.fill(list(play.commands)):
+        if episode.done:
+            break
+        line = resolve(command, outputs)
+        step = episode.step(line)
+        seen = step.observation
+        outputs.append(seen["command_output"])
+        if not seen["command_success"]:
+            failures.append(f"{line}: {' '.join(seen['error'].split())[:160]}")
+        achieved, score = seen["task_achieved"], score + step.reward
+    return Outcome(play, achieved, score, len(outputs), tuple(failures))

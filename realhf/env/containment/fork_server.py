@@ -1,0 +1,219 @@
+"""Fast, cheap processes: a zygote imports what its children need and forks them on request.
+
+The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel beside
+them. A request has a number and its reply repeats it: one that comes after its time is never taken for another's.
+Children are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote
+ends when the owner's end of the socketpair closes, so SIGKILL of the owner leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from realhf.base.process_priority import share_niceness
+from realhf.env.containment import sandbox
+
+_MAX_DATAGRAM = 64 * 1024
+_RESTART_S = 30.0
+
+Child = Callable[[dict[str, Any], list[int]], None]
+"""What a forked process does with its request and descriptors; its return ends the process."""
+
+
+@dataclass
+class ForkedProcess:
+    """A child of a zygote, held by a pidfd: its pid can never be mistaken for another process's."""
+
+    pid: int
+    pidfd: int
+    name: str
+
+    def alive(self) -> bool:
+        return self.pidfd >= 0 and not _readable(self.pidfd, 0)
+
+    def kill(self, timeout_s: float = 2.0) -> None:
+        """SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
+        if self.pidfd < 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        if not _readable(self.pidfd, timeout_s):
+            raise TimeoutError(f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL")
+        os.close(self.pidfd)
+        self.pidfd = -1
+
+
+class ForkServer:
+    """Owner's side. ``module`` is run as ``python -m module <control fd> *arguments`` and calls ``serve_forks``;
+    ``prefix`` goes before ``python``: the words of a sandbox program that hands descriptors on."""
+
+    def __init__(
+        self,
+        module: str,
+        log: IO[bytes],
+        environment: dict[str, str],
+        arguments: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+    ) -> None:
+        self._module = module
+        self._log = log
+        self._environment = environment
+        self._arguments = tuple(arguments)
+        self._prefix = tuple(prefix)
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+
+    def start(self) -> None:
+        """Begin to start the zygote; ``wait_ready`` waits for it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [*self._prefix, sys.executable, "-P", "-B", "-m", self._module, str(theirs.fileno()), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=self._environment,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        share_niceness(self._process.pid)
+        self._control = ours
+
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """The zygote's greeting, sent once its imports are done."""
+        return self._receive(timeout_s)[0]
+
+    def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 5.0) -> ForkedProcess:
+        """A new child that was given ``request`` and copies of ``fds``. Raises TimeoutError, after which such a child
+        may still come up: the next call, or the end of the zygote, kills it."""
+        with self._lock:
+            if self._process is None or self._control is None:
+                raise RuntimeError(f"{self._module} is not running")
+            if self._process.poll() is not None:
+                self._control.close()
+                self.start()
+                self.wait_ready(_RESTART_S)
+            self._number += 1
+            try:
+                socket.send_fds(self._control, [json.dumps([self._number, request]).encode()], list(fds))
+            except OSError as error:
+                raise RuntimeError(f"{self._module} ended: {error}") from error
+            reply, received = self._reply(timeout_s)
+        if not received:
+            raise RuntimeError(f"{self._module} could not fork {name}: {reply.get('error')}")
+        return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
+
+    def _reply(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        """Of the latest request. What answers an older one, given up meanwhile, is killed."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            reply, received = self._receive(max(0.0, deadline - time.monotonic()))
+            if reply.get("number") == self._number:
+                return reply, received
+            for pidfd in received:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+
+    def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        assert self._control is not None
+        if not _readable(self._control.fileno(), timeout_s):
+            raise TimeoutError(f"waited {timeout_s:.3g} s for {self._module}")
+        data, fds, _, _ = socket.recv_fds(self._control, _MAX_DATAGRAM, 1)
+        if not data:
+            raise RuntimeError(f"{self._module} ended while it was needed")
+        return json.loads(data), fds
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else -1
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """End the zygote, and with it all its children. Idempotent."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(timeout_s)
+            self._process = None
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    """Not ``select``, which knows no descriptor beyond 1023: a server of many sessions has more."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _pid_of(pidfd: int) -> int:
+    """Of the process, as the owner sees it: the zygote may live in a pid namespace of its own. -1 when it ended."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as info:
+        return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
+
+
+def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) -> None:
+    """The zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes.
+
+    Must be called with a single thread."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control.send(json.dumps(greeting).encode())
+    zygote = os.getpid()
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _MAX_DATAGRAM, 8)
+        if not data:
+            return
+        number, request = json.loads(data)
+        pid = os.fork()
+        if pid == 0:
+            _become_child(control, zygote, request, fds, child)
+        for fd in fds:
+            os.close(fd)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            control.send(json.dumps({"number": number, "error": f"the child ended at once: {error}"}).encode())
+            continue
+        socket.send_fds(control, [json.dumps({"number": number}).encode()], [pidfd])
+        os.close(pidfd)
+
+
+def _become_child(
+    control: socket.socket, zygote: int, request: dict[str, Any], fds: list[int], child: Child
+) -> None:
+    code = 1
+    try:
+        sandbox.die_with_parent()
+        if os.getppid() == zygote:
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            control.close()
+            child(request, fds)
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,41 @@
+"""The layers that a contained process applies to itself right after its fork, for every kind of process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from realhf.env.containment import sandbox, seccomp
+
+HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = ("hooks", "filter", "limits", "network", "bubblewrap")
+"""Audit hooks of the interpreter, system call filter, resource limits, an empty network, a file system of its own."""
+
+
+@dataclass(frozen=True)
+class ProcessGuard:
+    """Resource limits of one kind of process, ``cpu_s`` 0 for as long as it likes. ``may_lack``: layers without which
+    it may run."""
+
+    file_bytes: int
+    open_files: int
+    address_bytes: int
+    cpu_s: int = 0
+    may_lack: frozenset[str] = frozenset()
+    read_roots: tuple[str, ...] = field(default_factory=sandbox.package_roots)
+
+    def apply(
+        self,
+        folder: str,
+        on_denied: Callable[[str, str], None] | None = None,
+        writes: sandbox.WriteBudget | None = None,
+    ) -> None:
+        """Contain this process for good; of the host's files only those in ``folder`` can be written. Needs a single
+        thread. Raises RuntimeError naming a layer that does not hold and may not be missing."""
+        sandbox.forbid_new_privileges()
+        if not seccomp.install() and FILTER not in self.may_lack:
+            raise RuntimeError("the system call filter could not be installed")
+        sandbox.limit_resources(file_bytes=self.file_bytes, open_files=self.open_files,
+                                address_bytes=self.address_bytes, cpu_s=self.cpu_s)  # fmt: skip
+        sandbox.AuditGuard(self.read_roots, (folder,), on_denied, writes).install()
+        if HOOKS not in self.may_lack:
+            sandbox.prove_containment()

@@ -1,0 +1,143 @@
+"""Counted leases of slots: a session or a request first takes a place, then a healthy simulator, or is refused.
+
+Shared by WebSocket sessions and stateless HTTP requests, so that neither takes what the other was promised.
+Source: environment spec 2.2, 2.3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from realhf.env.server import wire
+from realhf.env.server.metrics import ServerMetrics
+
+RETRY_AFTER_S = 1
+_SCRUB_WAIT_S = 2.0
+_LOG = logging.getLogger(__name__)
+
+
+class SlotPool(Protocol):
+    """What the server needs of ``realhf.aws.simulator.pool.MiniStackPool``."""
+
+    def acquire(self) -> Any: ...
+
+    def release(self, slot: Any) -> None: ...
+
+    @property
+    def free_count(self) -> int: ...
+
+    def metrics(self) -> Mapping[str, Any]: ...
+
+
+class SlotLeases:
+    """At most ``most`` leases at once. ``active`` counts them. Use on one event loop."""
+
+    def __init__(self, pool: SlotPool, most: int, threads: Executor, metrics: ServerMetrics) -> None:
+        self.active = 0
+        self.most = most
+        self._pool = pool
+        self._threads = threads
+        self._metrics = metrics
+        self._releases: set[asyncio.Future[None]] = set()
+        self._closed = False
+
+    async def take(self) -> Any | None:
+        """A slot, or None at capacity. When fewer leases than slots are out, one is being scrubbed or replaced, and
+        is waited for."""
+        if self._closed or self.active >= self.most:
+            return None
+        self._count(1)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _SCRUB_WAIT_S
+        try:
+            while True:
+                acquired = loop.run_in_executor(self._threads, self._pool.acquire)
+                try:
+                    return await asyncio.shield(acquired)
+                except asyncio.CancelledError:
+                    acquired.add_done_callback(self._unwanted)
+                    raise
+                except RuntimeError:
+                    if loop.time() > deadline:
+                        self._count(-1)
+                        return None
+                await asyncio.sleep(0.005)
+        except BaseException:
+            self._count(-1)
+            raise
+
+    def give_back(self, slot: Any) -> None:
+        """Nothing uses the slot any more; it is scrubbed on a thread."""
+        self._count(-1)
+        self._release(slot)
+
+    def give_back_after(self, slot: Any, work: asyncio.Future[Any] | None) -> None:
+        """Give the slot back once ``work``, whose thread may be in it, is done; until then the lease counts."""
+        if work is None or work.done():
+            self.give_back(slot)
+            return
+        _LOG.warning("a slot stays leased: a thread is still in it")
+
+        def ended(work: asyncio.Future[Any]) -> None:
+            if not work.cancelled() and (error := work.exception()) is not None:
+                _LOG.warning("what nobody waited for any more failed: %s", error)
+            self.give_back(slot)
+
+        work.add_done_callback(ended)
+
+    def _unwanted(self, acquired: asyncio.Future[Any]) -> None:
+        """Who asked for the slot is gone; the thread that fetches it is not."""
+        if not acquired.cancelled() and acquired.exception() is None:
+            self._release(acquired.result())
+
+    def _release(self, slot: Any) -> None:
+        released = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.release, slot)
+        self._releases.add(released)
+        released.add_done_callback(self._released)
+
+    @property
+    def returning(self) -> int:
+        """Slots that were given back and are being scrubbed."""
+        return len(self._releases)
+
+    def close(self) -> None:
+        """No further lease."""
+        self._closed = True
+
+    async def returned(self, timeout_s: float) -> None:
+        """Wait until all slots that were given back are scrubbed."""
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=timeout_s)
+
+    def refusal(self) -> dict[str, Any]:
+        """Count a refusal; what the refused client is told."""
+        self._metrics.sessions_rejected.inc()
+        numbers = f"{self.active}/{self.most}"
+        return {
+            "code": wire.CAPACITY_REACHED,
+            "message": f"Server at capacity: {numbers} sessions active. Cannot accept new connections.",
+            "active_sessions": self.active,
+            "max_sessions": self.most,
+        }
+
+    def _released(self, future: asyncio.Future[None]) -> None:
+        self._releases.discard(future)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            _LOG.error("a slot could not be released: %s", error)
+
+    def _count(self, change: int) -> None:
+        self.active += change
+        self._metrics.sessions_active.set(self.active)
+
+
+async def watch_loop_lag(metrics: ServerMetrics, every_s: float = 0.25) -> None:
+    """Record how late the event loop is, until cancelled."""
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(every_s)
+        metrics.loop_lag_seconds.observe(max(0.0, time.perf_counter() - began - every_s))

@@ -1,0 +1,141 @@
+"""The environment server: its parts put together, and the thread that serves them (environment spec 2)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from realhf.env.server import wire
+from realhf.env.server.capacity import SlotLeases, SlotPool, watch_loop_lag
+from realhf.env.server.config import ServerConfig
+from realhf.env.server.http_routes import StatelessPlayer, build_app
+from realhf.env.server.metrics import ServerMetrics
+from realhf.env.server.session import Player
+from realhf.env.server.session_endpoint import SessionEndpoint
+
+_LOG = logging.getLogger(__name__)
+
+
+class PortTaken(OSError):
+    """The server's port is in use."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket whose connections notice a half-open peer. Raises PortTaken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_NODELAY", 1)):
+        if hasattr(socket, option):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    try:
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        raise PortTaken(f"cannot listen on {host}:{port} (--port): {error.strerror}") from None
+    return listener
+
+
+class Page(Protocol):
+    """Something that was added to the application and ends with the server."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+class EnvServer:
+    """The application served on its own thread, so that the main thread is free for signals and RPC.
+    ``ended`` is set when that thread is over. ``mount`` adds a page to the application, unless ``config`` has none."""
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        make_player: Callable[[Any], Player],
+        config: ServerConfig,
+        listener: socket.socket,
+        mount: Callable[[FastAPI, ServerConfig], Page] | None = None,
+    ) -> None:
+        self._metrics = ServerMetrics(pool.metrics)
+        self._threads = ThreadPoolExecutor(config.pool_size + 2, thread_name_prefix="env-session")
+        leases = SlotLeases(pool, config.pool_size, self._threads, self._metrics)
+        self._endpoint = SessionEndpoint(leases, make_player, self._threads, config, self._metrics)
+        stateless = StatelessPlayer(leases, make_player, self._threads)
+        app = build_app(pool, leases, self._endpoint, stateless, config, self._metrics)
+        self._page = mount(app, config) if mount is not None and config.web_mounted else None
+        self._listener = listener
+        self._address = listener.getsockname()[:2]
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http="h11",
+                ws="websockets-sansio",
+                ws_max_size=wire.MAX_FRAME_BYTES,
+                ws_ping_interval=config.ws_ping_interval_s,
+                ws_ping_timeout=config.ws_ping_timeout_s,
+                ws_per_message_deflate=False,
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self.ended = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="env-server", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Base address of the server."""
+        host, port = self._address
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def start(self, timeout_s: float = 10.0) -> None:
+        """Serve. Raises RuntimeError when the server does not come up."""
+        self._thread.start()
+        deadline = time.monotonic() + timeout_s
+        while not self._server.started:
+            if time.monotonic() > deadline or self.ended.is_set():
+                raise RuntimeError(f"the environment server did not start within {timeout_s:g} s")
+            time.sleep(0.005)
+
+    def stop(self, timeout_s: float = 9.0) -> None:
+        """Close sessions with 1001 and stop serving."""
+        deadline = time.monotonic() + timeout_s
+        if self._loop is not None and not self.ended.is_set():
+            try:
+                asyncio.run_coroutine_threadsafe(self._endpoint.stop(), self._loop).result(timeout_s)
+            except TimeoutError:
+                _LOG.error("sessions did not end within %g s", timeout_s)
+            self._server.should_exit = True
+            self._thread.join(max(0.5, deadline - time.monotonic()))
+        if self._page is not None:
+            self._page.close()
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+                self._loop = runner.get_loop()
+                runner.run(self._serve())
+        finally:
+            self._threads.shutdown(wait=False)
+            self.ended.set()
+
+    async def _serve(self) -> None:
+        watch = asyncio.create_task(watch_loop_lag(self._metrics))
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            watch.cancel()

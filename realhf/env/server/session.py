@@ -1,0 +1,272 @@
+"""One WebSocket session: it owns a MiniStack slot for its whole life.
+
+Episodes run in a worker thread; the event loop only moves frames. While a command is quick nothing but
+its thread is waited for; only a slow one is watched for a client that vanished. Source: environment
+spec 2.1, 2.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from realhf.env.server import mcp, wire
+from realhf.env.server.injected_faults import HANG, UNAVAILABLE, SessionTrouble
+from realhf.env.server.metrics import ServerMetrics
+from realhf.env.server.wire import Request, WireError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_WATCH_AFTER_S = 0.25
+_GRACE_S = 1.0
+_KILL_AGAIN_S = 0.2
+KILLED_WAIT_S = 10.0
+_LOG = logging.getLogger(__name__)
+
+
+class Player(Protocol):
+    """The blocking side of a session; see ``realhf.aws.episode.player``."""
+
+    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]: ...
+
+    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def kill(self) -> None: ...
+
+
+class _Unanswered(Exception):
+    """A simulated fault: the request gets no answer, and the connection ends unless it ``hangs``."""
+
+    def __init__(self, hangs: bool) -> None:
+        super().__init__()
+        self.hangs = hangs
+
+
+class Session:
+    """Serves one accepted socket until the client, the reaper or the server ends it. ``trouble``: simulated faults."""
+
+    def __init__(
+        self,
+        player: Player,
+        threads: Executor,
+        metrics: ServerMetrics,
+        *,
+        max_command_bytes: int,
+        idle_timeout_s: float,
+        first_message_timeout_s: float = 0.0,
+        trouble: SessionTrouble | None = None,
+    ) -> None:
+        self._trouble = trouble
+        self._player = player
+        self._threads = threads
+        self._metrics = metrics
+        self._max_command_bytes = max_command_bytes
+        self._idle_timeout = idle_timeout_s or None
+        self._first_timeout = first_message_timeout_s or self._idle_timeout
+        self._has_spoken = False
+        self._task: asyncio.Task[Any] | None = None
+        self._in_flight: asyncio.Future[str] | None = None
+        self._receiving: asyncio.Future[Message] | None = None
+        self._idle = False
+        self._stopping = False
+
+    def stop(self) -> None:
+        """The server shuts down: end now if idle, else after the command in flight. Call on the loop."""
+        self._stopping = True
+        if self._idle and self._task is not None:
+            self._task.cancel()
+
+    @property
+    def unfinished(self) -> asyncio.Future[str] | None:
+        """The request whose thread does not end, although its worker was killed."""
+        return None if self._in_flight is None or self._in_flight.done() else self._in_flight
+
+    async def serve(self, receive: Receive, send: Send) -> tuple[int, str] | None:
+        """Answer frames until the end; returns code and reason of the close frame that is due, None when
+        the client is gone. A thread is in the slot until ``unfinished`` is done."""
+        self._task = asyncio.current_task()
+        try:
+            return await self._frames(receive, send)
+        finally:
+            if self._receiving is not None:
+                self._receiving.cancel()
+
+    async def _frames(self, receive: Receive, send: Send) -> tuple[int, str] | None:
+        while True:
+            if self._stopping:
+                return 1001, "server shutdown"
+            try:
+                message = await self._next(receive)
+            except TimeoutError:
+                return self._reap()
+            except asyncio.CancelledError:
+                if not self._stopping or self._task is None:
+                    raise
+                self._task.uncancel()
+                return 1001, "server shutdown"
+            if message["type"] == "websocket.disconnect":
+                return None
+            self._has_spoken = True
+            try:
+                reply = await self._answer(message.get("text"), receive)
+            except _Unanswered as fault:
+                if fault.hangs:
+                    continue
+                return 1011, "simulated fault"
+            except Exception:
+                return await self._fail(send)
+            if reply is None:
+                return 1000, ""
+            try:
+                await send({"type": "websocket.send", "text": reply})
+            except OSError:
+                return None
+
+    def _reap(self) -> tuple[int, str]:
+        """The client has been silent for too long: count it, say so, and close."""
+        if self._has_spoken:
+            self._metrics.sessions_reaped.inc()
+            _LOG.warning("a session was closed: no message for %g s (AWS_RL_ENV_IDLE_TIMEOUT_S)", self._idle_timeout)
+            return 1001, "idle timeout"
+        self._metrics.sessions_unused.inc()
+        _LOG.warning("a session was closed: no first message within %g s (AWS_RL_ENV_FIRST_MESSAGE_TIMEOUT_S)",
+                     self._first_timeout)  # fmt: skip
+        return 1001, "no first message"
+
+    async def _fail(self, send: Send) -> tuple[int, str] | None:
+        """Something broke that is no answer to a request: the client is told, and the session ends."""
+        _LOG.exception("a session failed")
+        self._metrics.errors.labels(wire.SESSION_ERROR).inc()
+        error = WireError(wire.SESSION_ERROR, "the session failed and is closed; open another one")
+        try:
+            await send({"type": "websocket.send", "text": wire.encode_error(error)})
+        except OSError:
+            return None
+        return 1011, "session error"
+
+    async def _next(self, receive: Receive) -> Message:
+        timeout_s = self._idle_timeout if self._has_spoken else self._first_timeout
+        self._idle = True
+        try:
+            if self._receiving is not None:
+                pending, self._receiving = self._receiving, None
+                return await asyncio.wait_for(pending, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await receive()
+        finally:
+            self._idle = False
+
+    async def _answer(self, text: str | None, receive: Receive) -> str | None:
+        """Text of the reply frame; None for a close request."""
+        request_id = None
+        try:
+            if text is None:
+                raise WireError(wire.VALIDATION_ERROR, "binary frames are not accepted")
+            request = wire.parse_request(text, max_command_bytes=self._max_command_bytes)
+            request_id = request.request_id
+            if request.kind == "close":
+                return None
+            if request.kind == "step" and self._trouble is not None:
+                await self._meet_trouble(self._trouble)
+            return await self._off_loop(request, receive)
+        except WireError as error:
+            error.request_id = error.request_id if error.request_id is not None else request_id
+            self._metrics.errors.labels(error.code).inc()
+            return wire.encode_error(error)
+
+    async def _meet_trouble(self, trouble: SessionTrouble) -> None:
+        """Simulated: the step is late, or is not executed at all. Raises WireError or _Unanswered."""
+        if trouble.latency_s:
+            await asyncio.sleep(trouble.latency_s)
+        fault = trouble.draw()
+        if fault is None:
+            return
+        self._metrics.injected_faults.labels(fault).inc()
+        if fault == UNAVAILABLE:
+            text = "simulated fault: the step was not executed; send it again"
+            raise WireError(wire.UNAVAILABLE, text, retryable=True)
+        raise _Unanswered(hangs=fault == HANG)
+
+    async def _off_loop(self, request: Request, receive: Receive) -> str:
+        loop = asyncio.get_running_loop()
+        work = self._in_flight = loop.run_in_executor(self._threads, self._work, request)
+        try:
+            done, _ = await asyncio.wait((work,), timeout=_WATCH_AFTER_S)
+            if not done:
+                await self._watch(work, receive)
+        except asyncio.CancelledError:
+            await self._finish_or_kill(work)
+            raise
+        if not work.done():
+            raise WireError(wire.EXECUTION_ERROR, "the command did not end when its worker was killed")
+        return work.result()
+
+    async def _watch(self, work: asyncio.Future[str], receive: Receive) -> None:
+        """A slow command: look out for the client's end meanwhile."""
+        self._receiving = asyncio.ensure_future(receive())
+        await asyncio.wait((work, self._receiving), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return
+        if self._receiving.result()["type"] == "websocket.disconnect":
+            await self._finish_or_kill(work)
+        else:
+            await asyncio.wait((work,))
+
+    async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
+        """Nobody waits for the answer any more."""
+        done, _ = await asyncio.wait((work,), timeout=_GRACE_S)
+        if not done:
+            await kill_until_done(work, self._kill, KILLED_WAIT_S)
+
+    def _kill(self) -> None:
+        self._metrics.workers_killed.inc()
+        self._player.kill()
+
+    def _work(self, request: Request) -> str:
+        """In the worker thread: run the request and encode its reply. Raises WireError."""
+        began = time.perf_counter()
+        if request.kind == "state":
+            return wire.encode_reply("state", self._player.state(), request.request_id)
+        if request.kind == "mcp":
+            return wire.encode_reply("mcp", self._mcp(request.data), request.request_id)
+        if request.kind == "reset":
+            observation, reward, done = self._player.reset(request.data)
+            self._metrics.reset_seconds.observe(time.perf_counter() - began)
+        else:
+            observation, reward, done = self._step(request.data["command"])
+        return wire.encode_observation(observation, reward, done, request.request_id)
+
+    def _step(self, command: str) -> mcp.Step:
+        began = time.perf_counter()
+        observation, reward, done = self._player.step(command)
+        self._metrics.step_seconds.observe(time.perf_counter() - began)
+        if done:
+            outcome = "achieved" if observation["task_achieved"] else "truncated"
+            self._metrics.episodes.labels(outcome).inc()
+        return observation, reward, done
+
+    def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return mcp.checked(message, self._max_command_bytes) or mcp.call_tool(message, self._step)
+        except WireError as error:
+            return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
+
+
+async def kill_until_done(work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float) -> None:
+    """A killed command may be tried once more by the executor, so the kill is repeated until the thread is back, or
+    for so long that something else must keep it: then it is still in its slot when this returns."""
+    deadline = time.monotonic() + limit_s
+    while not work.done():
+        if time.monotonic() > deadline:
+            _LOG.error("a command did not end within %g s after its worker was killed", limit_s)
+            return
+        kill()
+        await asyncio.wait((work,), timeout=_KILL_AGAIN_S)
