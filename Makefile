@@ -94,11 +94,11 @@ crash-ledger: install
 	$(BIN)/python -m tests.trajectory.crash_ledger --store redis --duration 60 --forget-every 5
 
 red-team: install
-	$(BIN)/python -m tests.env.red_team
-	$(BIN)/python -m tests.env.command_fuzzer --commands $(FUZZ_COMMANDS)
+	$(BIN)/python -m tests.aws.red_team.firing_range
+	$(BIN)/python -m tests.aws.red_team.command_fuzzer --commands $(FUZZ_COMMANDS)
 
 screenshots: install
-	$(BIN)/python -m tests.env.web.screenshots
+	$(BIN)/python -m tests.aws.playground.screenshots
 	$(BIN)/python -m tests.trajectory.status_picture
 
 clean-venv:

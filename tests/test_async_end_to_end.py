@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_end_to_end import MOVING, launch
 
 from realhf.dataflow.journal.audit import audit_folder
+from tests.test_end_to_end import MOVING, launch
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 

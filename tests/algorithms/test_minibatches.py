@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 from realhf.algorithms.logprob import LogprobInterface
 from realhf.algorithms.minibatches import minibatches
@@ -16,6 +15,7 @@ from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.algorithms.sequences import PredictedTokens
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 
 def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceSample:

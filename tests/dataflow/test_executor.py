@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_graph import FakeCaller
-from toy_source import ToySource, toy_graph
 
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer.types import EndOfData
@@ -17,6 +15,8 @@ from realhf.dataflow.executor import FunctionExecutor, StallError
 from realhf.dataflow.model_function_call import MFCFailed
 from realhf.dataflow.step_report import StepReport
 from realhf.transport.errors import WorkerDied
+from tests.dataflow.toy_graph import FakeCaller
+from tests.dataflow.toy_source import ToySource, toy_graph
 
 ONE = {"actor": ["w0"], "ref": ["w0"]}
 TWO = {"actor": ["w0"], "ref": ["w1"]}

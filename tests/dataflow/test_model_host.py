@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from toy_graph import ToyEngine, ToyInterface
 
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import Model, TrainResult
@@ -22,6 +21,7 @@ from realhf.transport.rpc import worker as rpc_worker
 from realhf.transport.rpc.master import RpcMaster
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.store import TensorStore
+from tests.dataflow.toy_graph import ToyEngine, ToyInterface
 
 
 class Doubler(ToyInterface):

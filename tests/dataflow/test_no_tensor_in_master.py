@@ -14,9 +14,12 @@ import pytest
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one master saw in two steps, and in a third whose reference's worker was killed."""
-    script = Path(__file__).with_name("toy_master.py")
     run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path_factory.mktemp("toy"))], capture_output=True, text=True, timeout=150
+        [sys.executable, "-m", "tests.dataflow.toy_master", str(tmp_path_factory.mktemp("toy"))],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from toy_source import ToySource, toy_graph
 
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.model_function_call import MFCFailed
 from realhf.transport.rpc.master import RpcMaster
+from tests.dataflow.toy_source import ToySource, toy_graph
 
-HERE = Path(__file__).parent
 SKIP = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, type)
 
 
@@ -60,7 +59,7 @@ async def run(folder: Path) -> dict[str, Any]:
     roles = {"w0": "actor", "w1": "ref"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "toy_worker.py"), name, str(i), role, "toy", rpc.endpoint, str(folder)]
+            [sys.executable, "-m", "tests.dataflow.toy_worker", name, str(i), role, "toy", rpc.endpoint, str(folder)]
         )
         for i, (name, role) in enumerate(roles.items())
     ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from toy_graph import ToyGen, toy_host
-from toy_source import toy_graph
-
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
 from realhf.transport.tensors.store import TensorStore
+from tests.dataflow.toy_graph import ToyGen, toy_host
+from tests.dataflow.toy_source import toy_graph
 
 
 def main() -> None:

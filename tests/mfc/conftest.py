@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from mfc_bench import USELESS, MfcBench, sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realhf.algorithms.sft import SFTInterface
@@ -22,6 +21,7 @@ from realhf.aws.tasks.task import Task
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.data.chat_dataset import ChatDataset
+from tests.mfc.mfc_bench import USELESS, MfcBench, sequences
 
 TINY = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 TEACHING_STEPS = 60

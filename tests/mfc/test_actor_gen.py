@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from mfc_bench import MfcBench, as_lists, sequences
 
 from experiments.grpo_aws import actor_gen, actor_model
 from realhf.api.config import EnvConfig, ExperimentConfig, GenConfig, PPOConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
+from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
 
 pytestmark = pytest.mark.sim
 

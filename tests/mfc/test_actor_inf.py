@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from mfc_bench import MfcBench, as_lists, sequences
 
 from experiments.grpo_aws import actor_inf, actor_model
 from realhf.api.config import ExperimentConfig, GenConfig
 from realhf.api.sample import SequenceSample
+from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
 
 TEMPERATURE = 0.8
 GROUPS = [[12, 7], [9, 20]]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from mfc_bench import USELESS, MfcBench, sequences
 from transformers import AutoModelForCausalLM
 
 from experiments.grpo_aws import actor_model, actor_train, policy_options
 from realhf.api.config import ExperimentConfig, ModelConfig, OptimizerConfig, PPOConfig
 from realhf.api.sample import SequenceSample
 from realhf.aws.tasks.task import Task
+from tests.mfc.mfc_bench import USELESS, MfcBench, sequences
 
 GROUPS = [[12, 20, 15, 9], [10, 18, 14, 11]]
 REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5]

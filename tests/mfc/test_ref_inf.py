@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from mfc_bench import MfcBench, as_lists, sequences
 
 from experiments.grpo_aws import ref_inf
 from realhf.api.config import ExperimentConfig, GenConfig, MicroBatchConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
+from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
 
 TEMPERATURE = 0.7
 GROUPS = [[9, 30, 2], [17, 17, 5]]

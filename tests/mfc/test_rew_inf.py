@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from mfc_bench import MfcBench, as_lists
 
 from experiments.grpo_aws import rew_inf
 from realhf.api.config import ExperimentConfig, PPOConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
+from tests.mfc.mfc_bench import MfcBench, as_lists
 
 ENV_ERROR, FILTERED = 3, 2
 

@@ -1,8 +1,7 @@
 """Success rates and their intervals."""
 
-from test_rollout_sample import outcome
-
 from realhf.rollout.evaluation import evaluation_report
+from tests.rollout.episode.test_rollout_sample import outcome
 
 
 def test_failed_episodes_are_counted_apart() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.env.web.chromium import Chromium
+from tests.chromium import Chromium
 from tests.trajectory.conftest import REGISTRATION, register_env, running_server
 from tests.trajectory.groups import group
 

@@ -1,0 +1,172 @@
+"""Every loss formula against loops, and what garbage in masked positions may not do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.algorithms.aggregation import token_weights, weighted_sum
+from realhf.algorithms.policy_gradient.losses import (
+    LossTerms,
+    cispo_loss,
+    kl_estimate,
+    ppo_loss,
+    reinforce_loss,
+)
+from realhf.algorithms.policy_gradient.presets import resolve
+from realhf.builtins import policy_losses
+
+LENGTHS = [4, 1, 6, 3]
+
+
+def random_terms(seed: int = 0) -> LossTerms:
+    g = torch.Generator().manual_seed(seed)
+    n = sum(LENGTHS)
+    old = -3 * torch.rand(n, generator=g)
+    current = (old + torch.randn(n, generator=g)).requires_grad_()
+    mask = torch.rand(n, generator=g) < 0.7
+    mask[LENGTHS[0]] = False  # the second sequence has no trainable token
+    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    advantages = torch.randn(len(LENGTHS), generator=g)[sequence]
+    return LossTerms(current, old, advantages, mask, sequence, len(LENGTHS))
+
+
+def loop_ppo(terms: LossTerms, low: float, high: float, c_clip: float | None, level: str) -> list[float]:
+    lp, old, adv = terms.logprobs.tolist(), terms.old.tolist(), terms.advantages.tolist()
+    out = []
+    for t, ok in enumerate(terms.mask.tolist()):
+        if not ok:
+            out.append(0.0)
+            continue
+        if level == "token":
+            rho = math.exp(lp[t] - old[t])
+        else:
+            own = [s for s in range(len(lp)) if terms.sequence[s] == terms.sequence[t] and terms.mask[s]]
+            rho = math.exp(sum(lp[s] - old[s] for s in own) / len(own))
+        loss = max(-adv[t] * rho, -adv[t] * min(max(rho, 1 - low), 1 + high))
+        if c_clip is not None and adv[t] < 0:
+            loss = min(loss, c_clip * abs(adv[t]))
+        out.append(loss)
+    return out
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("c_clip", [None, 1.3])
+def test_ppo_equals_loop(level: str, c_clip: float | None) -> None:
+    options = resolve({"ratio": level, "eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": c_clip})
+    for seed in range(10):
+        terms = random_terms(seed)
+        got = ppo_loss(terms, options)
+        expected = torch.tensor(loop_ppo(terms, 0.2, 0.28, c_clip, level))
+        torch.testing.assert_close(got.loss.detach(), expected)
+
+
+def test_clip_counters() -> None:
+    options = resolve({"eps_clip": 0.2, "c_clip": 3.0})
+    old = torch.zeros(5)
+    ratio = torch.tensor([1.5, 1.5, 0.5, 4.0, 1.0])
+    adv = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0])
+    terms = LossTerms(
+        ratio.log(), old, adv, torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64), 1
+    )
+    got = ppo_loss(terms, options)
+    assert got.clipped.tolist() == [True, False, True, False, False]
+    assert got.dual_clipped.tolist() == [False, False, False, True, False]
+
+
+def test_cispo_and_reinforce_gradients() -> None:
+    terms = random_terms(3)
+    cispo = cispo_loss(terms, resolve({"algo": "cispo", "eps_clip": 0.3, "eps_clip_higher": 0.5}))
+    (grad,) = torch.autograd.grad(cispo.loss.sum(), terms.logprobs)
+    weight = (terms.logprobs.detach() - terms.old).exp().clamp(0.7, 1.5)
+    torch.testing.assert_close(grad, torch.where(terms.mask, -weight * terms.advantages, 0.0))
+    plain = reinforce_loss(terms, resolve({"algo": "reinforce"}))
+    (grad,) = torch.autograd.grad(plain.loss.sum(), terms.logprobs)
+    torch.testing.assert_close(grad, torch.where(terms.mask, -terms.advantages, 0.0))
+
+
+def test_sequence_ratio_gradient_is_that_of_the_own_token() -> None:
+    """GSPO-token: d(s_i)/d(lp_t) = s_i at every unclipped token of the sequence."""
+    terms = random_terms(5)
+    options = resolve({"algo": "gspo", "eps_clip": 100.0, "eps_clip_higher": 100.0})
+    (grad,) = torch.autograd.grad(ppo_loss(terms, options).loss.sum(), terms.logprobs)
+    for t in range(len(grad)):
+        own = terms.mask & (terms.sequence == terms.sequence[t])
+        ratio = (terms.logprobs.detach() - terms.old)[own].mean().exp() if terms.mask[t] else 0.0
+        assert float(grad[t]) == pytest.approx(float(-terms.advantages[t] * ratio), rel=1e-4)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
+def test_garbage_in_masked_positions_is_harmless(algo: str, junk: float) -> None:
+    options = resolve({"algo": algo})
+    loss_fn = policy_losses.get(options.loss)
+
+    def value_and_gradient(spoil: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        terms = random_terms(1)
+        data: dict[str, Any] = {}
+        for name in ("logprobs", "old", "advantages"):
+            tensor = getattr(terms, name).detach().clone()
+            if spoil:
+                tensor[~terms.mask] = junk
+            data[name] = tensor
+        data["logprobs"].requires_grad_()
+        terms = LossTerms(**data, mask=terms.mask, sequence=terms.sequence, n_sequences=terms.n_sequences)
+        weights = token_weights(terms.mask, terms.sequence, terms.n_sequences, "token_mean")
+        loss = weighted_sum(loss_fn(terms, options).loss, weights, terms.mask)
+        (grad,) = torch.autograd.grad(loss, terms.logprobs)
+        return loss.detach(), grad
+
+    clean, spoilt = value_and_gradient(False), value_and_gradient(True)
+    assert torch.equal(clean[0], spoilt[0]) and torch.equal(clean[1], spoilt[1])
+
+
+def test_huge_ratio_is_clamped_and_counted() -> None:
+    lp = torch.tensor([0.0], requires_grad=True)
+    one = torch.ones(1, dtype=torch.bool)
+    terms = LossTerms(
+        lp, torch.tensor([-500.0]), torch.tensor([-1.0]), one, torch.zeros(1, dtype=torch.int64), 1
+    )
+    got = ppo_loss(terms, resolve({}))
+    assert got.clamped == 1 and float(got.loss.detach()) == pytest.approx(math.exp(20.0))
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+)
+def test_aggregation_equals_loop(aggregation: str) -> None:
+    terms = random_terms(2)
+    x = torch.arange(1.0, 15.0)
+    rows = [[float(v) for v, s, m in zip(x, terms.sequence, terms.mask, strict=True) if s == i and m]
+            for i in range(4)]  # fmt: skip
+    rows = [row for row in rows if row]
+    expected = {
+        "token_mean": sum(map(sum, rows)) / sum(map(len, rows)),
+        "seq_mean_token_mean": sum(sum(r) / len(r) for r in rows) / len(rows),
+        "seq_mean_token_sum": sum(map(sum, rows)) / len(rows),
+        "constant": sum(map(sum, rows)) / (len(rows) * 7),
+    }[aggregation]
+    weights = token_weights(terms.mask, terms.sequence, 4, aggregation, 7)
+    assert float(weighted_sum(x, weights, terms.mask)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_empty_mask_gives_zero_with_graph() -> None:
+    x = torch.ones(3, requires_grad=True)
+    mask, sequence = torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    loss = weighted_sum(x, token_weights(mask, sequence, 1, "seq_mean_token_mean"), mask)
+    (grad,) = torch.autograd.grad(loss, x)
+    assert float(loss.detach()) == 0 and grad.tolist() == [0.0] * 3
+
+
+def test_kl_estimators() -> None:
+    a, b = torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-1.5, -1.0, -50.0])
+    x = [0.5, -1.0, 50.0]
+    assert kl_estimate(a, b, "k1").tolist() == pytest.approx([0.5, -1.0, 10.0])
+    assert kl_estimate(a, b, "k2").tolist() == pytest.approx([0.125, 0.5, 10.0])
+    k3 = [min(10.0, math.exp(-v) - 1 + v) for v in x]
+    assert kl_estimate(a, b, "k3").tolist() == pytest.approx(k3)
+    with pytest.raises(ValueError, match="k9"):
+        kl_estimate(a, b, "k9")

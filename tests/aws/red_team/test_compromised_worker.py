@@ -1,0 +1,179 @@
+"""What the environment itself runs and believes does not depend on the agent's worker, even one that lies."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.aws.tasks.task import Task
+from tests.aws.red_team.compromised_worker import CompromisedWorker, forged, framed
+
+pytestmark = pytest.mark.sim
+
+VERSIONING = {
+    "command": "aws s3api get-bucket-versioning --bucket ledger",
+    "json_path": "Status",
+    "expected": "Enabled",
+}
+_SENT = {"service": "s3", "operation": "PutBucketVersioning", "params": {"Bucket": "ledger"}, "status": 200,
+         "error_code": ""}  # fmt: skip
+Compromise = Callable[[bytes], CompromisedWorker]
+
+
+def versioning_task(**fields: object) -> Task:
+    """Turn versioning on; graded by a command."""
+    data = {"task_id": 9100, "difficulty": "expert", "description": "Turn on versioning of the bucket ledger.",
+            "setup_commands": ["aws s3 mb s3://ledger"],
+            "success_criteria": {"state_checks": [VERSIONING]}}  # fmt: skip
+    return Task.from_json(data | fields)
+
+
+@pytest.fixture
+def compromise(slot: Slot) -> Iterator[Compromise]:
+    made: list[CompromisedWorker] = []
+
+    def make(answer: bytes) -> CompromisedWorker:
+        made.append(CompromisedWorker(slot.executor, answer))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+def test_forged_replies_do_not_change_a_grade_by_command(
+    slot: Slot, episode: Episode, compromise: Compromise
+) -> None:
+    """The bucket has no versioning, however often the agent's worker says that it has."""
+    episode.reset(versioning_task())
+    compromise(framed(forged('{"Status": "Enabled"}', [_SENT])))
+    for command in ("aws s3api get-bucket-versioning --bucket ledger", "aws s3 ls"):
+        step = episode.step(command)
+        assert step.observation["command_output"] == '{"Status": "Enabled"}', "the agent's worker does lie"
+        assert not step.observation["task_achieved"] and step.observation["partial_progress"] < 1.0
+    assert "Status" not in slot.state.call("s3", "GetBucketVersioning", {"Bucket": "ledger"})
+
+
+def test_set_up_and_drift_do_not_use_the_agents_worker(slot: Slot, episode: Episode, compromise: Compromise) -> None:
+    compromise(framed(forged()))
+    drift = {"command": "aws s3api put-bucket-tagging --bucket ledger --tagging TagSet=[{Key=a,Value=b}]"}
+    before = slot.executor.counters.commands
+    episode.reset(versioning_task(possible_drifts=[drift]), drifts=[0])
+    assert slot.executor.counters.commands == before
+    assert slot.state.call("s3", "GetBucketTagging", {"Bucket": "ledger"})["TagSet"] == [{"Key": "a", "Value": "b"}]
+
+
+def test_the_agents_files_are_not_read_by_checks(slot: Slot, episode: Episode) -> None:
+    """A file of the same name, written by the agent, is not the one that a check's command names."""
+    check = {"command": "aws s3api list-buckets --query file://wanted.txt", "output_contains": "ledger"}
+    task = versioning_task(success_criteria={"state_checks": [check]}, assets={"wanted.txt": "Buckets[?Name==`none`]"})
+    episode.reset(task)
+    slot.files.put("wanted.txt", b"Buckets")
+    assert not episode.step("aws s3 mb s3://another").observation["task_achieved"]
+
+
+def test_the_environments_worker_does_not_outlive_the_lease(pool: MiniStackPool) -> None:
+    slot = pool.acquire()
+    Episode(slot).reset(versioning_task())
+    pids = slot.worker_pids
+    assert len(pids) == 2 and slot.worker_pid == pids[0]
+    pool.release(slot)
+    assert len(slot.worker_pids) == 1 and not set(pids) & set(slot.worker_pids)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff\xff\xff\xff",
+        framed(forged())[:-1] + b"\xff",
+        framed([1]),
+        framed({}),
+        framed(forged(stdout="x" * 100_000)),
+        framed(forged(exit_code=True)),
+        framed(forged(refusal=["only-one"])),
+        framed(forged(requests=[_SENT | {"status": "200"}])),
+        framed(forged(requests=[_SENT | {"extra": 1}])),
+        framed(forged(requests=[[]])),
+        framed("[" * 100_000)[:4] + b"[" * 100_002,
+    ],
+    ids=range(11),
+)
+def test_a_reply_that_no_worker_sends_ends_the_worker_only(slot: Slot, compromise: Compromise, answer: bytes) -> None:
+    worker = compromise(answer)
+    result = slot.executor.run("aws s3 ls")
+    assert result.stopped and not result.success and not result.requests
+    assert slot.worker_pid == -1
+    worker.close()
+    assert slot.executor.run("aws s3 ls").success
+
+
+def test_half_a_reply_is_waited_for_only_as_long_as_a_command_may_take(slot: Slot, compromise: Compromise) -> None:
+    limits, slot.executor._limits = slot.executor._limits, replace(slot.executor._limits, timeout_s=0.3)
+    try:
+        compromise(framed(forged())[:20])
+        started = time.monotonic()
+        assert slot.executor.run("aws s3 ls").timed_out
+        assert time.monotonic() - started < 30
+    finally:
+        slot.executor._limits = limits
+
+
+def test_a_second_reply_is_not_taken_for_the_next_commands(slot: Slot, compromise: Compromise) -> None:
+    """Two frames for one command: answers would be off by one from there on."""
+    compromise(framed(forged("first")) + framed(forged("second")))
+    assert slot.executor.run("aws s3 ls").stdout == "first"
+    assert slot.executor.run("aws s3 ls").stopped
+
+
+def test_a_lost_check_is_an_environment_failure_and_no_grade(slot: Slot, episode: Episode) -> None:
+    """A check for something absent must not hold because its worker died."""
+    check = {"command": "aws s3api get-bucket-policy --bucket ledger", "absent": True}
+    task = versioning_task(
+        success_criteria={"state_checks": [check]},
+        setup_commands=["aws s3 mb s3://ledger", "aws s3api put-bucket-policy --bucket ledger --policy '{}'"],
+    )
+    episode.reset(task)
+    worker = CompromisedWorker(slot.own_executor, framed({}))
+    try:
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            episode.step("aws s3 mb s3://some-other")
+    finally:
+        worker.close()
+    assert not episode.step("aws s3 mb s3://another").observation["task_achieved"]
+
+
+def test_a_flooded_answer_shows_no_absence(slot: Slot, episode: Episode) -> None:
+    """What was cut off an answer may be just what must not be there."""
+    slot.own_executor._limits = replace(slot.own_executor._limits, stdout_bytes=64)
+    check = {"command": "aws s3api list-buckets", "not_contains": "ledger"}
+    try:
+        episode.reset(versioning_task(success_criteria={"state_checks": [check]}))
+        assert not episode.step("aws s3 mb s3://aaaaaaaaaaaaaaaaaaaaaaaa").observation["task_achieved"]
+    finally:
+        slot.own_executor._limits = replace(slot.own_executor._limits, stdout_bytes=1 << 20)
+
+
+def test_a_server_of_many_sessions_has_many_descriptors(slot: Slot) -> None:
+    """Workers are talked to and waited for also where descriptors have numbers beyond 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this machine allows no more than 1024 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1100:
+            taken.append(os.dup(taken[0]))
+        slot.executor.stop()
+        assert slot.executor.run("aws s3 ls").success and slot.executor.responsive(30.0)
+        slot.executor.stop()
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

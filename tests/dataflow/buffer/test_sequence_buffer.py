@@ -1,0 +1,291 @@
+"""The sequence buffer, case by case; random histories are in test_buffer_stateful."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.sample import DuplicateKeyError, SequenceSample
+from realhf.dataflow.buffer.sample_table import UnknownSampleError
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.types import (
+    BatchLease,
+    BatchTooLarge,
+    BufferClosed,
+    BufferFull,
+    DuplicateSampleError,
+    EndOfData,
+    NotDroppable,
+    Retired,
+)
+from tests.dataflow.buffer.toy_buffer import buffer_graph, meta_of, outputs_of
+
+
+def ids(first: int, last: int) -> list[str]:
+    return [f"s{i}" for i in range(first, last)]
+
+
+def make(max_size: int = 16, **more: Any) -> AsyncIOSequenceBuffer:
+    n_seqs = more.pop("n_seqs", {})
+    return AsyncIOSequenceBuffer(buffer_graph(**n_seqs), max_size=max_size, **more)
+
+
+async def through(buffer: AsyncIOSequenceBuffer, mfc: str, cohort: int | None = None) -> BatchLease:
+    lease = await asyncio.wait_for(buffer.get_batch_for_rpc(mfc, cohort), 5)
+    buffer.complete(lease, outputs_of(buffer.graph, lease))
+    buffer.check_invariants()
+    return lease
+
+
+async def tick() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def test_a_sample_leaves_when_its_last_call_has_completed_not_when_it_was_fetched() -> None:
+    gone: list[Retired] = []
+    buffer = make(on_retire=gone.append)
+    await buffer.put_batch(meta_of(ids(0, 4), task="bucket"), cohort=3)
+    for mfc in ("gen", "ref", "rew"):
+        await through(buffer, mfc, 3)
+    lease = await buffer.get_batch_for_rpc("train", 3)
+    assert len(buffer) == 4 and not gone
+    buffer.complete(lease)
+    assert len(buffer) == 0
+    assert (gone[0].ids, gone[0].cohorts, gone[0].dropped) == (tuple(ids(0, 4)), [3] * 4, None)
+    assert gone[0].view.metadata == {"task": ["bucket"] * 4}
+
+
+async def test_a_lease_shows_exactly_its_inputs_in_the_order_of_birth() -> None:
+    buffer = make(n_seqs={"gen": 2, "rew": 6, "ref": 2, "train": 6})
+    await buffer.put_batch(meta_of(["a", "b", "c", "d"]), births=[40, 10, 30, 20])
+    await buffer.put_batch(meta_of(["e", "f"]), births=[15, 35])
+    assert (await through(buffer, "gen")).ids == ("b", "e")
+    assert (await through(buffer, "gen")).ids == ("d", "c")
+    assert (await through(buffer, "gen")).ids == ("f", "a")
+    lease = await buffer.get_batch_for_rpc("rew")
+    assert lease.ids == ("b", "e", "d", "c", "f", "a")
+    assert lease.meta.keys == {"ids", "prompt"} and lease.meta.data is None
+    assert lease.meta.seqlens == meta_of(lease.ids, ("ids", "prompt")).seqlens
+
+
+async def test_a_released_batch_keeps_its_place() -> None:
+    buffer = make(n_seqs={"gen": 2})
+    await buffer.put_batch(meta_of(ids(0, 6)))
+    first = await buffer.get_batch_for_rpc("gen")
+    second = await buffer.get_batch_for_rpc("gen")
+    buffer.release(second, "failed")
+    buffer.release(first, "failed")
+    buffer.check_invariants()
+    assert (await buffer.get_batch_for_rpc("gen")).ids == ("s0", "s1")
+    assert buffer.stats()["released"] == {"failed": 4}
+    with pytest.raises(ValueError, match="not active"):
+        buffer.complete(first)
+
+
+async def test_each_call_sees_a_sample_once_and_a_lease_completes_once() -> None:
+    buffer = make()
+    await buffer.put_batch(meta_of(ids(0, 4)))
+    lease = await through(buffer, "gen")
+    with pytest.raises(ValueError, match="not active"):
+        buffer.complete(lease)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.get_batch_for_rpc("gen"), 0.02)
+    buffer.check_invariants()
+
+
+async def test_back_pressure_is_first_come_first_served_and_cancellable() -> None:
+    buffer = make(max_size=8)
+    await buffer.put_batch(meta_of(ids(0, 4)))
+    await buffer.put_batch(meta_of(ids(4, 8)))
+    with pytest.raises(BufferFull):
+        await buffer.put_batch(meta_of(["x"]), wait=False)
+    with pytest.raises(BatchTooLarge):
+        await buffer.put_batch(meta_of(ids(100, 109)))
+    big, cancelled, small = [
+        asyncio.create_task(buffer.put_batch(meta_of(ids(a, b)))) for a, b in ((10, 14), (20, 23), (30, 32))
+    ]
+    await tick()
+    assert not small.done() and buffer.stats()["putters_waiting"] == 3
+    for mfc in ("gen", "ref", "rew", "train"):
+        await through(buffer, mfc)
+    cancelled.cancel()
+    await tick()
+    assert big.done() and cancelled.cancelled() and not small.done()
+    assert "s10" in buffer and "s20" not in buffer
+    for mfc in ("gen", "ref", "rew", "train"):
+        await through(buffer, mfc)
+    await tick()
+    assert small.done() and len(buffer) == 6
+    buffer.check_invariants()
+
+
+async def test_a_getter_cancelled_as_its_batch_arrives_gives_it_back() -> None:
+    buffer = make()
+    getter = asyncio.create_task(buffer.get_batch_for_rpc("gen"))
+    await tick()
+    await buffer.put_batch(meta_of(ids(0, 4)))
+    getter.cancel()
+    await asyncio.gather(getter, return_exceptions=True)
+    assert getter.cancelled() and buffer.stats()["calls"]["gen"] == {"ready": 4, "leased": 0, "waiting": 0}
+    buffer.check_invariants()
+    assert (await through(buffer, "gen")).ids == tuple(ids(0, 4))
+
+
+async def test_a_lease_block_left_by_an_error_or_cancellation_returns_the_batch() -> None:
+    buffer = make()
+    await buffer.put_batch(meta_of(ids(0, 4)))
+    with pytest.raises(RuntimeError, match="oops"):
+        async with buffer.lease("gen"):
+            raise RuntimeError("oops")
+    assert buffer.stats()["calls"]["gen"]["ready"] == 4
+
+    async def hold() -> None:
+        async with buffer.lease("gen"):
+            await asyncio.sleep(60)
+
+    holder = asyncio.create_task(hold())
+    await tick()
+    assert buffer.stats()["calls"]["gen"]["leased"] == 4
+    holder.cancel()
+    await asyncio.gather(holder, return_exceptions=True)
+    assert buffer.stats()["calls"]["gen"] == {"ready": 4, "leased": 0, "waiting": 0}
+
+
+async def test_cohorts_do_not_mix() -> None:
+    buffer = make(n_seqs={"gen": 2, "train": 4})
+    await buffer.put_batch(meta_of(ids(0, 1)), cohort=0)
+    await buffer.put_batch(meta_of(ids(1, 4)), cohort=1)
+    waiting = asyncio.create_task(buffer.get_batch_for_rpc("gen", 0))
+    assert (await through(buffer, "gen", 1)).ids == ("s1", "s2")
+    assert not waiting.done()
+    await buffer.put_batch(meta_of(ids(4, 5)), cohort=0)
+    assert (await waiting).ids == ("s0", "s4")
+
+
+@pytest.mark.parametrize("partial", ["serve", "drop"])
+async def test_the_tail_is_served_or_dropped_and_then_it_ends(partial: str) -> None:
+    buffer = make(partial_final=partial)
+    await buffer.put_batch(meta_of(ids(0, 6)))
+    waiting = asyncio.create_task(buffer.get_batch_for_rpc("train"))
+    buffer.close_input("no more rows")
+    with pytest.raises(BufferClosed, match="no more rows"):
+        await buffer.put_batch(meta_of(["x"]))
+    await through(buffer, "gen")
+    if partial == "serve":
+        assert (await through(buffer, "gen")).ids == ("s4", "s5")
+    with pytest.raises(EndOfData, match="no more rows"):
+        await asyncio.wait_for(buffer.get_batch_for_rpc("gen"), 5)
+    for mfc in ("ref", "rew"):
+        for _ in range(2 if partial == "serve" else 1):
+            await through(buffer, mfc)
+    buffer.complete(await asyncio.wait_for(waiting, 5))
+    if partial == "serve":
+        assert (await through(buffer, "train")).ids == ("s4", "s5")
+    stats = buffer.stats()
+    assert (stats["resident"], stats["evicted"]) == (0, 6 if partial == "serve" else 4)
+    assert stats["dropped"] == ({} if partial == "serve" else {"dropped_tail": 2})
+
+
+async def test_abort_reaches_present_and_future_waiters() -> None:
+    buffer = make(max_size=4)
+    await buffer.put_batch(meta_of(ids(0, 4)))
+    tasks = [
+        asyncio.create_task(buffer.get_batch_for_rpc("train")),
+        asyncio.create_task(buffer.put_batch(meta_of(ids(4, 8)))),
+    ]
+    await tick()
+    buffer.abort(OSError("the network is gone"))
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, OSError)
+    with pytest.raises(OSError, match="network"):
+        await buffer.get_batch_for_rpc("gen")
+    with pytest.raises(OSError, match="network"):
+        await buffer.put_batch(meta_of(["x"]))
+
+
+async def test_stale_samples_are_dropped_unless_in_use() -> None:
+    buffer = make(n_seqs={"gen": 1, "train": 4})
+    for version in range(3):
+        await buffer.put_batch(meta_of([f"v{version}"]), version=version)
+    lease = await buffer.get_batch_for_rpc("gen")
+    assert lease.ids == ("v0",)
+    assert buffer.drop_stale(2) == ("v1",)
+    with pytest.raises(NotDroppable, match="v0"):
+        buffer.drop(["v0"], "test")
+    buffer.check_invariants()
+    assert buffer.stats()["dropped"] == {"stale": 1}
+    assert (await buffer.get_batch_for_rpc("gen")).ids == ("v2",)
+
+
+async def test_what_must_not_be_put_or_amended() -> None:
+    buffer = make()
+    await buffer.put_batch(meta_of(ids(0, 4)))
+    with pytest.raises(DuplicateSampleError, match="s3"):
+        await buffer.put_batch(meta_of(["s9", "s3"]))
+    assert "s9" not in buffer
+    with pytest.raises(ValueError, match=r"lack dataset keys \['prompt'\]"):
+        await buffer.put_batch(meta_of(["x"], ("other",)))
+    data = SequenceSample.from_tensors(["x"], {"prompt": torch.zeros(2)}, {"prompt": [[2]]})
+    with pytest.raises(ValueError, match="metadata only"):
+        await buffer.put_batch(data)
+    with pytest.raises(UnknownSampleError, match="nobody"):
+        buffer.amend_batch(["s0", "nobody"], meta_of(["s0", "nobody"], ("ids",)))
+    buffer.amend_batch(["s0"], meta_of(["s0"], ("ids",)))
+    with pytest.raises(DuplicateKeyError, match="ids"):
+        buffer.amend_batch(["s1", "s0"], meta_of(["s1", "s0"], ("ids", "rewards")))
+    with pytest.raises(ValueError, match="another order"):
+        buffer.amend_batch(["s1", "s2"], meta_of(["s2", "s1"], ("ids",)))
+    buffer.check_invariants()
+    with pytest.raises(ValueError, match="cannot hold"):
+        make(max_size=7, steps_in_flight=2)
+
+
+async def test_what_is_kept_of_retired_samples_is_bounded_and_what_may_come_again_is_a_duplicate() -> None:
+    buffer = make(max_size=8, remembered=24)
+    for first in range(0, 400, 4):
+        await buffer.put_batch(meta_of(ids(first, first + 4)))
+        buffer.drop(ids(first, first + 4), "test")
+        assert len(buffer._retired) <= 24
+    for known in ("s399", "s380"):
+        with pytest.raises(DuplicateSampleError):
+            await buffer.put_batch(meta_of([known]))
+    with pytest.raises(ValueError, match="remembered=7"):
+        make(max_size=8, remembered=7)
+
+
+async def test_the_ids_of_very_many_samples_are_remembered() -> None:
+    buffer = make(max_size=2048)
+    for first in range(0, 20_480, 2048):
+        await buffer.put_batch(meta_of(ids(first, first + 2048)))
+        buffer.drop(ids(first, first + 2048), "test")
+    with pytest.raises(DuplicateSampleError):
+        await buffer.put_batch(meta_of(["s0"]))
+
+
+async def test_the_wait_is_explained() -> None:
+    buffer = make()
+    await buffer.put_batch(meta_of(ids(0, 3)), cohort=5)
+    text = buffer.explain_wait("train", 5)
+    assert text.startswith("train takes 4 samples of step 5: 0 ready, 3 not yet taken")
+    assert "3 lack 'rewards' (from rew)" in text and "3 lack 'ids' (from gen)" in text
+    assert text.endswith("the source owes 1")
+
+
+async def test_slots_are_reused_and_the_table_grows() -> None:
+    buffer = make(max_size=5000, n_seqs={"gen": 5, "ref": 5, "rew": 5, "train": 5})
+    for start in range(0, 5000, 50):
+        await buffer.put_batch(meta_of(ids(start, start + 50)))
+    assert buffer.table.capacity >= 5000
+    for mfc in ("gen", "ref", "rew", "train"):
+        for call in range(1000):
+            lease = await buffer.get_batch_for_rpc(mfc)
+            assert lease.ids[0] == f"s{5 * call}"
+            buffer.complete(lease, outputs_of(buffer.graph, lease))
+    buffer.check_invariants()
+    capacity = buffer.table.capacity
+    await buffer.put_batch(meta_of(ids(9000, 9050)))
+    assert (len(buffer), buffer.table.capacity) == (50, capacity)

@@ -1,0 +1,93 @@
+"""Cohorts of a stream on their way into the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from realhf.api.graph import GraphError, build_graph, to_async
+from realhf.api.sample import SequenceSample
+from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer.types import EndOfData
+from realhf.dataflow.rollouts.stream_loader import StreamLoader
+from realhf.dataflow.storage_map import StorageMap
+from realhf.transport.codec import decode_sample
+from tests.dataflow.rollouts.toy_streamed_run import meta_of
+from tests.dataflow.toy_source import toy_mfcs
+
+
+class FakeCohorts:
+    """Cohorts of two samples for ``steps`` steps, then none; or ``error``. ``asked``: the steps."""
+
+    def __init__(self, steps: int, error: Exception | None = None) -> None:
+        self.steps, self.error = steps, error
+        self.asked: list[int] = []
+
+    async def cohort(self, step: int) -> list[SequenceSample]:
+        self.asked.append(step)
+        if self.error is not None:
+            raise self.error
+        if step >= self.steps:
+            return []
+        return [decode_sample(meta_of(f"s{2 * step + i}")) for i in range(2)]
+
+    def waiting_for(self, step: int) -> str:
+        return "waits for s7"
+
+
+def loader_of(source: FakeCohorts) -> tuple[StreamLoader, AsyncIOSequenceBuffer, StorageMap]:
+    train = toy_mfcs(2)[-1]
+    graph = build_graph([type(train)("train", "actor", train.interface_type, "train", n_seqs=2,
+                                     input_keys=("packed_input_ids",))], ["packed_input_ids"])  # fmt: skip
+    buffer, storage = AsyncIOSequenceBuffer(graph, max_size=8), StorageMap()
+    return StreamLoader(source, buffer, storage, worker="model_worker/0", keys=["packed_input_ids"]), buffer, storage
+
+
+async def breathe() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_the_next_cohort_is_asked_for_when_a_step_is_finished() -> None:
+    source = FakeCohorts(7)
+    loader, buffer, storage = loader_of(source)
+    running = asyncio.create_task(loader.run(5))
+    await breathe()
+    assert source.asked == [5] and len(buffer) == 2 and loader.activity == "waits until a step is finished"
+    assert storage.ids() == ["s10", "s11"]
+    loader.finished(5)
+    await breathe()
+    assert source.asked == [5, 6] and storage.ids()[-2:] == ["s12", "s13"] and len(buffer) == 4
+    loader.finished(6)
+    await asyncio.wait_for(running, 10)
+    assert source.asked == [5, 6, 7]
+
+
+async def test_no_more_samples_end_the_input() -> None:
+    loader, buffer, _ = loader_of(FakeCohorts(0))
+    await asyncio.wait_for(loader.run(0), 10)
+    with pytest.raises(EndOfData, match="the run has all its samples"):
+        await buffer.get_batch_for_rpc("train", 0)
+
+
+async def test_what_the_control_raises_is_raised_and_what_it_waits_for_is_told() -> None:
+    loader, _, _ = loader_of(FakeCohorts(1, RuntimeError("the trainer died")))
+    with pytest.raises(RuntimeError, match="the trainer died"):
+        await loader.run(0)
+    assert loader.activity == "step 0: waits for s7"
+
+
+def test_the_asynchronous_graph_leaves_generation_to_the_rollout_workers() -> None:
+    staying, leaving = to_async(toy_mfcs(), also=("rew",))
+    assert [mfc.name for mfc in staying] == ["ref", "train"] and [mfc.name for mfc in leaving] == ["gen", "rew"]
+    keys = [key for mfc in leaving for key in mfc.output_keys]
+    graph = build_graph(staying, keys)
+    assert graph.required_dataset_keys() == ["ids", "logprobs", "rewards"] and graph.roots() == ["ref"]
+
+
+def test_a_call_cannot_leave_without_what_it_needs() -> None:
+    with pytest.raises(GraphError, match=r"'train' would be run by rollout workers, but its key 'ref_logprobs'"):
+        to_async(toy_mfcs(), also=("rew", "train"))
+    with pytest.raises(GraphError, match="no call generates"):
+        to_async(toy_mfcs()[1:])

@@ -1,0 +1,58 @@
+"""Asynchronous rollouts under random events and crashes: nothing is lost, nothing is trained twice, nothing leaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from realhf.dataflow.journal.audit import audit_folder
+from realhf.dataflow.journal.writer import Journal
+from tests.dataflow.rollouts.toy_streamed_run import StreamedRun
+
+
+@pytest.fixture(autouse=True)
+def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
+
+
+def drawn_run(folder: Path, random: Random) -> StreamedRun:
+    batch, steps = random.randint(1, 4), random.randint(1, 8)
+    limit = random.choice([10**6, random.randint(1, batch * steps)])
+    return StreamedRun(folder, random, batch, steps, random.randint(0, 3), random.random() < 0.3, limit,
+                       random.choice([0.0, 0.0, 0.1]))  # fmt: skip
+
+
+@pytest.mark.parametrize("first_seed", range(8, 32, 8))
+async def test_a_run_that_dies_again_and_again_trains_every_sample_once(tmp_path: Path, first_seed: int) -> None:
+    repeated = 0
+    for seed in range(first_seed, first_seed + 8):
+        run = drawn_run(tmp_path / str(seed), Random(seed))
+        over = False
+        for _ in range(run.random.randint(0, 4)):
+            over = over or await run.live(run.random.randint(1, 150))
+        if not over:
+            await run.live(None)
+        repeated += run.repeated
+        check(run)
+    assert repeated > 0, "no step was repeated after a crash"
+
+
+def check(run: StreamedRun) -> None:
+    trained = [sample_id for ids in run.trained for sample_id in ids]
+    counters = run.control.counters()
+    assert max(Counter(trained).values(), default=0) <= 1
+    assert max(Counter(run.source.told).values(), default=0) <= 1 and set(trained) <= set(run.source.told)
+    assert counters["running"] == counters["waiting"] == counters["staged"] == 0 and not run.leases
+    assert counters["consumed"] == len(trained)
+    tally = audit_folder(run.folder)
+    assert tally.balanced and tally.complete and tally.ended
+    assert tally.consumed == len(trained) and tally.accepted == tally.outstanding == 0
+    assert tally.head_staleness_max <= run.eta
+    if run.limit >= 10**6:
+        assert [len(ids) for ids in run.trained] == [run.batch] * run.steps
+    else:
+        assert tally.admitted == run.source.count and len(trained) <= run.limit

@@ -1,0 +1,163 @@
+"""Slots come back from clients that say nothing, roll back or break, and the reason is counted and logged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from realhf.env.server import wire
+from realhf.env.server.capacity import SlotLeases
+from realhf.env.server.metrics import ServerMetrics
+from realhf.rollout.client.env_client import CapacityError, ConnectError
+from realhf.rollout.client.session_group import SessionGroup
+from tests.env.server.fake_stage import FakeBlockingPlayer, FakePool, Stage
+
+
+@pytest.fixture
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    served = Stage(**getattr(request, "param", {}))
+    yield served
+    for player in served.players:
+        player.finish.set()
+    served.server.stop()
+
+
+def _address(stage: Stage) -> str:
+    return stage.server.url.replace("http", "ws") + "/ws"
+
+
+def _metric(stage: Stage, name: str) -> float:
+    with urllib.request.urlopen(f"{stage.server.url}/metrics", timeout=5) as page:
+        lines = page.read().decode().splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
+@pytest.mark.parametrize("stage", [{"size": 8, "first_message_timeout_s": 0.3}], indirect=True)
+async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that asks for more sessions than there are, and drops the accepted ones without closing them, holds
+    them for a short time only; one that speaks keeps its own."""
+    caplog.set_level(logging.WARNING, "realhf.env.server.session")
+    asked = await asyncio.gather(*(connect(_address(stage), proxy=None) for _ in range(16)), return_exceptions=True)
+    forgotten = [one for one in asked if not isinstance(one, BaseException)]
+    refused = [one for one in asked if isinstance(one, InvalidStatus)]
+    assert len(forgotten) == 8 and [one.response.status_code for one in refused] == [503] * 8
+    await forgotten[0].send('{"type":"state"}')
+    await forgotten[0].recv()
+    for session in forgotten[1:]:
+        with pytest.raises(ConnectionClosed) as closed:
+            await asyncio.wait_for(session.recv(), 10)
+        assert closed.value.rcvd is not None
+        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1001, "no first message")
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 7, 5)
+    assert await asyncio.to_thread(_metric, stage, "realhf_env_sessions_unused_total") == 7
+    assert sum("FIRST_MESSAGE_TIMEOUT_S" in record.getMessage() for record in caplog.records) == 7
+    await forgotten[0].send('{"type":"state"}')
+    assert json.loads(await forgotten[0].recv())["type"] == "state"
+    async with connect(_address(stage), proxy=None) as next_one:
+        await next_one.send('{"type":"state"}')
+        assert json.loads(await next_one.recv())["type"] == "state"
+
+
+@pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 0.0}], indirect=True)
+async def test_silence_is_counted_and_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "realhf.env.server.session")
+    async with connect(_address(stage), proxy=None) as session:
+        await session.send('{"type":"state"}')
+        await session.recv()
+        with pytest.raises(ConnectionClosed):
+            await asyncio.wait_for(session.recv(), 10)
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 5)
+    assert await asyncio.to_thread(_metric, stage, "realhf_env_sessions_reaped_total") == 1
+    assert [record for record in caplog.records if "IDLE_TIMEOUT_S" in record.getMessage()]
+
+
+@pytest.mark.parametrize("stage", [{"size": 4}], indirect=True)
+async def test_our_own_roll_back_leaves_nothing(stage: Stage) -> None:
+    """Not by a deadline: every session that was accepted is closed before the error is raised."""
+    for _ in range(5):
+        group = SessionGroup(stage.server.url, 9, connect_timeout_s=10, message_timeout_s=10, retry_capacity_s=0)
+        with pytest.raises(CapacityError):
+            await group.connect()
+        await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 4, 5)
+
+
+@pytest.mark.parametrize("stage", [{"scrub_s": 0.5}], indirect=True)
+async def test_a_server_is_healthy_while_its_slot_is_scrubbed(stage: Stage) -> None:
+    async with connect(_address(stage), proxy=None):
+        pass
+    await asyncio.to_thread(stage.wait_for, lambda: stage.server._endpoint._leases.returning == 1, 5)
+    page = await asyncio.to_thread(urllib.request.urlopen, f"{stage.server.url}/health", None, 5)
+    assert page.status == 200 and stage.pool.free_count == 0
+
+
+class FakeBrokenPlayer(FakeBlockingPlayer):
+    def state(self) -> dict[str, Any]:
+        raise KeyError("/root/secret")
+
+
+@pytest.mark.parametrize("stage", [{}, {"capacity_mode": "openenv"}], indirect=True, ids=["reject", "openenv"])
+async def test_an_environment_that_cannot_be_made(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client is told which one, and the slot is not lost."""
+
+    def broken(slot: int) -> FakeBlockingPlayer:
+        raise OSError("/root/secret")
+
+    monkeypatch.setattr(stage.server._endpoint, "_make_player", broken)
+    group = SessionGroup(stage.server.url, 1, connect_timeout_s=10, message_timeout_s=10, retry_capacity_s=0)
+    with pytest.raises(ConnectError) as refused:
+        await group.connect()
+    assert not isinstance(refused.value, CapacityError)
+    try:
+        async with connect(_address(stage), proxy=None) as session:
+            told = json.loads(await session.recv())["data"]
+    except InvalidStatus as error:
+        assert error.response.status_code == 500
+        told = json.loads(error.response.body or b"")
+    assert (told["code"], told["factory_name"]) == (wire.FACTORY_ERROR, "broken")
+    assert "OSError" in told["message"] and "secret" not in told["message"]
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 5)
+
+
+async def test_a_session_that_breaks_says_so_and_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage.server._endpoint, "_make_player", lambda slot: FakeBrokenPlayer())
+    async with connect(_address(stage), proxy=None) as session:
+        await session.send('{"type":"state"}')
+        told = json.loads(await session.recv())
+        assert (told["type"], told["data"]["code"]) == ("error", wire.SESSION_ERROR) and "secret" not in str(told)
+        with pytest.raises(ConnectionClosed) as closed:
+            await session.recv()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 5)
+
+
+class FakeSlowPool(FakePool):
+    def acquire(self) -> int:
+        slot = super().acquire()
+        asyncio.run(asyncio.sleep(0.1))
+        return slot
+
+
+async def test_a_slot_whose_client_gave_up_meanwhile_comes_back() -> None:
+    """The thread that fetches it cannot be stopped; what it brings goes back."""
+    pool = FakeSlowPool(1)
+    with ThreadPoolExecutor(2) as threads:
+        leases = SlotLeases(pool, 1, threads, ServerMetrics(pool.metrics))
+        asked = asyncio.ensure_future(leases.take())
+        await asyncio.sleep(0.02)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert leases.active == 0
+        for _ in range(500):
+            if pool.released:
+                break
+            await asyncio.sleep(0.01)
+        assert pool.free_count == 1 and await leases.take() == 0

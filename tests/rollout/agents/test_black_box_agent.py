@@ -1,0 +1,162 @@
+"""Black-box agents in front of a fake environment: the example with the real ``openai`` package, and bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.agents.openai_agent import solve
+from realhf.api.env import RolloutOutcome
+from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, RunCommand, load_agent
+from realhf.rollout.agents.choice import make_agent
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.resuming_env import ResumingEnv
+from realhf.rollout.episode.rollout_state import Job, Limits
+from tests.rollout.black_box import FakeTokens, chat
+from tests.rollout.fake_env_server import FakeEnvServer
+
+LIMITS = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40, observation_chars=100)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeEnvServer]:
+    with FakeEnvServer() as server:
+        yield server
+
+
+async def play(
+    server: FakeEnvServer, function: AgentFunction, tokens: FakeTokens, *, timeout_s: float = 20.0, retries: int = 0
+) -> RolloutOutcome:
+    agent = BlackBoxAgent(function, chat(), LIMITS, timeout_s=timeout_s)
+    env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=retries)
+    try:
+        return await agent.play(env, Job(0, {}, 11, sampling_seed=5), tokens, 2)
+    finally:
+        await agent.close()
+        await env.env.close()
+        assert 2 in tokens.freed or not tokens.requests
+
+
+def commands(prompt: str) -> str:
+    """A first turn without a command, then two commands."""
+    return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
+
+
+async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
+    tokens = FakeTokens(commands)
+    outcome = await play(fake, load_agent("experiments.agents.openai_agent:solve"), tokens)
+    assert outcome.status == "achieved" and outcome.achieved and outcome.progress == 1.0
+    assert outcome.reward == 1.0, "the environment's, as the agent reports none"
+    assert [turn.text for turn in outcome.turns] == ["hm", "aws s3 ls", "aws s3api list-buckets"]
+    assert outcome.turns[1].output == "aws s3 ls" and outcome.prompt_ids == chat().first("task")
+    assert (outcome.task_id, outcome.tier, outcome.seed, outcome.task_text) == (1, "warmup", 11, "task")
+    assert {request.seed for request in tokens.requests} == {5} and outcome.timings["branches"] == 1
+
+
+async def test_a_lost_environment_is_resumed_behind_the_agents_back() -> None:
+    lost = iter([None, None, "drop"])
+    with FakeEnvServer(lambda number, message: next(lost, None)) as server:
+        outcome = await play(server, solve, FakeTokens(commands), retries=1)
+        assert outcome.status == "achieved" and server.connections == 2
+
+
+@pytest.mark.parametrize(("trick", "status"), [("drop", "connection_lost"), ("error", "env_error")])
+async def test_a_failed_environment_is_no_reward_even_if_the_agent_says_so(trick: str, status: str) -> None:
+    async def forgiving(task: str, base_url: str, run: RunCommand) -> float:
+        for _ in range(2):
+            with pytest.raises((ConnectionError, RuntimeError)):
+                await run("aws s3 ls")
+        return 1.0
+
+    with FakeEnvServer(lambda number, message: trick if message["type"] == "step" else None) as server:
+        outcome = await play(server, forgiving, FakeTokens(commands))
+    assert outcome.status == status and outcome.reward is None and not outcome.valid
+    with FakeEnvServer(lambda number, message: trick if message["type"] == "reset" else None) as server:
+        assert (await play(server, solve, FakeTokens(commands))).status == status
+
+
+async def ask(base_url: str) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as http:
+        body = {"messages": [{"role": "user", "content": "task"}]}
+        return await http.post(f"{base_url}/chat/completions", json=body)
+
+
+async def test_the_agents_own_reward_wins(fake: FakeEnvServer) -> None:
+    async def returns(task: str, base_url: str, run: RunCommand) -> float:
+        await ask(base_url)
+        await run("aws s3 ls")
+        return 0.25
+
+    async def reports(task: str, base_url: str, run: RunCommand) -> None:
+        await ask(base_url)
+        async with httpx.AsyncClient(trust_env=False, verify=False) as http:
+            await http.post(f"{base_url.removesuffix('/v1')}/reward", json={"reward": -1})
+
+    first = await play(fake, returns, FakeTokens(commands))
+    assert (first.status, first.reward, first.progress) == ("finished", 0.25, 0.5)
+    second = await play(fake, reports, FakeTokens(commands))
+    assert (second.status, second.reward) == ("finished", -1.0)
+
+
+async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
+    async def raises(task: str, base_url: str, run: RunCommand) -> None:
+        await ask(base_url)
+        raise KeyError("lost my keys")
+
+    async def hangs(task: str, base_url: str, run: RunCommand) -> None:
+        await ask(base_url)
+        await asyncio.sleep(60)
+
+    async def is_silent(task: str, base_url: str, run: RunCommand) -> float:
+        return 1.0
+
+    async def is_vague(task: str, base_url: str, run: RunCommand) -> Any:
+        await ask(base_url)
+        return float("nan")
+
+    for function, words in [(raises, "KeyError"), (hangs, "not done after 0.3 s"), (is_silent, "asked for nothing"),
+                            (is_vague, "not a reward")]:
+        outcome = await play(fake, function, FakeTokens(commands), timeout_s=0.3)
+        assert outcome.status == "policy_error" and outcome.reward is None and words in outcome.message, outcome
+
+
+async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: FakeEnvServer) -> None:
+    tokens = FakeTokens(commands)
+    tokens.fail = 99
+
+    async def impatient(task: str, base_url: str, run: RunCommand) -> None:
+        (await ask(base_url)).raise_for_status()
+
+    outcome = await play(fake, impatient, tokens)
+    assert outcome.status == "policy_error" and outcome.message == "no generation worker is there"
+    chatty = await play(fake, solve, FakeTokens(lambda prompt: "hm"))
+    assert (chatty.status, chatty.reward, len(chatty.turns)) == ("max_turns", 0.0, 5)
+
+
+async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:
+    async def eager(task: str, base_url: str, run: RunCommand) -> None:
+        await ask(base_url)
+        results = await asyncio.gather(*(run(f"aws {n}") for n in range(4)))
+        assert [result.done for result in results] == [False, True, True, True]
+        assert results[3].output == "error: the episode is over"
+
+    outcome = await play(fake, eager, FakeTokens(commands))
+    assert outcome.status == "achieved" and outcome.reward == 1.0
+    assert sum(message["type"] == "step" for _, message in fake.messages) == 2
+
+
+def test_the_option_makes_the_agent() -> None:
+    args = {"gen": {"max_new_tokens": 8}, "max_turns": 2, "max_total_tokens": 100}
+    assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), args), BlackBoxAgent)
+    with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
+        make_agent("a:b", chat(), args)
+
+
+@pytest.mark.parametrize("name", ["nowhere:solve", "experiments.agents.openai_agent:nobody", "json:dumps", "solve", ""])
+def test_a_name_of_no_agent_is_told(name: str) -> None:
+    with pytest.raises(ValueError, match=r"agent|async"):
+        load_agent(name)

@@ -1,0 +1,275 @@
+"""The OpenAI-compatible endpoint, through the real ``openai`` package and over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from realhf.api.env import RolloutOutcome
+from realhf.rollout.openai_endpoint.server import OpenAiServer
+from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
+from tests.rollout.black_box import FakeTokens, chat, spelt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LIMITS = SessionLimits(max_total_tokens=400, turn_tokens=40, max_turns=12)
+Endpoint = tuple[OpenAiServer, Any]
+USER = {"role": "user", "content": "task"}
+
+
+def heard(prompt: str) -> str:
+    return f"aws {prompt.count('<|user|>')}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def endpoint() -> AsyncIterator[Endpoint]:
+    """One server, and one pool of connections to it, for all tests."""
+    async with OpenAiServer(Sessions(chat(), LIMITS)) as server:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
+        yield server, http
+        await http.aclose()
+
+
+def plain_http() -> httpx.AsyncClient:
+    return httpx.AsyncClient(trust_env=False, verify=False)
+
+
+@asynccontextmanager
+async def served(
+    endpoint: Endpoint, tokens: FakeTokens, retries: int = 0
+) -> AsyncIterator[tuple[OpenAiServer, Session, openai.AsyncOpenAI]]:
+    """A session of ``tokens`` and the client of its agent."""
+    server, http = endpoint
+    session = server.sessions.open(tokens, slot=3, seed=7)
+    client = openai.AsyncOpenAI(
+        base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http
+    )
+    try:
+        yield server, session, client
+    finally:
+        server.sessions.close(session)
+
+
+async def say(client: openai.AsyncOpenAI, messages: list[dict[str, Any]], **more: Any) -> str:
+    reply = await client.chat.completions.create(model="any", messages=messages, **more)  # type: ignore[arg-type]
+    return reply.choices[0].message.content or ""
+
+
+def outcomes(session: Session, reward: float | None = 1.0) -> list[RolloutOutcome]:
+    return session.outcomes(Ending("finished", reward))
+
+
+async def test_a_conversation_keeps_the_ids_that_were_sampled(endpoint: Endpoint) -> None:
+    tokens = FakeTokens(heard)
+    async with served(endpoint, tokens) as (server, session, client):
+        messages = [USER]
+        for answer in ("one", "two"):
+            words = await say(client, messages)
+            messages = [*messages, {"role": "assistant", "content": words}, {"role": "user", "content": answer}]
+        await say(client, messages)
+        assert [message["content"] for message in messages[1::2]] == ["aws 1", "aws 2"]
+        (outcome,) = outcomes(session)
+        server.sessions.close(session)
+    stop = chat().stop_ids[0]
+    policy = [[*spelt(f"aws {n}"), stop] for n in (1, 2, 3)]
+    between = [chat().following(text, ended=True) for text in ("one", "two")]
+    assert outcome.prompt_ids == chat().first("task")
+    assert outcome.completion_ids == policy[0] + between[0] + policy[1] + between[1] + policy[2]
+    assert spelt("aws 1") != chat().encode("aws 1"), "tokenising the words again would give other ids"
+    assert outcome.loss_mask == [
+        n % 2 == 0 for n, ids in enumerate([policy[0], between[0], policy[1], between[1], policy[2]]) for _ in ids
+    ]
+    assert [v for v, m in zip(outcome.versions, outcome.loss_mask, strict=True) if m] == (
+        [1] * len(policy[0]) + [2] * len(policy[1]) + [3] * len(policy[2])
+    )
+    assert all((v == -1) == (not m) for v, m in zip(outcome.versions, outcome.loss_mask, strict=True))
+    assert (
+        outcome.valid and outcome.reward == 1.0 and [turn.text for turn in outcome.turns] == ["aws 1", "aws 2", "aws 3"]
+    )
+    assert [turn.output for turn in outcome.turns] == ["one", "two", ""]
+    for request, sent in zip(tokens.requests, (0, 1, 2), strict=True):
+        assert (
+            list(request.token_ids)
+            == outcome.prompt_ids + outcome.completion_ids[: sum(len(policy[n]) + len(between[n]) for n in range(sent))]
+        )
+        assert (request.slot, request.seed) == (3, 7)
+    assert tokens.freed == [3]
+
+
+async def test_an_unfinished_turn_is_ended_and_parts_are_joined(endpoint: Endpoint) -> None:
+    tokens = FakeTokens(heard, part=2, finish="length")
+    async with served(endpoint, tokens) as (_, session, client):
+        reply = await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+        assert reply.choices[0].finish_reason == "length" and reply.choices[0].message.content == "aws 1"
+        assert [request.sampled for request in tokens.requests] == [0, 2, 4]
+        await say(client, [USER, {"role": "assistant", "content": "aws 1"}, USER])
+        (outcome,) = outcomes(session)
+    first = spelt("aws 1")
+    following = chat().following("task", ended=False)
+    assert following[0] == chat().stop_ids[0] and outcome.completion_ids[: len(first)] == first
+    assert outcome.completion_ids[len(first) :][: len(following)] == following
+    assert outcome.versions[: len(first)] == [1, 1, 2, 2, 3][: len(first)]
+
+
+async def test_streaming_logprobs_and_usage(endpoint: Endpoint) -> None:
+    async with served(endpoint, FakeTokens(heard)) as (_, session, client):
+        stream = await client.chat.completions.create(
+            model="m", messages=[USER], stream=True, logprobs=True,  # type: ignore[list-item]
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        usage = chunks[-1].usage
+        assert text == "aws 1" and usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(chat().first("task")), len(spelt("aws 1")) + 1)
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        whole = await client.chat.completions.create(model="m", messages=[USER], logprobs=True)  # type: ignore[list-item]
+        values = whole.choices[0].logprobs
+        assert values is not None and values.content is not None
+        assert "".join(entry.token for entry in values.content) == "aws 1"
+        assert {entry.logprob for entry in values.content} == {-0.5}
+        assert (await client.models.list()).data[0].id == "policy"
+        await say(client, [USER, {"role": "assistant", "content": text}, USER])
+        assert len(session.ledger.branches) == 2, "the streamed conversation was continued, not started again"
+
+
+async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: Endpoint) -> None:
+    tokens = FakeTokens(heard)
+    async with served(endpoint, tokens) as (_, session, client):
+        first = {"role": "assistant", "content": await say(client, [USER])}
+        told = {"role": "user", "content": "more"}
+        await say(client, [USER, first, told])
+        await say(client, [USER, first, told])
+        assert len(session.ledger.branches) == 2
+        main, fork = session.ledger.branches
+        at = len(main.tokens.prompt_ids) + main.marks[0].tokens
+        assert fork.tokens.prompt_ids == main.tokens.prefix()[:at] + chat().following("more", ended=True)
+        edited = {"role": "assistant", "content": first["content"] + " "}
+        await say(client, [USER, edited, told])
+        assert len(session.ledger.branches) == 3
+        assert session.ledger.branches[2].tokens.prompt_ids == chat().conversation([USER, edited, told])
+        await say(client, [USER, first])
+        assert len({request.slot for request in tokens.requests}) == 4
+        assert len({request.seed for request in tokens.requests}) == 4
+        done = outcomes(session, 0.25)
+    assert done[0].completion_ids == main.tokens.completion_ids and done[0].timings["branches"] == 4
+    assert [outcome.reward for outcome in done] == [0.25] * 4 and len(done) == 4
+    assert sum(sum(outcome.loss_mask) for outcome in done) == sum(branch.sampled for branch in session.ledger.branches)
+
+
+async def test_requests_at_once_do_not_share_a_row(endpoint: Endpoint) -> None:
+    tokens = FakeTokens(heard)
+    async with served(endpoint, tokens) as (_, session, client):
+        first = {"role": "assistant", "content": await say(client, [USER])}
+        tokens.hold = asyncio.Event()
+        both = [asyncio.ensure_future(say(client, [USER, first, USER])) for _ in range(2)]
+        while len(tokens.requests) < 3:
+            await asyncio.sleep(0.005)
+        tokens.hold.set()
+        assert await asyncio.gather(*both) == ["aws 2", "aws 2"]
+        assert tokens.requests[1].slot != tokens.requests[2].slot and len(session.ledger.branches) == 2
+
+
+async def test_a_reported_reward_ends_the_session(endpoint: Endpoint) -> None:
+    tokens = FakeTokens(heard)
+    async with served(endpoint, tokens) as (server, session, client), plain_http() as http:
+        await say(client, [USER])
+        address = f"{server.url}/sessions/{session.key}/reward"
+        assert (await http.post(address, json={"reward": "much"})).status_code == 400
+        assert (await http.post(address, content=b'{"reward": NaN}')).status_code == 400
+        assert not session.ended.is_set()
+        assert (await http.post(address, json={"reward": 0.75})).json() == {"trajectories": 1, "turns": 1}
+        assert session.ended.is_set() and outcomes(session, None)[0].reward == 0.75
+        assert (await http.post(address, json={"reward": 1})).status_code == 409
+        with pytest.raises(openai.ConflictError):
+            await say(client, [USER])
+        server.sessions.close(session)
+        with pytest.raises(openai.NotFoundError):
+            await say(client, [USER])
+    assert tokens.freed == [3]
+
+
+async def test_an_engine_that_fails_is_no_turn(endpoint: Endpoint) -> None:
+    tokens = FakeTokens(heard)
+    tokens.fail = 1
+    async with served(endpoint, tokens) as (_, session, client):
+        with pytest.raises(openai.InternalServerError, match="no generation worker"):
+            await say(client, [USER])
+        assert session.engine_error is not None and not session.ledger.branches
+        first = {"role": "assistant", "content": await say(client, [USER])}
+        tokens.fail = 1
+        with pytest.raises(openai.InternalServerError):
+            await say(client, [USER, first, USER])
+        await say(client, [USER, first, USER])
+        (outcome,) = outcomes(session)
+        assert len(outcome.turns) == 2 and outcome.valid
+    tokens = FakeTokens(heard)
+    tokens.fail = 1
+    async with served(endpoint, tokens, retries=1) as (_, session, client):
+        assert await say(client, [USER]) == "aws 1", "the package sends it again by itself"
+
+
+async def test_the_end_cancels_what_is_under_way(endpoint: Endpoint) -> None:
+    tokens = FakeTokens(heard)
+    tokens.hold = asyncio.Event()
+    async with served(endpoint, tokens) as (server, session, client):
+        asking = asyncio.ensure_future(say(client, [USER]))
+        while not tokens.requests:
+            await asyncio.sleep(0.005)
+        server.sessions.close(session)
+        with pytest.raises(openai.ConflictError):
+            await asking
+        assert tokens.cancelled == 1 and not session.ledger.branches
+    nothing = outcomes(session)[0]
+    assert (
+        nothing.status == "policy_error" and nothing.reward is None and nothing.message == "the agent asked for nothing"
+    )
+
+
+async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> None:
+    async with served(endpoint, FakeTokens(heard)) as (_, session, client):
+        first = {"role": "assistant", "content": await say(client, [USER])}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await say(client, [USER, first, {"role": "user", "content": "word " * 200}])
+        assert refused.value.code == "context_length_exceeded" and session.ledger.limit_hit == "token_budget"
+        assert len(session.ledger.branches) == 1 and session.ledger.branches[0].sampled
+        for _ in range(LIMITS.max_turns - 1):
+            await say(client, [USER])
+        with pytest.raises(openai.BadRequestError) as refused:
+            await say(client, [USER])
+        assert refused.value.code == "turn_limit" and session.ledger.limit_hit == "max_turns"
+
+
+BAD: list[tuple[Any, int]] = [
+    (b"{", 400), (b"[]", 400), ({}, 400), ({"messages": []}, 400),
+    ({"messages": [{"role": "user", "content": 3}]}, 400),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400), ({"messages": [USER], "n": 2}, 400),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, 400), ({"messages": [USER], "stop": ["x"]}, 400),
+    ({"messages": [USER] * 600}, 400), (b" " * (1 << 20) + b"{}", 413),
+    ({"messages": [USER], "response_format": {"type": "json_object"}}, 400),
+]  # fmt: skip
+
+
+async def test_bad_requests_are_refused_and_harm_nothing(endpoint: Endpoint) -> None:
+    async with served(endpoint, FakeTokens(heard)) as (server, session, client), plain_http() as http:
+        address = f"{server.base_url(session)}/chat/completions"
+        for body, status in BAD:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            reply = await http.post(address, **content)  # type: ignore[arg-type]
+            assert reply.status_code == status and reply.json()["error"]["message"], (body, reply.text)
+
+        async def unsized() -> AsyncIterator[bytes]:
+            yield b"{}"
+
+        assert (await http.post(address, content=unsized())).status_code == 413
+        guess = await http.post(f"{server.url}/sessions/guess/v1/chat/completions", json={"messages": [USER]})
+        assert guess.status_code == 404 and guess.json()["error"]["code"] == "no_such_session"
+        parts = [{"type": "text", "text": "ta"}, {"type": "text", "text": "sk"}]
+        assert await say(client, [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
+        assert len(session.ledger.branches) == 1

@@ -1,0 +1,283 @@
+"""The stores that one server has for itself: what was committed comes back, whatever happens. Specification 3.11."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.trajectory.base.records import Encoding, EnvRecord, GroupRecord, LeaseRecord, Payload, Place, RunRecord
+from realhf.trajectory.store.base import Changes, StoreFailure
+from realhf.trajectory.store.memory import MemoryStore
+from realhf.trajectory.store.open import open_store
+from realhf.trajectory.store.sqlite import SqliteStore
+
+
+@pytest.fixture
+def limit_file_size() -> Iterator[Any]:
+    """Files cannot grow beyond a number of bytes while this is set; writes fail as on a full disk."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def data(number: int, size: int = 1000) -> bytes:
+    return bytes([number % 251]) * size
+
+
+async def put(store: Any, numbers: range | list[int], size: int = 1000, **more: Any) -> list[GroupRecord]:
+    """Stage and commit groups with ids and payloads of these numbers."""
+    from isal import isal_zlib
+
+    refs = await store.stage([data(number, size) for number in numbers])
+    groups = [
+        GroupRecord(number, number, Place.QUEUE, None, 4,
+                    Payload(ref, size, Encoding.JSON, 7, isal_zlib.crc32(data(number, size))), 0, 1.5)
+        for number, ref in zip(numbers, refs, strict=True)
+    ]  # fmt: skip
+    await store.commit(Changes(rows={("groups", group.id): group for group in groups}, **more))
+    return groups
+
+
+def ids(snapshot: dict[str, list[Any]]) -> list[int]:
+    return sorted(group.id for group in snapshot["groups"])
+
+
+@pytest.mark.parametrize("durable", [False, True])
+async def test_everything_committed_comes_back(tmp_path: Path, durable: bool):
+    store = SqliteStore(tmp_path, durable=durable)
+    assert all(not records for records in (await store.open()).values())
+    groups = await put(store, range(5))
+    rows: dict[Any, Any] = {
+        ("run", "run"): RunRecord(epoch=3, registered=True, wandb_group="\u00fc", latest=groups[0]),
+        ("envs", 0): EnvRecord(0, "a", "a_0", 10, 1.0, 4, None, True, 5.0),
+        ("leases", "x"): LeaseRecord("x", "t", 7, (1, 2), 1.0, 2.0),
+        ("groups", 3): None,
+    }
+    await store.commit(Changes(rows=rows))
+    await store.close()
+    store = SqliteStore(tmp_path)
+    snapshot = await store.open()
+    assert ids(snapshot) == [0, 1, 2, 4]
+    assert snapshot["run"] == [rows[("run", "run")]]
+    assert snapshot["envs"] == [rows[("envs", 0)]]
+    assert snapshot["leases"] == [rows[("leases", "x")]]
+    kept = sorted(snapshot["groups"], key=lambda group: group.id)
+    assert await store.read([group.payload for group in kept]) == [data(number) for number in (0, 1, 2, 4)]
+    await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=4)}, cleared=True))
+    await store.close()
+    store = SqliteStore(tmp_path)
+    assert ids(await store.open()) == []
+    await store.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+async def test_a_payload_can_be_read_before_and_after_its_commit(tmp_path: Path, kind: str):
+    store = MemoryStore() if kind == "memory" else SqliteStore(tmp_path)
+    await store.open()
+    [ref] = await store.stage([data(1)])
+    from isal import isal_zlib
+
+    payload = Payload(ref, 1000, Encoding.JSON, 7, isal_zlib.crc32(data(1)))
+    assert await store.read([payload]) == [data(1)]
+    await store.commit(Changes(rows={("run", "run"): RunRecord()}))
+    assert await store.read([payload]) == [data(1)]
+    await store.close()
+
+
+async def files(folder: Path, count: int) -> None:
+    """Wait until so many segment files are left: they are deleted beside the commits."""
+    deadline = asyncio.get_running_loop().time() + 10
+    while len(list(folder.glob("*.seg"))) != count:
+        assert asyncio.get_running_loop().time() < deadline, sorted(folder.glob("*.seg"))
+        await asyncio.sleep(0.01)
+
+
+async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path: Path):
+    store = SqliteStore(tmp_path)
+    await store.open()
+    for number in range(12_000):
+        await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=number), ("closed", f"x{number % 50}"): None}))
+    assert (tmp_path / "state.sqlite-wal").stat().st_size < 60 << 20
+    await store.close()
+    again = SqliteStore(tmp_path)
+    assert (await again.open())["run"] == [RunRecord(epoch=11_999)]
+    await again.close()
+
+
+async def test_files_go_when_everything_in_them_was_given_up(tmp_path: Path):
+    store = SqliteStore(tmp_path, segment_bytes=3000)
+    await store.open()
+    groups = await put(store, range(10))
+    assert len(list(tmp_path.glob("*.seg"))) == 4
+    gone = groups[:3] + groups[4:6]
+    freed = [group.payload.ref for group in gone]
+    await store.commit(Changes(rows={("groups", group.id): None for group in gone}, freed=freed))
+    await files(tmp_path, 3)
+    await store.commit(Changes(rows={("groups", 3): None}, freed=[groups[3].payload.ref]))
+    await files(tmp_path, 2)
+    assert await store.read([groups[6].payload]) == [data(6)]
+    await store.close()
+    (tmp_path / "00000099.seg").write_bytes(b"left over")
+    store = SqliteStore(tmp_path)
+    assert ids(await store.open()) == [6, 7, 8, 9]
+    assert not (tmp_path / "00000099.seg").exists()
+    await put(store, [10])
+    assert (tmp_path / "00000100.seg").exists(), "never a name that was used"
+    await store.close()
+
+
+async def test_a_folder_has_one_server(tmp_path: Path):
+    store = SqliteStore(tmp_path)
+    await store.open()
+    with pytest.raises(StoreFailure, match=f"in use by another server .pid {os.getpid()}"):
+        await SqliteStore(tmp_path).open()
+    await store.close()
+    again = SqliteStore(tmp_path)
+    await again.open()
+    await again.close()
+
+
+async def test_a_torn_or_damaged_tail_is_dropped_and_the_rest_served(tmp_path: Path):
+    store = SqliteStore(tmp_path)
+    await store.open()
+    groups = await put(store, range(10))
+    leased = GroupRecord(1, 1, Place.LEASED, None, 4, groups[1].payload, 0, 1.5)
+    lease = LeaseRecord("x", "t", 0, (1, 9), 1.0, 2.0)
+    await store.commit(Changes(rows={("leases", "x"): lease, ("groups", 1): leased}))
+    await store.close()
+    [segment] = tmp_path.glob("*.seg")
+    with open(segment, "r+b") as file:
+        file.truncate(9500)
+        file.seek(8010)
+        file.write(b"?")
+    store = SqliteStore(tmp_path)
+    snapshot = await store.open()
+    assert ids(snapshot) == list(range(8)), "9 is cut off, 8 is damaged"
+    assert snapshot["leases"] == []
+    assert all(group.place is Place.QUEUE for group in snapshot["groups"]), "the other group of the lost batch"
+    await store.close()
+    again = SqliteStore(tmp_path)
+    assert ids(await again.open()) == list(range(8))
+    await again.close()
+
+
+async def test_a_damaged_payload_is_never_served(tmp_path: Path):
+    store = SqliteStore(tmp_path)
+    await store.open()
+    groups = await put(store, range(3))
+    [segment] = tmp_path.glob("*.seg")
+    with open(segment, "r+b") as file:
+        file.seek(1500)
+        file.write(b"?")
+    assert await store.read([groups[0].payload]) == [data(0)]
+    with pytest.raises(StoreFailure, match="damaged"):
+        await store.read([groups[1].payload])
+    await store.close()
+
+
+async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, limit_file_size: Any):
+    store = SqliteStore(tmp_path)
+    await store.open()
+    await put(store, range(5))
+    limit_file_size(40_000)
+    refs = await store.stage([data(7, 60_000)])
+    with pytest.raises(StoreFailure):
+        await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=9)}))
+    await store.unstage(refs)
+    snapshot = await store.reload()
+    assert (ids(snapshot), snapshot["run"]) == (list(range(5)), [])
+    limit_file_size(1 << 30)
+    [late] = await put(store, [6], size=60_000)
+    assert await store.read([late.payload]) == [data(6, 60_000)]
+    await store.close()
+    store = SqliteStore(tmp_path)
+    assert ids(await store.open()) == [0, 1, 2, 3, 4, 6]
+    await store.close()
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from realhf.trajectory.store.sqlite import SqliteStore
+from tests.trajectory.store.test_store import put
+
+async def main():
+    store = SqliteStore(Path(sys.argv[1]), segment_bytes=200_000)
+    known = await store.open()
+    start = 1 + max((group.id for group in known["groups"]), default=-1)
+    for number in range(start, 10**6, 4):
+        await put(store, range(number, number + 4), size=20_000)
+        print(number + 3, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path: Path):
+    for round_ in range(6):
+        command = [sys.executable, "-c", WRITER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            for _ in range(round_ * 7 + 1):
+                acknowledged = int(writer.stdout.readline())
+            writer.kill()
+            acknowledged = int(([acknowledged, *map(int, writer.stdout.read().split())])[-1])
+        store = SqliteStore(tmp_path)
+        snapshot = await store.open()
+        found = ids(snapshot)
+        assert found == list(range(len(found))), "whole commits only, in order"
+        assert len(found) % 4 == 0
+        assert len(found) > acknowledged
+        for group in snapshot["groups"]:
+            assert await store.read([group.payload]) == [data(group.id, 20_000)]
+        await store.close()
+
+
+async def test_concurrent_staging_and_committing(tmp_path: Path):
+    store = SqliteStore(tmp_path, segment_bytes=5000)
+    await store.open()
+    batches = [list(range(start, start + 3)) for start in range(0, 90, 3)]
+    groups = [group for batch in await asyncio.gather(*(put(store, batch) for batch in batches)) for group in batch]
+    assert await store.read([group.payload for group in groups]) == [data(group.id) for group in groups]
+    await store.close()
+
+
+@pytest.mark.parametrize("url", ["", "sqlite:", "nonsense", "mysql://x", "/some/folder"])
+def test_addresses_of_no_known_form(url: str):
+    with pytest.raises(ValueError, match="--store"):
+        open_store(url)
+
+
+def test_addresses(tmp_path: Path):
+    assert isinstance(open_store("memory"), MemoryStore)
+    assert open_store(f"sqlite:{tmp_path}").name == f"sqlite:{tmp_path}"
+
+
+async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path: Path):
+    store = SqliteStore(tmp_path, segment_bytes=3000)
+    await store.open()
+    groups = await put(store, range(12))
+    freed = [group.payload.ref for group in groups[:9]]
+    await store.commit(Changes(rows={("groups", group.id): None for group in groups[:9]}, freed=freed))
+    await files(tmp_path, 1)
+    later = await put(store, range(20, 24), size=900)
+    assert await store.read([group.payload for group in later]) == [data(number, 900) for number in range(20, 24)]
+    with pytest.raises(StoreFailure):
+        await store.read([groups[0].payload])
+    assert len(list(tmp_path.glob("*.spare"))) < 3
+    await store.close()
+    again = SqliteStore(tmp_path)
+    assert ids(await again.open()) == [9, 10, 11, *range(20, 24)]
+    assert not list(tmp_path.glob("*.spare"))
+    await again.close()

@@ -1,0 +1,150 @@
+"""Weights between processes, some of which are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.generation import WeightsManifest
+from realhf.transport.weights.errors import WeightsGone
+from realhf.transport.weights.publisher import Medium, WeightPublisher
+from realhf.transport.weights.receiver import receive
+from tests.transport.shared_segments import named_segments
+from tests.transport.weights.weights_process import values
+
+torch.set_num_threads(1)
+SCRIPT = str(Path(__file__).with_name("weights_process.py"))
+MEDIA: list[Medium] = ["shm", "disk", "broadcast"]
+
+
+class Peer:
+    """Another process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(60)
+        self._pid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        self._lines = connection.makefile("rw")
+
+    def tell(self, *command: Any) -> None:
+        self._lines.write(json.dumps(command) + "\n")
+        self._lines.flush()
+
+    def answer(self) -> Any:
+        return json.loads(self._lines.readline())
+
+    def ask(self, *command: Any) -> Any:
+        self.tell(*command)
+        return self.answer()
+
+    def wait_dead(self) -> None:
+        assert self._lines.readline() == ""
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        self.wait_dead()
+
+    def end(self) -> None:
+        self._lines.close()
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Peer]]:
+    """One process that lives as long as the module and three to be killed."""
+    path = str(tmp_path_factory.mktemp("crowd") / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        listener.settimeout(60)
+        mother = subprocess.Popen([sys.executable, SCRIPT, path], stdin=subprocess.PIPE, text=True)
+        assert mother.stdin is not None
+        mother.stdin.write("\n" * 4)
+        mother.stdin.flush()
+        peers = [Peer(listener.accept()[0]) for _ in range(4)]
+    yield peers
+    for peer in peers:
+        with contextlib.suppress(BrokenPipeError):
+            peer.end()
+    mother.stdin.close()
+    assert mother.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_weights_reach_another_process(medium: Medium, crowd: list[Peer], tmp_path: Path) -> None:
+    publisher = WeightPublisher("run", "model_worker/0", tmp_path, medium)
+    for version in (1, 2):
+        assert crowd[0].ask("take", publisher.publish(version, values(version)).to_map(), "generation/0") == "same"
+    gone = publisher.publish(3, values(3)).to_map()
+    publisher.close()
+    assert crowd[0].ask("take", gone, "generation/0").startswith(f"WeightsGone: weights version 3 by {medium}")
+
+
+@pytest.mark.parametrize("medium", ["shm", "disk"])
+def test_a_receiver_reads_to_the_end_what_is_retired_meanwhile(medium: Medium, tmp_path: Path) -> None:
+    from realhf.transport.weights.disk import read_weight_file
+    from realhf.transport.weights.flat_buffer import unpack
+    from realhf.transport.weights.memory_file import read_memory_file
+
+    publisher = WeightPublisher("run", "model_worker/0", tmp_path, medium)
+    manifest = publisher.publish(1, values(1))
+    buffer = (read_memory_file if medium == "shm" else read_weight_file)(manifest)
+    publisher.close()
+    assert all(torch.equal(tensor, values(1)[name]) for name, tensor in unpack(manifest, buffer).items())
+
+
+@pytest.mark.parametrize("moment", ["seated", "met"])
+def test_a_receiver_that_dies_in_a_broadcast_hurts_nobody_and_is_named(
+    moment: str, crowd: list[Peer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = WeightPublisher("run", "model_worker/0", tmp_path, "broadcast")
+    manifest = publisher.publish(5, values(5), receivers=2)
+    victim = crowd[1 if moment == "seated" else 2]
+    with caplog.at_level(logging.WARNING):
+        crowd[0].tell("take", manifest.to_map(), "generation/0")
+        victim.tell("die", manifest.to_map(), moment)
+        victim.wait_dead()
+        assert crowd[0].answer() == "same"
+        publisher.publish(6, values(6))
+        receive(publisher.publish(7, values(7)), 10.0)
+    assert "weights version 5: lost generation/dead before it had them" in caplog.text
+    publisher.close()
+
+
+def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
+    crowd: list[Peer], tmp_path: Path
+) -> None:
+    shared = named_segments()
+    manifests = {}
+    for medium in MEDIA:
+        manifests[medium] = WeightsManifest.from_map(crowd[3].ask("publish", medium, str(tmp_path), 4))
+        assert torch.equal(receive(manifests[medium], 10.0)["layer.0"], values(4)["layer.0"])
+    other = WeightPublisher("run", "model_worker/1", tmp_path, "disk")
+    other.publish(1, values(1))
+    assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "notes.txt").write_text("not ours")
+    (tmp_path / f"{Path(manifests['disk'].location).name}.tmp").write_text("half")
+    crowd[3].kill()
+    for medium in ("shm", "broadcast"):
+        with pytest.raises(WeightsGone, match=f"version 4 by {medium}"):
+            receive(manifests[medium], 5.0)
+    receive(manifests["disk"], 1.0)
+    successor = WeightPublisher("run", "model_worker/0", tmp_path, "disk")
+    with pytest.raises(WeightsGone, match="version 4 by disk"):
+        receive(manifests["disk"], 1.0)
+    assert other.latest is not None and torch.equal(receive(other.latest, 1.0)["layer.0"], values(1)["layer.0"])
+    other.close()
+    successor.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert named_segments() == shared
