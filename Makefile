@@ -38,6 +38,7 @@ train: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyright
 
 test: lint validate

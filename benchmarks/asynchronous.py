@@ -145,9 +145,15 @@ def play(args: argparse.Namespace, side: str, latency: float, runs: Path) -> Mea
     """One run of a side: SYNCHRONOUS or the staleness bound of an asynchronous one."""
     eta = 0 if side == SYNCHRONOUS else int(side)
     experiment = "grpo_aws" if side == SYNCHRONOUS else "grpo_aws_async"
-    options = [f"experiment={experiment}", *SAME, f"actor.path={args.policy.resolve()}", f"fileroot={runs}",
-               f"env.step_latency_ms={latency:g}", f"dataset.train_bs_n_seqs={args.batch}",
-               f"total_train_steps={SKIPPED + args.steps + eta + 2}"]  # fmt: skip
+    options = [
+        f"experiment={experiment}",
+        *SAME,
+        f"actor.path={args.policy.resolve()}",
+        f"fileroot={runs}",
+        f"env.step_latency_ms={latency:g}",
+        f"dataset.train_bs_n_seqs={args.batch}",
+        f"total_train_steps={SKIPPED + args.steps + eta + 2}",
+    ]
     if side != SYNCHRONOUS:
         options += [f"async_rl.max_head_offpolicyness={eta}", f"async_rl.niceness={args.niceness}"]
     command = [sys.executable, "-m", "realhf.launch", *options, *args.options]
@@ -177,12 +183,14 @@ def _name(side: str) -> str:
 def _line(side: str, run: Measured) -> str:
     shares = ", ".join(f"{name} {value:.2f}" for name, value in run.occupancy.items())
     cpu = ", ".join(f"{name} {1000 * value:.0f}" for name, value in sorted(run.cpu.items()) if value >= 0.0005)
-    return "; ".join([
-        f"{_name(side)}: {run.rate:.2f} samples/s, {run.step_s:.2f} s a step",
-        *([f"occupancy: {shares}"] if shares else []),
-        f"CPU ms of a sample: {1000 * sum(run.cpu.values()):.0f} ({cpu})",
-        f"others use {run.others:.1f} cores",
-    ])  # fmt: skip
+    return "; ".join(
+        [
+            f"{_name(side)}: {run.rate:.2f} samples/s, {run.step_s:.2f} s a step",
+            *([f"occupancy: {shares}"] if shares else []),
+            f"CPU ms of a sample: {1000 * sum(run.cpu.values()):.0f} ({cpu})",
+            f"others use {run.others:.1f} cores",
+        ]
+    )
 
 
 def _summary(side: str, found: Sequence[Measured], base: Sequence[Measured], target: float) -> str:

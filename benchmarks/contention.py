@@ -41,8 +41,13 @@ WARM_UP = 3
 """Steps at the beginning that are not counted."""
 WORST, QUIET_SPEED, JUDGED_S = 2.5, 1.05, 0.01
 START_S, STEP_S, WARM_START_S, STOP_S = 600.0, 900.0, 3600.0, 30.0
-OPTIONS = ("evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "monitor.tensorboard=false",
-           "monitor.progress=false", "recover_mode=disabled")  # fmt: skip
+OPTIONS = (
+    "evaluation.episodes_per_task=0",
+    "evaluation.greedy_episodes_per_task=0",
+    "monitor.tensorboard=false",
+    "monitor.progress=false",
+    "recover_mode=disabled",
+)
 Row = Mapping[str, float]
 
 
@@ -63,16 +68,24 @@ class Run:
 
     def __init__(self, checkout: Path, runs: Path, trial: str, options: Sequence[str]) -> None:
         python = checkout / ".venv" / "bin" / "python"
-        self._command = [str(python) if python.exists() else sys.executable, "-m", "realhf.launch",
-                         "experiment=grpo_aws", *OPTIONS, f"fileroot={runs}", f"trial_name={trial}",
-                         *options]  # fmt: skip
+        self._command = [
+            str(python) if python.exists() else sys.executable,
+            "-m",
+            "realhf.launch",
+            "experiment=grpo_aws",
+            *OPTIONS,
+            f"fileroot={runs}",
+            f"trial_name={trial}",
+            *options,
+        ]
         self._checkout, self._folder, self._output = checkout, runs / "grpo_aws" / trial, runs / f"{trial}.txt"
 
     def __enter__(self) -> Run:
         environment = {**os.environ, "PYTHONPATH": str(self._checkout)}
         with self._output.open("wb") as log:
-            self._process = psutil.Popen(self._command, stdout=log, stderr=log, cwd=self._checkout, env=environment,
-                                         start_new_session=True)  # fmt: skip
+            self._process = psutil.Popen(
+                self._command, stdout=log, stderr=log, cwd=self._checkout, env=environment, start_new_session=True
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,8 +201,10 @@ def against(args: argparse.Namespace, policy: str, runs: Path) -> tuple[list[lis
 
 def _say(name: str, steps: Sequence[Step]) -> None:
     times = " ".join(f"{step.phases['step']:.2f}" for step in steps)
-    print(f"  {name:18} steps of {times} s; others use {statistics.fmean(step.others for step in steps):.2f} cores",
-          flush=True)  # fmt: skip
+    print(
+        f"  {name:18} steps of {times} s; others use {statistics.fmean(step.others for step in steps):.2f} cores",
+        flush=True,
+    )
 
 
 def table(

@@ -55,11 +55,17 @@ def make_plan(folder: Path, episodes: int, batch: int) -> tuple[RunPlan, int]:
     """The plan of a run with so many episodes in flight, and how many groups that are."""
     groups = -(-episodes // GROUP)
     eta = 1 + -(-groups // batch)
-    composed = compose_config([
-        "experiment=grpo_aws_async", f"fileroot={folder}", f"dataset.train_bs_n_seqs={batch}",
-        f"ppo.group_size={GROUP}", f"env.pool_size={groups * GROUP}", f"async_rl.max_head_offpolicyness={eta}",
-        f"total_train_steps={ENDLESS}",
-    ])  # fmt: skip
+    composed = compose_config(
+        [
+            "experiment=grpo_aws_async",
+            f"fileroot={folder}",
+            f"dataset.train_bs_n_seqs={batch}",
+            f"ppo.group_size={GROUP}",
+            f"env.pool_size={groups * GROUP}",
+            f"async_rl.max_head_offpolicyness={eta}",
+            f"total_train_steps={ENDLESS}",
+        ]
+    )
     plan = build_experiment(composed).plan(build_experiment(composed).spec, time.time())
     plan.spec.run_dir.mkdir(parents=True)
     plan.write()
@@ -98,9 +104,19 @@ class Run:
     def _spawn(self, endpoint: str) -> None:
         for kind in WORKERS:
             with (self._plan.spec.run_dir / f"{kind}.log").open("wb") as log:
-                command = [sys.executable, str(Path(__file__).with_name("coordination_workers.py")), kind,
-                           "--run-dir", str(self._plan.spec.run_dir), "--run-id", "bench", "--master", endpoint,
-                           "--in-flight", str(self._groups)]  # fmt: skip
+                command = [
+                    sys.executable,
+                    str(Path(__file__).with_name("coordination_workers.py")),
+                    kind,
+                    "--run-dir",
+                    str(self._plan.spec.run_dir),
+                    "--run-id",
+                    "bench",
+                    "--master",
+                    endpoint,
+                    "--in-flight",
+                    str(self._groups),
+                ]
                 self._processes[kind] = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def _stop(self) -> None:
@@ -119,8 +135,17 @@ class Run:
     async def _open(self, rpc: RpcMaster) -> AsyncRollouts:
         spec = self._plan.spec
         assert spec.rollout is not None
-        plan = RolloutPlan(spec.rollout, "model_worker/0", spec.n_seqs, spec.total_train_steps, 0,
-                           spec.run_dir / "journal", "bench", 30.0, 60.0)  # fmt: skip
+        plan = RolloutPlan(
+            spec.rollout,
+            "model_worker/0",
+            spec.n_seqs,
+            spec.total_train_steps,
+            0,
+            spec.run_dir / "journal",
+            "bench",
+            30.0,
+            60.0,
+        )
         source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
         rollouts = await AsyncRollouts.open(plan, rpc, source)
         for info in list(rpc.roster.values()):
@@ -131,8 +156,9 @@ class Run:
         spec = self._plan.spec
         graph = build_graph(spec.mfcs, spec.source.keys, spec.log_keys, roles=spec.models.keys())
         workers = {role: ["model_worker/0"] for role in spec.models}
-        return FunctionExecutor(graph, rpc, rollouts.control, workers=workers, seed=spec.seed,
-                                make_loader=rollouts.loader)  # fmt: skip
+        return FunctionExecutor(
+            graph, rpc, rollouts.control, workers=workers, seed=spec.seed, make_loader=rollouts.loader
+        )
 
     async def _steps(self, seconds: float) -> int:
         """Train for so long; returns the samples trained."""
@@ -157,9 +183,14 @@ class Run:
         episodes = GROUP * await self._steps(seconds)
         wall, after = time.perf_counter() - began, self._cpu()
         row = {kind: 1e6 * (after[kind] - before[kind]) / episodes for kind in self._processes}
-        return {**row, "all": sum(row.values()), "per_s": episodes / wall, "steps_per_s": len(self._in_flight) / wall,
-                "cores": sum(after.values()) / wall - sum(before.values()) / wall,
-                "in_flight": GROUP * statistics.fmean(self._in_flight)}  # fmt: skip
+        return {
+            **row,
+            "all": sum(row.values()),
+            "per_s": episodes / wall,
+            "steps_per_s": len(self._in_flight) / wall,
+            "cores": sum(after.values()) / wall - sum(before.values()) / wall,
+            "in_flight": GROUP * statistics.fmean(self._in_flight),
+        }
 
     def _cpu(self) -> dict[str, float]:
         return {kind: sum(process.cpu_times()[:2]) for kind, process in self._processes.items()}
@@ -195,9 +226,16 @@ def verdicts(results: dict[int, list[dict[str, float]]]) -> dict[str, bool]:
 
 
 def show(results: dict[int, list[dict[str, float]]]) -> None:
-    names = {"in_flight": "in flight", "master": "master us", "model_worker": "model worker us",
-             "rollout_worker": "rollout worker us", "generation": "generation us", "all": "all us", "per_s": "per s",
-             "steps_per_s": "steps/s"}  # fmt: skip
+    names = {
+        "in_flight": "in flight",
+        "master": "master us",
+        "model_worker": "model worker us",
+        "rollout_worker": "rollout worker us",
+        "generation": "generation us",
+        "all": "all us",
+        "per_s": "per s",
+        "steps_per_s": "steps/s",
+    }
     print("  ".join(f"{title:>22}" for title in names.values()))
     for rows in results.values():
         print("  ".join(f"{spread(rows, name):>22}" for name in names))
@@ -217,8 +255,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()
     for episodes in args.in_flight:
         results[episodes] = measure(episodes, args)
-    host = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
-            "load": os.getloadavg()}  # fmt: skip
+    host = {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "load": os.getloadavg(),
+    }
     print(f"{host['cpus']} CPUs, load average {host['load'][0]:.1f}, batches of {args.batch} groups of {GROUP}")
     show(results)
     reached = verdicts(results)

@@ -80,11 +80,21 @@ def _fake_rollout(rng: random.Random) -> RolloutOutcome:
     turns = tuple(Turn("aws s3 ls", "aws s3 ls", "", 0.5) for _ in range(TURNS))
     solved = rng.random() < 0.5
     return RolloutOutcome(
-        status="achieved" if solved else "max_turns", prompt_ids=[rng.randrange(400) for _ in range(PROMPT_TOKENS)],
-        completion_ids=ids, logprobs=logprobs, versions=[0 if flag else -1 for flag in mask], loss_mask=mask,
-        reward=1.0 if solved else 0.25, achieved=solved, progress=0.5, turns=turns, task_id=1, tier="warmup", seed=1,
+        status="achieved" if solved else "max_turns",
+        prompt_ids=[rng.randrange(400) for _ in range(PROMPT_TOKENS)],
+        completion_ids=ids,
+        logprobs=logprobs,
+        versions=[0 if flag else -1 for flag in mask],
+        loss_mask=mask,
+        reward=1.0 if solved else 0.25,
+        achieved=solved,
+        progress=0.5,
+        turns=turns,
+        task_id=1,
+        tier="warmup",
+        seed=1,
         timings={"wall_s": 0.001},
-    )  # fmt: skip
+    )
 
 
 def rollout_worker(args: argparse.Namespace) -> None:
@@ -161,11 +171,18 @@ def model_worker(args: argparse.Namespace) -> None:
         return {"manifest": {"version": payload["version"]}}
 
     worker = RpcWorker(
-        name, "model_worker", 0, args.run_id, args.master, data_endpoint=plane.endpoint,
+        name,
+        "model_worker",
+        0,
+        args.run_id,
+        args.master,
+        data_endpoint=plane.endpoint,
         ordered={"call": host.call, "publish_weights": publish},
-        immediate={"clear": host.clear,
-                   **{f"stream_{handler}": getattr(stream, handler) for handler in STREAM_HANDLERS}},
-    )  # fmt: skip
+        immediate={
+            "clear": host.clear,
+            **{f"stream_{handler}": getattr(stream, handler) for handler in STREAM_HANDLERS},
+        },
+    )
     gc.freeze()
     try:
         worker.run()
@@ -183,8 +200,15 @@ def generation(args: argparse.Namespace) -> None:
         del payload
         return {"at_s": 0.0, "busy_s": 0.0, "generated_tokens": 0.0, "running": 0.0, "waiting": 0.0}
 
-    RpcWorker("generation/0", "generation", 0, args.run_id, args.master, ordered={"update_weights": update},
-              immediate={"status": status}).run()  # fmt: skip
+    RpcWorker(
+        "generation/0",
+        "generation",
+        0,
+        args.run_id,
+        args.master,
+        ordered={"update_weights": update},
+        immediate={"status": status},
+    ).run()
 
 
 KINDS = {"model_worker": model_worker, "rollout_worker": rollout_worker, "generation": generation}

@@ -85,8 +85,11 @@ def refused(url: str) -> bool:
     except InvalidStatus as error:
         response = error.response
         body = json.loads(response.body or b"{}")
-        return (response.status_code == 503 and response.headers.get("Retry-After") == "1"
-                and body.get("code") == "CAPACITY_REACHED")  # fmt: skip
+        return (
+            response.status_code == 503
+            and response.headers.get("Retry-After") == "1"
+            and body.get("code") == "CAPACITY_REACHED"
+        )
     return False
 
 
@@ -151,8 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.connections} connections on {options.pool_size} slots; {os.cpu_count()} cores")
     print(f"refused with 503 and Retry-After: {good} of {options.connections // 2}")
     print(f"before: {before}\nafter:  {after}")
-    print(f"a killed client's slot is usable after: median {1e3 * statistics.median(times):.0f} ms, "
-          f"max {1e3 * max(times):.0f} ms ({len(times)} deaths)")  # fmt: skip
+    print(
+        f"a killed client's slot is usable after: median {1e3 * statistics.median(times):.0f} ms, "
+        f"max {1e3 * max(times):.0f} ms ({len(times)} deaths)"
+    )
     return 0 if after == before and good == options.connections // 2 else 1
 
 

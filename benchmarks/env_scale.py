@@ -33,8 +33,14 @@ MAX_GB = 6.0
 MAX_SPREAD = 20.0
 MAX_RESET_MS = 20.0
 _CONNECT_S = 60.0
-_SCRIPT = ("aws s3api list-buckets", "aws sqs create-queue --queue-name q", "aws sqs list-queues",
-           "aws dynamodb list-tables", "aws iam list-roles", "aws sns create-topic --name t")  # fmt: skip
+_SCRIPT = (
+    "aws s3api list-buckets",
+    "aws sqs create-queue --queue-name q",
+    "aws sqs list-queues",
+    "aws dynamodb list-tables",
+    "aws iam list-roles",
+    "aws sns create-topic --name t",
+)
 
 
 async def _ask(connection: ClientConnection, kind: str, data: dict[str, Any]) -> float:
@@ -73,12 +79,18 @@ async def _measure(url: str, pid: int, sessions: int, rounds: int) -> dict[str, 
     resets = np.concatenate([row[0] for row in played])
     ends = [row[2] - began for row in played]
     return {
-        "pss_mb": held.pss_mb, "files": held.files, "processes": held.processes,
-        "reset_alone_p50_ms": float(np.median(alone)), "reset_p50_ms": float(np.median(resets)),
-        "step_p50_ms": float(np.median(steps)), "step_p99_ms": float(np.percentile(steps, 99)),
-        "step_max_ms": float(steps.max()), "spread": float(np.percentile(steps, 99) / np.median(steps)),
-        "steps_per_s": len(steps) / seconds, "first_done_share": min(ends) / max(ends),
-    }  # fmt: skip
+        "pss_mb": held.pss_mb,
+        "files": held.files,
+        "processes": held.processes,
+        "reset_alone_p50_ms": float(np.median(alone)),
+        "reset_p50_ms": float(np.median(resets)),
+        "step_p50_ms": float(np.median(steps)),
+        "step_p99_ms": float(np.percentile(steps, 99)),
+        "step_max_ms": float(steps.max()),
+        "spread": float(np.percentile(steps, 99) / np.median(steps)),
+        "steps_per_s": len(steps) / seconds,
+        "first_done_share": min(ends) / max(ends),
+    }
 
 
 def measure(sessions: int, rounds: int) -> dict[str, Any]:

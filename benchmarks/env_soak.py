@@ -161,9 +161,13 @@ def growth(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
         median = float(np.median(values))
         allowed = max(FLOOR[name], tolerance * median)
         result[name] = {
-            "median": round(median, 1), "max": round(float(values.max()), 1), "gained": round(gained, 2),
-            "per_1000_episodes": round(1000 * slope, 3), "allowed": round(allowed, 1), "passes": gained <= allowed,
-        }  # fmt: skip
+            "median": round(median, 1),
+            "max": round(float(values.max()), 1),
+            "gained": round(gained, 2),
+            "per_1000_episodes": round(1000 * slope, 3),
+            "allowed": round(allowed, 1),
+            "passes": gained <= allowed,
+        }
     return result
 
 
@@ -172,8 +176,9 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.subplots(len(TOLERANCE), 1, sharex=True)
-    for axis, (name, label) in zip(axes, (("pss_mb", "memory, MB (PSS)"), ("files", "open descriptors"),
-                                          ("processes", "processes")), strict=True):  # fmt: skip
+    for axis, (name, label) in zip(
+        axes, (("pss_mb", "memory, MB (PSS)"), ("files", "open descriptors"), ("processes", "processes")), strict=True
+    ):
         axis.plot([s.episodes for s in samples], [getattr(s.footprint, name) for s in samples], linewidth=1)
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
@@ -187,28 +192,45 @@ def report(samples: Sequence[Sample], soak: Soak) -> dict[str, Any]:
     figures = growth(samples)
     return {
         "host": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
-        "episodes": tally.episodes, "steps": tally.steps, "seconds": round(seconds, 1),
-        "episodes_per_s": round(tally.episodes / max(seconds, 1e-9), 1), "kills": tally.kills,
-        "lost": tally.lost, "refused": tally.refused,
-        "not_achieved": tally.wrong, "growth": figures,
-        "passes": all(figure["passes"] for figure in figures.values()) and tally.wrong <= disturbed
+        "episodes": tally.episodes,
+        "steps": tally.steps,
+        "seconds": round(seconds, 1),
+        "episodes_per_s": round(tally.episodes / max(seconds, 1e-9), 1),
+        "kills": tally.kills,
+        "lost": tally.lost,
+        "refused": tally.refused,
+        "not_achieved": tally.wrong,
+        "growth": figures,
+        "passes": all(figure["passes"] for figure in figures.values())
+        and tally.wrong <= disturbed
         and tally.lost <= sum(tally.kills.values()),
-    }  # fmt: skip
+    }
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['episodes']} episodes, {result['steps']} steps in {result['seconds']} s "
-                        f"({result['episodes_per_s']} per second)")  # fmt: skip
+    table = Table(
+        title=f"{result['episodes']} episodes, {result['steps']} steps in {result['seconds']} s "
+        f"({result['episodes_per_s']} per second)"
+    )
     for column in ("figure", "median", "max", "gained", "per 1000 episodes", "allowed", "verdict"):
         table.add_column(column, justify="left" if column == "figure" else "right")
     for name, row in result["growth"].items():
-        table.add_row(name, str(row["median"]), str(row["max"]), str(row["gained"]), str(row["per_1000_episodes"]),
-                      str(row["allowed"]), "steady" if row["passes"] else "[red]grows")  # fmt: skip
+        table.add_row(
+            name,
+            str(row["median"]),
+            str(row["max"]),
+            str(row["gained"]),
+            str(row["per_1000_episodes"]),
+            str(row["allowed"]),
+            "steady" if row["passes"] else "[red]grows",
+        )
     console = Console(width=110)
     console.print(table)
     kills = ", ".join(f"{count} {name}s" for name, count in result["kills"].items())
-    console.print(f"killed: {kills}; connections lost: {result['lost']}, refused: {result['refused']}; "
-                  f"episodes not achieved: {result['not_achieved']} (each must belong to a kill)")  # fmt: skip
+    console.print(
+        f"killed: {kills}; connections lost: {result['lost']}, refused: {result['refused']}; "
+        f"episodes not achieved: {result['not_achieved']} (each must belong to a kill)"
+    )
     console.print("verdict: " + ("nothing grows, no wrong answer" if result["passes"] else "[red]FAILED"))
 
 

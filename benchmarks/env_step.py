@@ -35,10 +35,19 @@ SESSIONS = 8
 TURNS = 6
 WARM_UP = 3
 TARGET_MS = 300
-LABELS = {"step_ms": "step with its resets", "turns_ms": "its turns alone",
-          "process_per_command_ms": "one process per command"}  # fmt: skip
-_READS = ("aws s3api list-buckets", "aws sqs list-queues", "aws dynamodb list-tables", "aws iam list-users",
-          "aws logs describe-log-groups", "aws sns list-topics")  # fmt: skip
+LABELS = {
+    "step_ms": "step with its resets",
+    "turns_ms": "its turns alone",
+    "process_per_command_ms": "one process per command",
+}
+_READS = (
+    "aws s3api list-buckets",
+    "aws sqs list-queues",
+    "aws dynamodb list-tables",
+    "aws iam list-users",
+    "aws logs describe-log-groups",
+    "aws sns list-topics",
+)
 
 
 class ByteChat:
@@ -107,9 +116,13 @@ def play_process_per_command(slots: Sequence[Slot], scripts: Sequence[Sequence[s
     """Milliseconds of the usual design: the same commands, each a fresh `aws` process, sessions concurrent."""
     aws = str(Path(sys.executable).parent / "aws")
     environment = {
-        "PATH": os.defpath, "AWS_ACCESS_KEY_ID": "000000000000", "AWS_SECRET_ACCESS_KEY": "none",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_PAGER": "", "AWS_EC2_METADATA_DISABLED": "true",
-    }  # fmt: skip
+        "PATH": os.defpath,
+        "AWS_ACCESS_KEY_ID": "000000000000",
+        "AWS_SECRET_ACCESS_KEY": "none",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_PAGER": "",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
 
     def play(slot: Slot, script: Sequence[str]) -> None:
         slot.reset()
@@ -151,8 +164,13 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
     """Median, 95th percentile (nearest rank), least and greatest, in milliseconds."""
     ordered = sorted(samples)
     rank = max(0, -(-95 * len(ordered) // 100) - 1)
-    return {"median": statistics.median(ordered), "p95": ordered[rank], "min": ordered[0], "max": ordered[-1],
-            "repeats": len(ordered)}  # fmt: skip
+    return {
+        "median": statistics.median(ordered),
+        "p95": ordered[rank],
+        "min": ordered[0],
+        "max": ordered[-1],
+        "repeats": len(ordered),
+    }
 
 
 def main() -> None:
@@ -171,11 +189,16 @@ def main() -> None:
             print(f"  {label:24} " + "  ".join(f"{key} {row[key]:8.1f}" for key in ("median", "p95", "min", "max")))
     ours, theirs = figures["step_ms"], figures.get("process_per_command_ms")
     if theirs:
-        ratio = {"median": theirs["median"] / ours["median"], "min": theirs["min"] / ours["max"],
-                 "max": theirs["max"] / ours["min"]}  # fmt: skip
+        ratio = {
+            "median": theirs["median"] / ours["median"],
+            "min": theirs["min"] / ours["max"],
+            "max": theirs["max"] / ours["min"],
+        }
         figures["ratio"] = ratio
-        print(f"  one process per command takes {ratio['median']:.1f} times as long "
-              f"({ratio['min']:.1f} to {ratio['max']:.1f})")  # fmt: skip
+        print(
+            f"  one process per command takes {ratio['median']:.1f} times as long "
+            f"({ratio['min']:.1f} to {ratio['max']:.1f})"
+        )
     print(f"  target of {TARGET_MS} ms: {'reached' if ours['median'] <= TARGET_MS else 'missed'}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")

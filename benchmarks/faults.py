@@ -48,10 +48,19 @@ def play(options: argparse.Namespace, policy: Path, runs: Path, rate: float, num
     """A run with a share of failing steps, interrupted after the steps that are measured."""
     trial = f"rate{rate:g}-{number}"
     command = [
-        sys.executable, "-m", "realhf.launch", *TINY, f"actor.path={policy}", f"fileroot={runs}", f"trial_name={trial}",
-        f"seed={number + 1}", f"env.step_latency_ms={options.latency:g}", f"env.fault_rate={rate:g}",
-        f"total_train_steps={SKIPPED + options.steps + 4}", *options.options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        *TINY,
+        f"actor.path={policy}",
+        f"fileroot={runs}",
+        f"trial_name={trial}",
+        f"seed={number + 1}",
+        f"env.step_latency_ms={options.latency:g}",
+        f"env.fault_rate={rate:g}",
+        f"total_train_steps={SKIPPED + options.steps + 4}",
+        *options.options,
+    ]
     folder = runs / "grpo_aws_async" / trial
     measured = measure(command, folder, runs / f"{trial}.log", options.steps, BATCH)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -63,18 +72,27 @@ def play(options: argparse.Namespace, policy: Path, runs: Path, rate: float, num
 
 def line(name: str, played: Played) -> str:
     kinds = ", ".join(f"{kind} {count:.0f}" for kind, count in sorted(played.failures.items())) or "none"
-    return (f"{name}: {played.rate:.2f} samples/s, {1000 * played.cpu:.0f} ms of CPU a sample; failures: {kinds}; "
-            f"rollouts left out: {played.failed_rollouts:.0f}")
+    return (
+        f"{name}: {played.rate:.2f} samples/s, {1000 * played.cpu:.0f} ms of CPU a sample; failures: {kinds}; "
+        f"rollouts left out: {played.failed_rollouts:.0f}"
+    )
 
 
 def report(options: argparse.Namespace, clean: Sequence[Played], faulty: Sequence[Played]) -> dict[str, Any]:
     """Prints the result; what goes into the JSON file."""
     slower = [one.rate / other.rate for one, other in zip(clean, faulty, strict=True)]
     verdict = "" if statistics.median(slower) <= MOST else f": above {MOST:g}"
-    print(f"{options.rate:.0%} of the steps fail: {statistics.median(slower):.2f} times as slow "
-          f"({min(slower):.2f} to {max(slower):.2f}){verdict}")
-    return {"rate": options.rate, "latency_ms": options.latency, "slower": slower,
-            "clean": [vars(played) for played in clean], "faulty": [vars(played) for played in faulty]}
+    print(
+        f"{options.rate:.0%} of the steps fail: {statistics.median(slower):.2f} times as slow "
+        f"({min(slower):.2f} to {max(slower):.2f}){verdict}"
+    )
+    return {
+        "rate": options.rate,
+        "latency_ms": options.latency,
+        "slower": slower,
+        "clean": [vars(played) for played in clean],
+        "faulty": [vars(played) for played in faulty],
+    }
 
 
 def main() -> None:

@@ -110,9 +110,17 @@ def play_generate(model: Any, batch: Sequence[Episode]) -> None:
         ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
         mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
         out = model.generate(
-            ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=steps, eos_token_id=None,
-            pad_token_id=0, return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=steps,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
         scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
         assert scores.shape == (len(batch), steps)
         for i, episode in enumerate(batch):
@@ -248,8 +256,10 @@ def main() -> None:
             figures[str(concurrent)] = compare(plays, concurrent, args.repeats)
             pauses = spread(weight_pauses(engine, reference, concurrent, 3 * args.repeats))
             figures[str(concurrent)]["weight_pause_ms"] = pauses
-            print(f"  new weights stop generation for {pauses['median']:.1f} ms ({pauses['min']:.1f} to "
-                  f"{pauses['max']:.1f}; target {TARGET_PAUSE_MS:g})")  # fmt: skip
+            print(
+                f"  new weights stop generation for {pauses['median']:.1f} ms ({pauses['min']:.1f} to "
+                f"{pauses['max']:.1f}; target {TARGET_PAUSE_MS:g})"
+            )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

@@ -61,9 +61,14 @@ def line(number: int, verdict: Verdict) -> str:
 def entry(number: int, verdict: Verdict) -> dict[str, Any]:
     """A run in the JSON file."""
     tally = asdict(verdict.tally) if verdict.tally else None
-    return {"run": number, "seconds": round(verdict.seconds, 1), "kills": dict(verdict.kills), "tally": tally,
-            "stop_s": {how: [round(value, 2) for value in values] for how, values in verdict.stop_s.items()},
-            "problems": verdict.problems}  # fmt: skip
+    return {
+        "run": number,
+        "seconds": round(verdict.seconds, 1),
+        "kills": dict(verdict.kills),
+        "tally": tally,
+        "stop_s": {how: [round(value, 2) for value in values] for how, values in verdict.stop_s.items()},
+        "problems": verdict.problems,
+    }
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -72,13 +77,24 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     books: Counter[str] = Counter()
     for found in entries:
         kills.update(found["kills"])
-        books.update({name: (found["tally"] or {}).get(name, 0)
-                      for name in ("admitted", "consumed", "lost", "twice", "impossible", "rejected", "resumes")})
+        books.update(
+            {
+                name: (found["tally"] or {}).get(name, 0)
+                for name in ("admitted", "consumed", "lost", "twice", "impossible", "rejected", "resumes")
+            }
+        )
     bad = [found["run"] for found in entries if found["problems"]]
-    return {"runs": len(entries), "bad": bad, "kills": dict(kills), **books,
-            "stop_s": {how: _spread([value for found in entries for value in found["stop_s"].get(how, ())])
-                       for how in (LAUNCHER, CTRL_C)},
-            "seconds": round(sum(found["seconds"] for found in entries))}
+    return {
+        "runs": len(entries),
+        "bad": bad,
+        "kills": dict(kills),
+        **books,
+        "stop_s": {
+            how: _spread([value for found in entries for value in found["stop_s"].get(how, ())])
+            for how in (LAUNCHER, CTRL_C)
+        },
+        "seconds": round(sum(found["seconds"] for found in entries)),
+    }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -97,14 +113,23 @@ def earlier(path: Path | None, options: argparse.Namespace) -> list[dict[str, An
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
     """What decides the runs."""
-    return {"schema": SCHEMA, "seed": options.seed, "kills": options.kills, "every": options.every,
-            "steps": options.steps}
+    return {
+        "schema": SCHEMA,
+        "seed": options.seed,
+        "kills": options.kills,
+        "every": options.every,
+        "steps": options.steps,
+    }
 
 
 def save(path: Path | None, options: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> None:
     if path is not None:
-        held = {"options": asked(options), "machine": platform.processor() or platform.machine(),
-                "summary": summary(entries), "entries": list(entries)}
+        held = {
+            "options": asked(options),
+            "machine": platform.processor() or platform.machine(),
+            "summary": summary(entries),
+            "entries": list(entries),
+        }
         path.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 

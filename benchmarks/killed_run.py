@@ -109,9 +109,17 @@ class KilledRun:
         self.stop_s: dict[str, list[float]] = {}
         self.output = runs / f"{trial}.log"
         self._command = [
-            sys.executable, "-m", "realhf.launch", *TINY, f"seed={seed}", f"trial_name={trial}", f"fileroot={runs}",
-            f"total_train_steps={steps}", f"actor.path={policy}", *options,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "realhf.launch",
+            *TINY,
+            f"seed={seed}",
+            f"trial_name={trial}",
+            f"fileroot={runs}",
+            f"total_train_steps={steps}",
+            f"actor.path={policy}",
+            *options,
+        ]
         self._seen: set[psutil.Process] = set()
         self._named_memory: set[str] = set()
         self._launcher: psutil.Popen | None = None
@@ -120,8 +128,9 @@ class KilledRun:
     def start(self) -> None:
         """The command; a second time it goes on with the same run."""
         with self.output.open("ab") as log:
-            self._launcher = psutil.Popen(self._command, stdout=log, stderr=log, start_new_session=True,
-                                          preexec_fn=_heed_ctrl_c)  # fmt: skip
+            self._launcher = psutil.Popen(
+                self._command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_heed_ctrl_c
+            )
 
     @property
     def running(self) -> bool:
@@ -289,10 +298,24 @@ def _kill_when_there(run: KilledRun, kind: str, choice: random.Random, timeout_s
 
 
 def _faults(tally: Tally, samples: int) -> list[str]:
-    expected = {"lost": 0, "twice": 0, "impossible": 0, "rejected": 0, "dropped": 0, "accepted": 0, "outstanding": 0,
-                "consumed": samples, "admitted": samples, "ended": True, "complete": True}  # fmt: skip
-    return [f"journal: {name} is {getattr(tally, name)}, not {value}" for name, value in expected.items()
-            if getattr(tally, name) != value]  # fmt: skip
+    expected = {
+        "lost": 0,
+        "twice": 0,
+        "impossible": 0,
+        "rejected": 0,
+        "dropped": 0,
+        "accepted": 0,
+        "outstanding": 0,
+        "consumed": samples,
+        "admitted": samples,
+        "ended": True,
+        "complete": True,
+    }
+    return [
+        f"journal: {name} is {getattr(tally, name)}, not {value}"
+        for name, value in expected.items()
+        if getattr(tally, name) != value
+    ]
 
 
 def _named_memory(pid: int) -> set[str]:

@@ -106,8 +106,9 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
     axes.set_ylabel("success")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
-    axes.set_title("lines: running success in training, all tasks weighted equally; dots: held-out, before and after",
-                   fontsize=9)
+    axes.set_title(
+        "lines: running success in training, all tasks weighted equally; dots: held-out, before and after", fontsize=9
+    )
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(out, dpi=130)
 

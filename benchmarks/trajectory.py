@@ -41,8 +41,12 @@ PROBED = ("/status", "/status-env")
 PROBE_EVERY_S = 0.05
 """While throughput is measured: probes come faster to a server that answers faster, and are work for it."""
 MSGPACK = {"Content_Type": "application/msgpack"}
-CASES = (("plain", "/scored_data", 1, False), ("list of 8", "/scored_data_list", LIST, False),
-         ("gzip", "/scored_data", 1, True), ("list of 8, gzip", "/scored_data_list", LIST, True))  # fmt: skip
+CASES = (
+    ("plain", "/scored_data", 1, False),
+    ("list of 8", "/scored_data_list", LIST, False),
+    ("gzip", "/scored_data", 1, True),
+    ("list of 8, gzip", "/scored_data_list", LIST, True),
+)
 NO_PEER = f"the original is not installed: `make bench-trajectory` makes {PEER_PYTHON.parent.parent.name}"
 
 
@@ -67,8 +71,9 @@ async def throughput(server: Server, table: Table, groups: int) -> None:
             await _pull(server, table, ("gzip", "identity")[number], groups)
 
 
-def _note_push(server: Server, table: Table, way: str, groups: int, pushed: Pushed, waits: dict[str, list[float]],
-               cpu_s: float) -> None:  # fmt: skip
+def _note_push(
+    server: Server, table: Table, way: str, groups: int, pushed: Pushed, waits: dict[str, list[float]], cpu_s: float
+) -> None:
     kind = server.kind
     table.add(f"push {way}: sequences/s", kind, groups * GROUP / pushed.seconds)
     table.add(f"push {way}: p50, ms", kind, quantile(pushed.latencies, 0.5) * 1e3)
@@ -149,11 +154,22 @@ async def binary(server: Server, table: Table, groups: int) -> None:
 
     def tensor(dtype: str) -> dict[str, Any]:
         values = rng.integers(0, 150_000, GROUP * 512).astype(dtype) if dtype == "<i4" else -rng.random(GROUP * 512)
-        return {"__t__": 1, "dtype": dtype[1:], "lens": np.full(GROUP, 512, "<u4").tobytes(),
-                "data": values.astype(dtype).tobytes()}  # fmt: skip
+        return {
+            "__t__": 1,
+            "dtype": dtype[1:],
+            "lens": np.full(GROUP, 512, "<u4").tobytes(),
+            "data": values.astype(dtype).tobytes(),
+        }
 
-    one = msgspec.msgpack.encode({"tokens": tensor("<i4"), "masks": tensor("<i4"), "scores": [1.0] * GROUP,
-                                  "inference_logprobs": tensor("<f4"), "env_id": 0})  # fmt: skip
+    one = msgspec.msgpack.encode(
+        {
+            "tokens": tensor("<i4"),
+            "masks": tensor("<i4"),
+            "scores": [1.0] * GROUP,
+            "inference_logprobs": tensor("<f4"),
+            "env_id": 0,
+        }
+    )
     body = b"\xdc" + (32).to_bytes(2, "big") + one * 32
     pushed = await push(server.port, "/scored_data_list", [body] * (groups // 32), 4, **MSGPACK)
     table.add("binary push: trajectories/s", server.kind, groups * GROUP / pushed.seconds)
@@ -192,9 +208,11 @@ def say(text: str) -> None:
 def machine(cores: Sequence[int], load: float, repeats: int) -> str:
     """What the numbers were measured on, in words."""
     ours = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("fastapi", "msgspec", "uvicorn"))
-    return (f"{platform.machine()}, {len(cores)} of {os.cpu_count()} cores for everything, load before {load:.2f}, "
-            f"after {os.getloadavg()[0]:.2f}, {repeats} repeats\n"
-            f"Python {platform.python_version()}; ours: {ours}; the original: {peer_versions()}")  # fmt: skip
+    return (
+        f"{platform.machine()}, {len(cores)} of {os.cpu_count()} cores for everything, load before {load:.2f}, "
+        f"after {os.getloadavg()[0]:.2f}, {repeats} repeats\n"
+        f"Python {platform.python_version()}; ours: {ours}; the original: {peer_versions()}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -116,11 +116,13 @@ def group_prefix(rng: random.Random, sequences: int, tokens: int, env_id: int) -
     ids = [[rng.randrange(150_000) for _ in range(tokens)] for _ in range(sequences)]
     cut = tokens // 4
     value = {
-        "tokens": ids, "masks": [[-100] * cut + row[cut:] for row in ids],
+        "tokens": ids,
+        "masks": [[-100] * cut + row[cut:] for row in ids],
         "scores": [rng.choice((-1.0, 1.0)) for _ in range(sequences)],
         "inference_logprobs": [[1.0] * cut + [-rng.random() * 4 for _ in range(tokens - cut)] for _ in ids],
-        "generation_params": {"temperature": 1.0}, "env_id": env_id,
-    }  # fmt: skip
+        "generation_params": {"temperature": 1.0},
+        "env_id": env_id,
+    }
     return json.dumps(value, separators=(",", ":"))[:-1].encode()
 
 
@@ -135,20 +137,32 @@ def bodies_of(groups: Sequence[bytes], per: int) -> list[bytes]:
     return [b"[" + b",".join(groups[start : start + per]) + b"]" for start in range(0, len(groups), per)]
 
 
-async def set_up(port: int, *, envs: int, batch_size: int, group_size: int, tokens: int,
-                 minimum: float | None = None) -> None:  # fmt: skip
+async def set_up(
+    port: int, *, envs: int, batch_size: int, group_size: int, tokens: int, minimum: float | None = None
+) -> None:
     """Reset, register a trainer, let it ask once, register environments."""
     http = Http(port)
     await http.request("GET", "/reset_data")
     registration = {
-        "wandb_group": "b", "wandb_project": "b", "batch_size": batch_size, "max_token_len": tokens + 1,
-        "checkpoint_dir": "b", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6,
-    }  # fmt: skip
+        "wandb_group": "b",
+        "wandb_project": "b",
+        "batch_size": batch_size,
+        "max_token_len": tokens + 1,
+        "checkpoint_dir": "b",
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 10**6,
+    }
     await http.request("POST", "/register", json.dumps(registration).encode())
     await http.request("GET", "/batch")
     for number in range(envs):
-        env = {"max_token_length": tokens, "desired_name": f"env{number}", "weight": 1.0, "group_size": group_size,
-               "min_batch_allocation": minimum}  # fmt: skip
+        env = {
+            "max_token_length": tokens,
+            "desired_name": f"env{number}",
+            "weight": 1.0,
+            "group_size": group_size,
+            "min_batch_allocation": minimum,
+        }
         answer = await http.request("POST", "/register-env", json.dumps(env).encode())
         assert answer.json()["status"] == "success", answer
     http.close()
@@ -223,7 +237,8 @@ class Prober:
     def __init__(self, port: int, paths: Sequence[str], every_s: float = 0.01) -> None:
         self._ours, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_probe, args=(theirs, port, list(paths), every_s), daemon=True)  # fmt: skip
+            target=_probe, args=(theirs, port, list(paths), every_s), daemon=True
+        )
         self._process.start()
         assert self._ours.poll(30), "the prober does not come up"
         self._ours.recv()

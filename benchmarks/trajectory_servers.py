@@ -17,8 +17,19 @@ from process_tree import footprint
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER_PYTHON = ROOT / ".venv-atropos" / "bin" / "python"
-PEER = [str(PEER_PYTHON), "-m", "uvicorn", "atroposlib.api.server:app", "--loop", "uvloop", "--http", "httptools",
-        "--no-access-log", "--log-level", "warning"]  # fmt: skip
+PEER = [
+    str(PEER_PYTHON),
+    "-m",
+    "uvicorn",
+    "atroposlib.api.server:app",
+    "--loop",
+    "uvloop",
+    "--http",
+    "httptools",
+    "--no-access-log",
+    "--log-level",
+    "warning",
+]
 OURS = [sys.executable, "-m", "realhf.trajectory"]
 _UP_S = 120.0
 

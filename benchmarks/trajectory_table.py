@@ -27,21 +27,32 @@ class Goal:
 
 def goals(depth: int) -> list[Goal]:
     """What issue and specification (section 4) ask for."""
-    push = [Goal(f"push {way}: sequences/s", kind, 3, least=True, ratio=True)
-            for kind in ("sqlite", "memory") for way in PUSHES]  # fmt: skip
+    push = [
+        Goal(f"push {way}: sequences/s", kind, 3, least=True, ratio=True)
+        for kind in ("sqlite", "memory")
+        for way in PUSHES
+    ]
     pull = [Goal(f"pull {coding}: sequences/s", "sqlite", 10, least=True, ratio=True) for coding in CODINGS]
     pull += [Goal(f"pull {coding}: p99 of a batch, ms", "sqlite", 25, least=False) for coding in CODINGS]
-    waits = [Goal(f"{depth} queued{more}: {WAIT}", kind, 20, least=False)
-             for more in ("", ", minimums") for kind in ("sqlite", "memory")]  # fmt: skip
-    return push + pull + waits + [
-        Goal(f"{depth} queued: status-env p99, 64 environments, ms", "sqlite", 2, least=False),
-        Goal("status-env p99 while pushing, ms", "sqlite", 15, least=False),
-        Goal("memory of a queued group / its wire size", "memory", 1.2, least=False),
-        Goal("memory of a queued group / its wire size", "sqlite", 1.2, least=False),
-        Goal("binary push: trajectories/s", "sqlite", 20_000, least=True),
-        Goal("binary pull: trajectories/s", "sqlite", 20_000, least=True),
-        Goal(f"{depth} queued: restart after kill -9, s", "sqlite", 5, least=False),
-    ]  # fmt: skip
+    waits = [
+        Goal(f"{depth} queued{more}: {WAIT}", kind, 20, least=False)
+        for more in ("", ", minimums")
+        for kind in ("sqlite", "memory")
+    ]
+    return (
+        push
+        + pull
+        + waits
+        + [
+            Goal(f"{depth} queued: status-env p99, 64 environments, ms", "sqlite", 2, least=False),
+            Goal("status-env p99 while pushing, ms", "sqlite", 15, least=False),
+            Goal("memory of a queued group / its wire size", "memory", 1.2, least=False),
+            Goal("memory of a queued group / its wire size", "sqlite", 1.2, least=False),
+            Goal("binary push: trajectories/s", "sqlite", 20_000, least=True),
+            Goal("binary pull: trajectories/s", "sqlite", 20_000, least=True),
+            Goal(f"{depth} queued: restart after kill -9, s", "sqlite", 5, least=False),
+        ]
+    )
 
 
 @dataclass
@@ -69,8 +80,10 @@ class Table:
 
     def lines(self) -> list[str]:
         """One line for each row: median by server, and ours over the original."""
-        found = [f"{'median of the repeats':<56}{'original':>10}{'sqlite':>10}{'memory':>10}   "
-                 "sqlite / original           memory / original"]  # fmt: skip
+        found = [
+            f"{'median of the repeats':<56}{'original':>10}{'sqlite':>10}{'memory':>10}   "
+            "sqlite / original           memory / original"
+        ]
         for row in self.values:
             cells = "".join(f"{_short(self.median(row, kind)):>10}" for kind in KINDS)
             ratios = "".join(f"{_range(self.ratios(row, kind)):<28}" for kind in KINDS[1:])
@@ -88,8 +101,10 @@ class Table:
             reached = value >= goal.limit if goal.least else value <= goal.limit
             missed += not reached
             times = " times the original" if goal.ratio else ""
-            found.append(f"{'reached' if reached else 'MISSED':<8}{goal.row} ({goal.server}): {_short(value)}{times}, "
-                         f"at {'least' if goal.least else 'most'} {goal.limit:g} asked")  # fmt: skip
+            found.append(
+                f"{'reached' if reached else 'MISSED':<8}{goal.row} ({goal.server}): {_short(value)}{times}, "
+                f"at {'least' if goal.least else 'most'} {goal.limit:g} asked"
+            )
         return found, missed
 
 
@@ -120,10 +135,19 @@ def _bars(axes, table: Table, rows: Sequence[str], labels: Sequence[str]) -> Non
         places = [index for index, row in enumerate(rows) if table.median(row, kind) is not None]
         series = [table.values[rows[index]][kind] for index in places]
         middle = [statistics.median(values) for values in series]
-        spread = [[mid - min(values) for mid, values in zip(middle, series, strict=True)],
-                  [max(values) - mid for mid, values in zip(middle, series, strict=True)]]  # fmt: skip
-        axes.bar([place + (shift - 1) * 0.27 for place in places], middle, 0.25, yerr=spread, capsize=2,
-                 label=kind, color=colors[kind])  # fmt: skip
+        spread = [
+            [mid - min(values) for mid, values in zip(middle, series, strict=True)],
+            [max(values) - mid for mid, values in zip(middle, series, strict=True)],
+        ]
+        axes.bar(
+            [place + (shift - 1) * 0.27 for place in places],
+            middle,
+            0.25,
+            yerr=spread,
+            capsize=2,
+            label=kind,
+            color=colors[kind],
+        )
     axes.set_xticks(range(len(rows)), labels)
 
 
@@ -136,6 +160,8 @@ def _short(value: float | None) -> str:
 def _range(ratios: Sequence[float]) -> str:
     if not ratios:
         return ""
-    middle, low, high = (f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-                         for value in (statistics.median(ratios), ratios[0], ratios[-1]))  # fmt: skip
+    middle, low, high = (
+        f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+        for value in (statistics.median(ratios), ratios[0], ratios[-1])
+    )
     return f"{middle} ({low} - {high})"

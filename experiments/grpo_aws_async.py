@@ -1,8 +1,8 @@
 """GRPO on AWS tasks, asynchronously: the graph of ``grpo_aws`` without its generating calls.
 
-    rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset ──┬─► ref_inf ───┬─► actor_train
-      (actor_gen, rew_inf; tokens from generation workers)                └─► actor_inf ─┘
-                                    ▲──────────── weights of every step ─────────────────────┘
+rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset ──┬─► ref_inf ───┬─► actor_train
+  (actor_gen, rew_inf; tokens from generation workers)                └─► actor_inf ─┘
+                                ▲──────────── weights of every step ─────────────────────┘
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ def asynchronous(spec: ExperimentSpec, config: ExperimentConfig) -> ExperimentSp
     staying, leaving = to_async(spec.mfcs)
     sessions = config.env.pool_size // options.n_rollout_workers
     if sessions < config.ppo.group_size:
-        raise ConfigError(f"env.pool_size={config.env.pool_size}: each of async_rl.n_rollout_workers="
-                          f"{options.n_rollout_workers} needs ppo.group_size={config.ppo.group_size} sessions")
+        raise ConfigError(
+            f"env.pool_size={config.env.pool_size}: each of async_rl.n_rollout_workers="
+            f"{options.n_rollout_workers} needs ppo.group_size={config.ppo.group_size} sessions"
+        )
     if config.rollout.on_failure != RolloutConfig.on_failure:
-        raise ConfigError(f"rollout.on_failure={config.rollout.on_failure}: has no effect on rollouts of an "
-                          "asynchronous run; async_rl.on_failure.policy says what a failed one means")
+        raise ConfigError(
+            f"rollout.on_failure={config.rollout.on_failure}: has no effect on rollouts of an "
+            "asynchronous run; async_rl.on_failure.policy says what a failed one means"
+        )
     for option in () if options.engine == "vllm" else ("vllm_url", "vllm_executable"):
         if getattr(options, option) != getattr(AsyncConfig, option):
             raise ConfigError(f"async_rl.{option}: has no effect with async_rl.engine={options.engine}")
@@ -38,6 +42,9 @@ def asynchronous(spec: ExperimentSpec, config: ExperimentConfig) -> ExperimentSp
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}
     return replace(
-        spec, name="grpo_aws_async", mfcs=tuple(staying), rollout=rollout,
+        spec,
+        name="grpo_aws_async",
+        mfcs=tuple(staying),
+        rollout=rollout,
         source=replace(spec.source, keys=tuple(sorted(streamed)), worker=trainer),
     )

@@ -1,8 +1,8 @@
 """GRPO on groups that others play and push to a trajectory server.
 
-    (places of a batch) ──► stream_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
-                                         ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term)
-                                         └─ tokens, masks, logprobs ─────────┘
+(places of a batch) ──► stream_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
+                                     ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term)
+                                     └─ tokens, masks, logprobs ─────────┘
 """
 
 from __future__ import annotations
@@ -25,18 +25,26 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
     models, mfcs = {"actor": actor}, [stream_gen(config), rew_inf(config)]
     if ppo.needs_reference:
-        models["ref"] = ModelSpec("ref", actor.path, tuple(config.ref.workers), backend=actor.backend,
-                                  dtype=actor.dtype)
+        models["ref"] = ModelSpec(
+            "ref", actor.path, tuple(config.ref.workers), backend=actor.backend, dtype=actor.dtype
+        )
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
     mfcs.append(actor_train(config, ppo))
     n_places = places(config)
     return ExperimentSpec(
-        name="grpo_stream_http", models=models, mfcs=tuple(replace(mfc, n_seqs=n_places) for mfc in mfcs),
-        source=SourceSpec("trajectory_slots", worker=actor.workers[0]), n_seqs=n_places,
-        total_train_steps=config.total_train_steps, seed=config.seed, run_dir=run_folder(config), before=before,
-        services=() if config.stream.url else (own_server(config),), export_role="actor",
+        name="grpo_stream_http",
+        models=models,
+        mfcs=tuple(replace(mfc, n_seqs=n_places) for mfc in mfcs),
+        source=SourceSpec("trajectory_slots", worker=actor.workers[0]),
+        n_seqs=n_places,
+        total_train_steps=config.total_train_steps,
+        seed=config.seed,
+        run_dir=run_folder(config),
+        before=before,
+        services=() if config.stream.url else (own_server(config),),
+        export_role="actor",
         log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask"),
     )
 
@@ -55,18 +63,33 @@ def stream_gen(config: ExperimentConfig) -> MFCDef:
     """The next batch of the server, on the worker that trains on it."""
     stream = config.stream
     if stream.wait_s >= config.rpc.call_timeout_s:
-        raise ConfigError(f"stream.wait_s={stream.wait_s}: must be shorter than "
-                          f"rpc.call_timeout_s={config.rpc.call_timeout_s}")
+        raise ConfigError(
+            f"stream.wait_s={stream.wait_s}: must be shorter than rpc.call_timeout_s={config.rpc.call_timeout_s}"
+        )
     args: dict[str, Any] = {
-        "group": config.experiment_name, "project": config.trial_name, "batch_size": batch_size(config),
-        "num_steps": config.total_train_steps, "max_tokens": config.rollout.max_total_tokens,
-        "min_group_size": config.rollout.min_group_size, "temperature": config.gen.temperature,
-        "wait_s": stream.wait_s, "url": stream.url or "", "token_file": stream.token_file or "",
-        "max_staleness": stream.max_staleness, "fresh": config.recover_mode is RecoverMode.disabled,
+        "group": config.experiment_name,
+        "project": config.trial_name,
+        "batch_size": batch_size(config),
+        "num_steps": config.total_train_steps,
+        "max_tokens": config.rollout.max_total_tokens,
+        "min_group_size": config.rollout.min_group_size,
+        "temperature": config.gen.temperature,
+        "wait_s": stream.wait_s,
+        "url": stream.url or "",
+        "token_file": stream.token_file or "",
+        "max_staleness": stream.max_staleness,
+        "fresh": config.recover_mode is RecoverMode.disabled,
         "transcripts": config.monitor.episodes_per_step,
     }
-    return MFCDef("stream_gen", "actor", InterfaceType.GENERATE, "trajectory_stream", args,
-                  output_keys=EPISODE_KEYS, timeout_s=config.rpc.call_timeout_s)
+    return MFCDef(
+        "stream_gen",
+        "actor",
+        InterfaceType.GENERATE,
+        "trajectory_stream",
+        args,
+        output_keys=EPISODE_KEYS,
+        timeout_s=config.rpc.call_timeout_s,
+    )
 
 
 def own_server(config: ExperimentConfig) -> ServiceSpec:

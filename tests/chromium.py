@@ -20,10 +20,27 @@ from websockets.sync.client import connect
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ABSENT = "needs Chromium (apt-get install chromium)"
 START_S = ANSWER_S = 30.0
-_KEYS = {"Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39,
-         "ArrowDown": 40}  # fmt: skip
-_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-          "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-port=0")  # fmt: skip
+_KEYS = {
+    "Enter": 13,
+    "Escape": 27,
+    " ": 32,
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
 
 
 class Chromium:
@@ -35,8 +52,12 @@ class Chromium:
         self._profile = tempfile.mkdtemp(prefix="chromium-")
         self._log = Path(self._profile, "log")
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen([PROGRAM, *_FLAGS, f"--user-data-dir={self._profile}", "about:blank"],
-                                             stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+            self._process = subprocess.Popen(
+                [PROGRAM, *_FLAGS, f"--user-data-dir={self._profile}", "about:blank"],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self.problems: list[str] = []
         self._calls = 0
         self._session: str | None = None

@@ -20,7 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-
 @pytest.fixture(scope="session")
 def pool() -> Iterator[MiniStackPool]:
     pool = MiniStackPool(POOL_SIZE)

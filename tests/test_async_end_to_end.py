@@ -42,15 +42,29 @@ def test_staleness_zero_is_the_synchronous_run(root: Path, streamed: list[dict[s
         for name in ("loss", "grad_norm", "n_tokens", "reward_mean"):
             assert one[f"actor_train/{name}"] == pytest.approx(other[f"actor_train/{name}"], rel=1e-5, abs=1e-7), name
         assert other["staleness/head_max"] == 0
-    order = [[line for line in (root / experiment / trial / "episodes.txt").read_text().splitlines()
-              if line.startswith("task: ")] for experiment, trial in (("grpo_aws", "sync"), ("grpo_aws_async", "eta0"))]
+    order = [
+        [
+            line
+            for line in (root / experiment / trial / "episodes.txt").read_text().splitlines()
+            if line.startswith("task: ")
+        ]
+        for experiment, trial in (("grpo_aws", "sync"), ("grpo_aws_async", "eta0"))
+    ]
     assert order[0] == order[1] and len(order[0]) == 2 * STEPS
 
 
 def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]]) -> None:
     folder = root / "grpo_aws_async" / "eta0"
-    for name in ("admission/accepted", "admission/version", "rollout/episode_s_p99", "generation/tokens_per_second",
-                 "generation/weight_pause_ms", "training/occupancy", "staleness/head_mean", "rollout/success"):
+    for name in (
+        "admission/accepted",
+        "admission/version",
+        "rollout/episode_s_p99",
+        "generation/tokens_per_second",
+        "generation/weight_pause_ms",
+        "training/occupancy",
+        "staleness/head_mean",
+        "rollout/success",
+    ):
         assert name in streamed[-1], name
     assert streamed[-1]["admission/consumed"] == streamed[-1]["admission/accepted"] == 2 * STEPS
     for name in ("async.png", "timeline.png", "trace.json", "report.html", "policy"):
@@ -63,8 +77,13 @@ def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]
 
 def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, streamed: list[dict[str, Any]]) -> None:
     del streamed
-    options = ("async_rl.max_head_offpolicyness=2", "async_rl.n_rollout_workers=2", "async_rl.n_generation_workers=2",
-               "env.pool_size=4", "async_rl.weights=disk")
+    options = (
+        "async_rl.max_head_offpolicyness=2",
+        "async_rl.n_rollout_workers=2",
+        "async_rl.n_generation_workers=2",
+        "env.pool_size=4",
+        "async_rl.weights=disk",
+    )
     list(trained(root, "grpo_aws_async", "eta2", *options, steps=3))
     rows = list(trained(root, "grpo_aws_async", "eta2", *options, steps=6))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -76,8 +95,9 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, strea
 def test_an_agent_that_only_knows_a_base_url(root: Path, streamed: list[dict[str, Any]]) -> None:
     del streamed
     pytest.importorskip("openai")
-    rows = list(trained(root, "grpo_aws_async", "blackbox", "rollout.agent=experiments.agents.openai_agent:solve",
-                        steps=10))  # fmt: skip
+    rows = list(
+        trained(root, "grpo_aws_async", "blackbox", "rollout.agent=experiments.agents.openai_agent:solve", steps=10)
+    )
     assert len(rows) == 10 and all(row["rollout/failed_rollouts"] == 0 for row in rows)
     assert all(row["actor_train/n_trained_tokens"] > 0 for row in rows)
     assert rows[0]["staleness/head_max"] == 0 and rows[0]["actor_train/mismatch/abs_max"] < 1e-4

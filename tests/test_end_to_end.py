@@ -22,10 +22,22 @@ from tests.process_family import family
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TINY = (
-    "model=builtin_tiny", "builtin.vocab_size=400", "warm_start.episodes_per_task=1", "warm_start.train_steps=3",
-    "env.pool_size=2", "env.tiers=[warmup]", "dataset.train_bs_n_seqs=2", "ppo.group_size=2", "gen.max_new_tokens=12",
-    "rollout.max_turns=2", "rollout.max_total_tokens=640", "evaluation.episodes_per_task=1",
-    "evaluation.greedy_episodes_per_task=0", "torch_threads=1", "monitor.tensorboard=false", "monitor.progress=false",
+    "model=builtin_tiny",
+    "builtin.vocab_size=400",
+    "warm_start.episodes_per_task=1",
+    "warm_start.train_steps=3",
+    "env.pool_size=2",
+    "env.tiers=[warmup]",
+    "dataset.train_bs_n_seqs=2",
+    "ppo.group_size=2",
+    "gen.max_new_tokens=12",
+    "rollout.max_turns=2",
+    "rollout.max_total_tokens=640",
+    "evaluation.episodes_per_task=1",
+    "evaluation.greedy_episodes_per_task=0",
+    "torch_threads=1",
+    "monitor.tensorboard=false",
+    "monitor.progress=false",
 )
 MOVING = ("ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01")
 """A policy that is as good as random earns nothing; the entropy makes it move all the same."""
@@ -43,13 +55,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(root: Path, trial: str, *options: str, experiment: str = "grpo_aws") -> list[str]:
-    return [sys.executable, "-m", "realhf.launch", f"experiment={experiment}", "seed=3", f"trial_name={trial}",
-            f"fileroot={root}", *TINY, *options]
+    return [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        f"experiment={experiment}",
+        "seed=3",
+        f"trial_name={trial}",
+        f"fileroot={root}",
+        *TINY,
+        *options,
+    ]
 
 
 def launch(root: Path, trial: str, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(root, trial, *options, **more), capture_output=True, text=True, timeout=170,
-                          check=False)
+    return subprocess.run(
+        command(root, trial, *options, **more), capture_output=True, text=True, timeout=170, check=False
+    )
 
 
 def leftovers(root: Path) -> list[list[str]]:
@@ -74,8 +96,11 @@ def trained(root: Path, trial: str, steps: int, *options: str, **more: str) -> R
 
 def figures(row: dict[str, float]) -> dict[str, float]:
     """What a seed determines: everything but the clock."""
-    return {name: value for name, value in row.items()
-            if not name.startswith(("seconds/", "fetch_seconds/", "queue_seconds/")) and not name.endswith(CLOCKED)}
+    return {
+        name: value
+        for name, value in row.items()
+        if not name.startswith(("seconds/", "fetch_seconds/", "queue_seconds/")) and not name.endswith(CLOCKED)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +184,9 @@ def without_simulators(root: Path) -> Iterator[Launch]:
     """A launch whose simulators are killed as soon as they appear."""
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        process = subprocess.Popen(command(root, "no_simulator", *options), stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command(root, "no_simulator", *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             for child, line in family(process.pid).items():

@@ -74,14 +74,31 @@ ROOMS: dict[str, str] = {
 only, so no two rooms import each other, not even in a circle."""
 MOST_MODULES = 20
 LONGEST_MODULE = 450
-TORCH_FREE = ("realhf/api", "realhf/base", "realhf/dataflow", "realhf/env", "realhf/aws", "realhf/monitor",
-              "realhf/scheduler", "realhf/launch", "realhf/transport", "realhf/trajectory", "experiments",
-              "workers/master_worker.py", "workers/env_worker.py", "workers/trajectory_worker.py")
+TORCH_FREE = (
+    "realhf/api",
+    "realhf/base",
+    "realhf/dataflow",
+    "realhf/env",
+    "realhf/aws",
+    "realhf/monitor",
+    "realhf/scheduler",
+    "realhf/launch",
+    "realhf/transport",
+    "realhf/trajectory",
+    "experiments",
+    "workers/master_worker.py",
+    "workers/env_worker.py",
+    "workers/trajectory_worker.py",
+)
 PROGRAMS = {"realhf/aws/evaluate.py"}
 """Commands that put parts of several rooms together, as the launcher does; nothing may import them. So are modules
 called ``__main__``."""
-READS_ENVIRONMENT = {"realhf/env/server/config.py", "realhf/rollout/trl/aws_tool.py",
-                     "realhf/rollout/players/trainer_settings.py", "realhf/trajectory/http/config.py"}
+READS_ENVIRONMENT = {
+    "realhf/env/server/config.py",
+    "realhf/rollout/trl/aws_tool.py",
+    "realhf/rollout/players/trainer_settings.py",
+    "realhf/trajectory/http/config.py",
+}
 
 
 def modules(*folders: str) -> list[Path]:
@@ -157,11 +174,15 @@ def test_arrows_point_one_way(path: Path):
 
 
 def test_rooms_and_modules_stay_small():
-    crowded = {name: count for name in ROOMS
-               if (count := len([*(ROOT / "realhf" / name).glob("[!_]*.py")])) > MOST_MODULES}
+    crowded = {
+        name: count for name in ROOMS if (count := len([*(ROOT / "realhf" / name).glob("[!_]*.py")])) > MOST_MODULES
+    }
     assert not crowded
-    long = {path.name: lines for path in modules("realhf", "workers", "experiments")
-            if (lines := path.read_text(encoding="utf-8").count("\n")) > LONGEST_MODULE}
+    long = {
+        path.name: lines
+        for path in modules("realhf", "workers", "experiments")
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > LONGEST_MODULE
+    }
     assert not long
 
 
@@ -178,8 +199,11 @@ def is_type_checking(node: ast.stmt) -> bool:
 
 @pytest.mark.parametrize("prefix", TORCH_FREE)
 def test_torch_is_not_imported_at_module_level(prefix: str):
-    paths = [path for path in modules("realhf", "workers", "experiments")
-             if path.relative_to(ROOT).as_posix().startswith(prefix)]
+    paths = [
+        path
+        for path in modules("realhf", "workers", "experiments")
+        if path.relative_to(ROOT).as_posix().startswith(prefix)
+    ]
     for path in paths:
         for node in tree(path).body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_type_checking(node):
@@ -188,10 +212,14 @@ def test_torch_is_not_imported_at_module_level(prefix: str):
             assert not heavy, f"{path.relative_to(ROOT)} imports {heavy}"
 
 
-@pytest.mark.parametrize("packages", [
-    "realhf.api realhf.dataflow realhf.scheduler realhf.monitor realhf.launch experiments", "realhf.env realhf.aws",
-    "realhf.trajectory",
-])
+@pytest.mark.parametrize(
+    "packages",
+    [
+        "realhf.api realhf.dataflow realhf.scheduler realhf.monitor realhf.launch experiments",
+        "realhf.env realhf.aws",
+        "realhf.trajectory",
+    ],
+)
 def test_torch_free_packages_really_are(packages: str):
     """Imports every module of the packages in a fresh process: catches what arrives through others."""
     code = (
@@ -203,8 +231,14 @@ def test_torch_free_packages_really_are(packages: str):
         "            importlib.import_module(found.name)\n"
         "    assert 'torch' not in sys.modules, f'torch came in with {name}'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *packages.split()], capture_output=True, text=True, cwd=ROOT,
-                          timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *packages.split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -213,16 +247,21 @@ def environment_reads(path: Path) -> Iterator[int]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get", "environ.get"):
             yield node.lineno
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and (
-            ast.unparse(node.value) in ("os.environ", "environ")
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Load)
+            and (ast.unparse(node.value) in ("os.environ", "environ"))
         ):
             yield node.lineno
 
 
 def test_environment_variables_are_read_in_the_configuration_layer_only():
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in modules("realhf", "workers", "experiments")
-             for line in environment_reads(path)
-             if path.relative_to(ROOT).as_posix() not in READS_ENVIRONMENT]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in modules("realhf", "workers", "experiments")
+        for line in environment_reads(path)
+        if path.relative_to(ROOT).as_posix() not in READS_ENVIRONMENT
+    ]
     assert not found
 
 

@@ -23,10 +23,21 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(200)]
 
 STEPS = 3
 TINY = (
-    "model=builtin_tiny", "builtin.vocab_size=400", "warm_start.episodes_per_task=1", "warm_start.train_steps=3",
-    "env.pool_size=2", "env.tiers=[warmup]", "dataset.train_bs_n_seqs=2", "ppo.group_size=2",
-    "rollout.max_total_tokens=640", "torch_threads=1", "monitor.tensorboard=false", "monitor.progress=false",
-    "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01", "stream.wait_s=60",
+    "model=builtin_tiny",
+    "builtin.vocab_size=400",
+    "warm_start.episodes_per_task=1",
+    "warm_start.train_steps=3",
+    "env.pool_size=2",
+    "env.tiers=[warmup]",
+    "dataset.train_bs_n_seqs=2",
+    "ppo.group_size=2",
+    "rollout.max_total_tokens=640",
+    "torch_threads=1",
+    "monitor.tensorboard=false",
+    "monitor.progress=false",
+    "ppo.entropy_coef=0.05",
+    "actor.optimizer.lr=0.01",
+    "stream.wait_s=60",
 )
 DEADLINE_S = 90.0
 
@@ -98,13 +109,30 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path: Pat
     port, env_port, runs = free_port(), free_port(), tmp_path / "runs"
     url, run = f"http://127.0.0.1:{port}", runs / "grpo_stream_http" / "default"
     launch = ("experiment=grpo_stream_http", f"fileroot={runs}", f"stream.port={port}", *TINY)
-    env = processes.start("env", "workers.env_worker", "--port", str(env_port), "--pool-size", "2",
-                          "--ministack-base-port", "0")
+    env = processes.start(
+        "env", "workers.env_worker", "--port", str(env_port), "--pool-size", "2", "--ministack-base-port", "0"
+    )
     # The first run is killed while it waits for its second batch: the first one is trained on, but in no checkpoint.
     first = processes.start("first", "realhf.launch", *launch, f"total_train_steps={STEPS}")
     policy = until(lambda: next(iter((runs / "warm_start").glob("policy-*")), None), "a policy")
-    play = ("--server", url, "--env-url", f"http://127.0.0.1:{env_port}", "--policy", str(policy), "--sessions", "2",
-            "--group-size", "2", "--max-turns", "2", "--max-new-tokens", "12", "--tiers", "warmup")
+    play = (
+        "--server",
+        url,
+        "--env-url",
+        f"http://127.0.0.1:{env_port}",
+        "--policy",
+        str(policy),
+        "--sessions",
+        "2",
+        "--group-size",
+        "2",
+        "--max-turns",
+        "2",
+        "--max-new-tokens",
+        "12",
+        "--tiers",
+        "warmup",
+    )
     assert env.poll() is None
     few = processes.start("few", "workers.producer_worker", *play, "--groups", "3")
     assert few.wait(DEADLINE_S) == 0, processes.said("few")

@@ -110,9 +110,15 @@ class GenerationWorker:
         chat = TemplateChat(load_tokenizer(model.path, spec.role), template_kwargs=model.chat_template_kwargs)
         self._stop_ids = chat.stop_ids
         self._engine: StreamingGenerator = self._stack.enter_context(
-            make_streaming_generator(model, spec.options, log=plan.spec.run_dir / "logs" / f"vllm-{index}.log",
-                                     timeout_s=plan.rpc.connect_timeout_s, tracer=self._tracer,
-                                     on_death=self._engine_died))  # fmt: skip
+            make_streaming_generator(
+                model,
+                spec.options,
+                log=plan.spec.run_dir / "logs" / f"vllm-{index}.log",
+                timeout_s=plan.rpc.connect_timeout_s,
+                tracer=self._tracer,
+                on_death=self._engine_died,
+            )
+        )
         self._gate = VersionGate(lambda: self._engine.version)
         self._service = ServiceServer(name, run_id, self._on_request)
         self._stack.callback(self._service.close)
@@ -153,9 +159,12 @@ class GenerationWorker:
                     request.reply(answer_of(output))
 
             wanted = request_of(fields, slot)
-            self._gate.submit(slot, wanted.min_version,
-                              lambda: self._engine.submit(wanted, self._gen, self._stop_ids, done),
-                              lambda: done(GenOutput([], [], [], "aborted")))  # fmt: skip
+            self._gate.submit(
+                slot,
+                wanted.min_version,
+                lambda: self._engine.submit(wanted, self._gen, self._stop_ids, done),
+                lambda: done(GenOutput([], [], [], "aborted")),
+            )
         elif request.method == "free":
             self._forget(self._slots.take(request.client, [int(slot) for slot in fields]))
             request.reply(None)

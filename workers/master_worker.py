@@ -48,10 +48,17 @@ class MasterWorker:
 
     def __init__(self, plan: RunPlan, run_id: str, events: EventStream) -> None:
         self._plan, self._spec, self._run_id, self._events = plan, plan.spec, run_id, events
-        self._graph = build_graph(plan.spec.mfcs, plan.spec.source.keys, plan.spec.log_keys,
-                                  roles=plan.spec.models.keys())
-        self._rpc = RpcMaster(run_id, heartbeat_s=plan.rpc.heartbeat_s, dead_after_s=plan.rpc.dead_after_s,
-                              on_death=self._left, on_join=self._joined, on_left=self._left)
+        self._graph = build_graph(
+            plan.spec.mfcs, plan.spec.source.keys, plan.spec.log_keys, roles=plan.spec.models.keys()
+        )
+        self._rpc = RpcMaster(
+            run_id,
+            heartbeat_s=plan.rpc.heartbeat_s,
+            dead_after_s=plan.rpc.dead_after_s,
+            on_death=self._left,
+            on_join=self._joined,
+            on_left=self._left,
+        )
         self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
         self._model_workers = [f"model_worker/{index}" for index in range(self._spec.n_model_workers)]
         # The launcher starts successors of these: their death is no reason to wait for them no longer.
@@ -76,9 +83,14 @@ class MasterWorker:
                 self._executor = self._make_executor()
                 if checkpoint is not None:
                     await self._restore(checkpoint)
-                self._log = RunLog(self._spec.run_dir, self._plan.monitor, self._events, tracer=tracer,
-                                   completed_steps=checkpoint.step if checkpoint else 0,
-                                   total_steps=self._spec.total_train_steps)
+                self._log = RunLog(
+                    self._spec.run_dir,
+                    self._plan.monitor,
+                    self._events,
+                    tracer=tracer,
+                    completed_steps=checkpoint.step if checkpoint else 0,
+                    total_steps=self._spec.total_train_steps,
+                )
                 stack.callback(self._log.close)
                 await self._train(stack)
                 await self._finish()
@@ -105,13 +117,18 @@ class MasterWorker:
     def _make_executor(self) -> FunctionExecutor:
         spec, rollouts = self._spec, self._rollouts
         workers = {role: [f"model_worker/{i}" for i in model.workers] for role, model in spec.models.items()}
-        rest: dict[str, Any] = {"workers": workers, "seed": spec.seed, "endpoints": self._endpoints(),
-                                "control_timeout_s": self._plan.rpc.control_timeout_s}
+        rest: dict[str, Any] = {
+            "workers": workers,
+            "seed": spec.seed,
+            "endpoints": self._endpoints(),
+            "control_timeout_s": self._plan.rpc.control_timeout_s,
+        }
         if rollouts is not None:
             return FunctionExecutor(self._graph, self._rpc, rollouts.control, make_loader=rollouts.loader, **rest)
         source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
-        return FunctionExecutor(self._graph, self._rpc, source, source_worker=f"model_worker/{spec.source.worker}",
-                                **rest)
+        return FunctionExecutor(
+            self._graph, self._rpc, source, source_worker=f"model_worker/{spec.source.worker}", **rest
+        )
 
     def _endpoints(self) -> dict[str, list[str]]:
         """Addresses of every kind of service that registered."""
@@ -133,12 +150,21 @@ class MasterWorker:
     async def _open_rollouts(self, rollout: RolloutSpec, checkpoint: Checkpoint | None) -> AsyncRollouts:
         trainer = f"model_worker/{self._spec.models[rollout.role].workers[0]}"
         plan = RolloutPlan(
-            rollout, trainer, self._graph.n_seqs, self._spec.total_train_steps, checkpoint.step if checkpoint else 0,
-            self._spec.run_dir / "journal", self._run_id, self._plan.rpc.control_timeout_s,
-            self._plan.rpc.call_timeout_s, archive=rollout.options.keep_journal)  # fmt: skip
+            rollout,
+            trainer,
+            self._graph.n_seqs,
+            self._spec.total_train_steps,
+            checkpoint.step if checkpoint else 0,
+            self._spec.run_dir / "journal",
+            self._run_id,
+            self._plan.rpc.control_timeout_s,
+            self._plan.rpc.call_timeout_s,
+            archive=rollout.options.keep_journal,
+        )
         source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
-        rollouts = await AsyncRollouts.open(plan, self._rpc, source,
-                                            lambda text: self._events.emit("warning", text=text))
+        rollouts = await AsyncRollouts.open(
+            plan, self._rpc, source, lambda text: self._events.emit("warning", text=text)
+        )
         for info in list(self._rpc.roster.values()):
             rollouts.joined(info)
         return rollouts
@@ -213,8 +239,15 @@ class MasterWorker:
         tokens: dict[str, int] = {}
         for call in report.calls:
             tokens[call.mfc] = tokens.get(call.mfc, 0) + call.n_tokens
-        metrics = flatten_step(wall_s=report.wall_s, stats=report.stats, times=report.times, tokens=tokens,
-                               buffer=report.buffer, source=report.source, train_calls=self._trains)
+        metrics = flatten_step(
+            wall_s=report.wall_s,
+            stats=report.stats,
+            times=report.times,
+            tokens=tokens,
+            buffer=report.buffer,
+            source=report.source,
+            train_calls=self._trains,
+        )
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         if self._rollouts is not None:
             metrics |= await self._rollouts.step_metrics(report)
@@ -257,9 +290,14 @@ class MasterWorker:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
         worker = f"model_worker/{self._spec.models[evaluation.role].workers[0]}"
         payload = {
-            "role": evaluation.role, "interface": evaluation.interface, "args": dict(evaluation.args),
-            "interface_args": dict(evaluation.interface_args), "step": step, "seed": self._spec.seed,
-            "endpoints": self._endpoints(), "release": self._rollouts is not None,
+            "role": evaluation.role,
+            "interface": evaluation.interface,
+            "args": dict(evaluation.args),
+            "interface_args": dict(evaluation.interface_args),
+            "step": step,
+            "seed": self._spec.seed,
+            "endpoints": self._endpoints(),
+            "release": self._rollouts is not None,
         }
         reply = await self._rpc.call(worker, "evaluate", payload, timeout_s=self._plan.rpc.call_timeout_s, step=step)
         return reply["stats"]
@@ -273,9 +311,15 @@ class MasterWorker:
     async def _on_model_workers(self, handler: str, folder: Path | None = None) -> None:
         """Call every model worker; ``folder`` gets one subfolder per worker."""
         calls = [
-            self._rpc.call(worker, handler, {"roles": self._trainable_roles(worker),
-                                             "folder": str(folder / worker.replace("/", "-")) if folder else ""},
-                           timeout_s=self._plan.rpc.call_timeout_s)
+            self._rpc.call(
+                worker,
+                handler,
+                {
+                    "roles": self._trainable_roles(worker),
+                    "folder": str(folder / worker.replace("/", "-")) if folder else "",
+                },
+                timeout_s=self._plan.rpc.call_timeout_s,
+            )
             for worker in self._model_workers
         ]
         await asyncio.gather(*calls)
@@ -283,8 +327,11 @@ class MasterWorker:
     async def _checkpoint(self, step: int) -> None:
         if self._rollouts is not None:
             await self._rollouts.before_checkpoint()
-        state = {"executor": self._executor.state_dict(), "wall_seconds": self._wall_seconds(),
-                 "model_paths": self._model_paths()}
+        state = {
+            "executor": self._executor.state_dict(),
+            "wall_seconds": self._wall_seconds(),
+            "model_paths": self._model_paths(),
+        }
         draft = await asyncio.to_thread(self._checkpoints.begin, step)
         try:
             await self._on_model_workers("save", draft)
@@ -315,8 +362,9 @@ class MasterWorker:
         target = self._spec.artifact or self._spec.run_dir / "policy"
         target.parent.mkdir(parents=True, exist_ok=True)
         worker = f"model_worker/{self._spec.models[role].workers[0]}"
-        await self._rpc.call(worker, "export", {"role": role, "folder": str(target)},
-                             timeout_s=self._plan.rpc.call_timeout_s)
+        await self._rpc.call(
+            worker, "export", {"role": role, "folder": str(target)}, timeout_s=self._plan.rpc.call_timeout_s
+        )
 
     async def _finish(self) -> None:
         await self._evaluate(self._executor.next_step)

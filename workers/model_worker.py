@@ -47,12 +47,22 @@ class ModelWorker:
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
         self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium)
         self._rpc = RpcWorker(
-            name, "model_worker", index, run_id, master,
-            ordered={"initialize": self.initialize, "publish_weights": self._publish_weights,
-                     **{handler: self._on_host(handler) for handler in HOST_HANDLERS}},
-            immediate={"clear": self._on_host("clear"),
-                       **{f"stream_{handler}": getattr(self._stream, handler) for handler in STREAM_HANDLERS}},
-            data_endpoint=self._plane.endpoint, connect_timeout_s=plan.rpc.connect_timeout_s,
+            name,
+            "model_worker",
+            index,
+            run_id,
+            master,
+            ordered={
+                "initialize": self.initialize,
+                "publish_weights": self._publish_weights,
+                **{handler: self._on_host(handler) for handler in HOST_HANDLERS},
+            },
+            immediate={
+                "clear": self._on_host("clear"),
+                **{f"stream_{handler}": getattr(self._stream, handler) for handler in STREAM_HANDLERS},
+            },
+            data_endpoint=self._plane.endpoint,
+            connect_timeout_s=plan.rpc.connect_timeout_s,
         )
 
     def run(self) -> None:
@@ -83,8 +93,16 @@ class ModelWorker:
         if spec.source.worker == self._index and spec.source.dataset_args is not None:
             tokenizer = next(iter(models.values())).tokenizer
             dataset = datasets.get(spec.source.name)(tokenizer=tokenizer, **spec.source.dataset_args)
-        self._host = ModelHost(models, calls, self._store, self._plane.fetch, run_dir=spec.run_dir, dataset=dataset,
-                               tracer=self._tracer, given_up=self._rpc.given_up)
+        self._host = ModelHost(
+            models,
+            calls,
+            self._store,
+            self._plane.fetch,
+            run_dir=spec.run_dir,
+            dataset=dataset,
+            tracer=self._tracer,
+            given_up=self._rpc.given_up,
+        )
         gc.freeze()  # what was imported and loaded stays: the collector need not walk through it again and again
         return {"roles": sorted(models)}
 

@@ -49,8 +49,13 @@ class Episodes:
         self._gen = GenConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
         self._tasks = TaskCurriculumSource(options.seed, options.tiers, tags=options.tags)
         self._pool = MultiTurnEnvPool(
-            options.env_url, options.sessions, max_turns=options.max_turns, max_total_tokens=options.max_total_tokens,
-            turn_tokens=options.max_new_tokens, retry_capacity_s=60.0)  # fmt: skip
+            options.env_url,
+            options.sessions,
+            max_turns=options.max_turns,
+            max_total_tokens=options.max_total_tokens,
+            turn_tokens=options.max_new_tokens,
+            retry_capacity_s=60.0,
+        )
         self._rounds = 0
 
     def __enter__(self) -> Episodes:
@@ -66,11 +71,17 @@ class Episodes:
         self._rounds += 1
         policy = EnginePolicy(self._model, self._gen, self._options.seed * 1_000_003 + self._rounds)
         played = self._pool.run_groups(
-            [{"task": json.loads(item.metadata["task"]), "chaos": False} for item in items], policy,
-            group_size=self._options.group_size, seeds=[int(item.metadata["task_seed"]) for item in items])  # fmt: skip
+            [{"task": json.loads(item.metadata["task"]), "chaos": False} for item in items],
+            policy,
+            group_size=self._options.group_size,
+            seeds=[int(item.metadata["task_seed"]) for item in items],
+        )
         self._tasks.record([_result(item, outcomes) for item, outcomes in zip(items, played, strict=True)])
-        return [group for item, outcomes in zip(items, played, strict=True)
-                if (group := group_of(outcomes, template=item.metadata["template"])) is not None]  # fmt: skip
+        return [
+            group
+            for item, outcomes in zip(items, played, strict=True)
+            if (group := group_of(outcomes, template=item.metadata["template"])) is not None
+        ]
 
 
 class Producer:
@@ -105,8 +116,11 @@ class Producer:
     def _register(self) -> None:
         options = self._options
         env = self._client.register_env(
-            options.name, group_size=options.group_size, max_token_length=options.max_total_tokens,
-            wait_s=options.patience_s)  # fmt: skip
+            options.name,
+            group_size=options.group_size,
+            max_token_length=options.max_total_tokens,
+            wait_s=options.patience_s,
+        )
         logger.info("environment %s (%d) of a run of %d steps", env.wandb_name, env.env_id, env.num_steps)
 
     def _wanted(self, pace: Pace, pushed: int) -> int:
@@ -142,8 +156,13 @@ def command_line() -> argparse.ArgumentParser:
     add("--max-total-tokens", type=int, default=640)
     add("--max-new-tokens", type=int, default=40)
     add("--temperature", type=float, default=1.0, help="must be the trainer's gen.temperature")
-    add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON",
-        help="variables of the policy's chat template, the trainer's actor.chat_template_kwargs")
+    add(
+        "--chat-template-kwargs",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="variables of the policy's chat template, the trainer's actor.chat_template_kwargs",
+    )
     add("--tiers", nargs="+", default=["warmup", "beginner", "intermediate"])
     add("--tags", nargs="*", default=["starter"])
     add("--patience-s", type=float, default=600.0, help="how long to wait for the server and the trainer, seconds")

@@ -17,9 +17,7 @@ class OutcomeRewardInterface:
     per sequence (dataflow spec section 10, Score). Where the key ``outcome`` tells of a failure the reward is
     NaN: a failed episode has no reward, not reward 0."""
 
-    def __init__(
-        self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0
-    ) -> None:
+    def __init__(self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0) -> None:
         if not max_reward_clip > 0 or not math.isfinite(reward_scaling) or not math.isfinite(reward_bias):
             raise ValueError("max_reward_clip must be positive, reward_scaling and reward_bias finite")
         self._scaling, self._bias, self._clip = reward_scaling, reward_bias, max_reward_clip
@@ -36,9 +34,13 @@ class OutcomeRewardInterface:
         rewards = np.minimum(np.maximum(rewards, np.float32(-self._clip)), np.float32(self._clip))
         scored = [reward for reward in rewards.tolist() if not math.isnan(reward)]
         out = SequenceSample.from_lengths(
-            sample.ids, {"rewards": sample.lengths("env_rewards")}, {"rewards": "f32"}, {"rewards": ()},
-            {"rewards": torch.from_numpy(rewards)}, {},
-        )  # fmt: skip
+            sample.ids,
+            {"rewards": sample.lengths("env_rewards")},
+            {"rewards": "f32"},
+            {"rewards": ()},
+            {"rewards": torch.from_numpy(rewards)},
+            {},
+        )
         mean = sum(scored) / len(scored) if scored else 0.0
         return out, {"reward_mean": mean, "n_scored": float(len(scored))}
 

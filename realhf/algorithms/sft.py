@@ -46,9 +46,7 @@ class SFTInterface:
         keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
         return replace_keys(sample.select(keys), shifted={"loss_weights": weights})
 
-    def loss(
-        self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """Loss of a microbatch (a ``LossFn``)."""
         del entropy
         mask = PredictedTokens.of(part).mask.to(logprobs.device)

@@ -34,7 +34,10 @@ class TemplateChat:
     template does not read."""
 
     def __init__(
-        self, tokenizer: Any, *, system_prompt: str | None = SYSTEM_PROMPT,
+        self,
+        tokenizer: Any,
+        *,
+        system_prompt: str | None = SYSTEM_PROMPT,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):

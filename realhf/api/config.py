@@ -101,8 +101,9 @@ class WarmStartConfig:
     train_steps: int = 400
     batch_size: int = 32
     optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(lr=2.5e-3, weight_decay=0.01, warmup_steps_proportion=0.05,
-                                                lr_scheduler_type=LRSchedule.cosine, beta2=0.99)
+        default_factory=lambda: OptimizerConfig(
+            lr=2.5e-3, weight_decay=0.01, warmup_steps_proportion=0.05, lr_scheduler_type=LRSchedule.cosine, beta2=0.99
+        )
     )
     cache_dir: str | None = None
 

@@ -116,8 +116,10 @@ class RolloutSpec:
     def workers(self) -> list[str]:
         """Names of the processes beside master and model workers."""
         options = self.options
-        return [*(f"generation/{i}" for i in range(options.n_generation_workers)),
-                *(f"rollout_worker/{i}" for i in range(options.n_rollout_workers))]
+        return [
+            *(f"generation/{i}" for i in range(options.n_generation_workers)),
+            *(f"rollout_worker/{i}" for i in range(options.n_rollout_workers)),
+        ]
 
 
 @dataclass(frozen=True)

@@ -102,16 +102,30 @@ class WeightsManifest:
     def to_map(self) -> dict[str, Any]:
         """msgpack-able."""
         rows = [[s.name, s.dtype, list(s.shape), s.offset, s.nbytes] for s in self.slots]
-        return {"version": self.version, "medium": self.medium, "location": self.location, "nbytes": self.nbytes,
-                "checksum": self.checksum, "slots": rows}
+        return {
+            "version": self.version,
+            "medium": self.medium,
+            "location": self.location,
+            "nbytes": self.nbytes,
+            "checksum": self.checksum,
+            "slots": rows,
+        }
 
     @staticmethod
     def from_map(fields: Mapping[str, Any]) -> WeightsManifest:
         """Undo of ``to_map``. Raises KeyError, TypeError or ValueError on anything else."""
-        slots = tuple(TensorSlot(str(name), str(dtype), tuple(int(d) for d in shape), int(offset), int(nbytes))
-                      for name, dtype, shape, offset, nbytes in fields["slots"])
-        return WeightsManifest(int(fields["version"]), str(fields["medium"]), str(fields["location"]),
-                               int(fields["nbytes"]), str(fields["checksum"]), slots)
+        slots = tuple(
+            TensorSlot(str(name), str(dtype), tuple(int(d) for d in shape), int(offset), int(nbytes))
+            for name, dtype, shape, offset, nbytes in fields["slots"]
+        )
+        return WeightsManifest(
+            int(fields["version"]),
+            str(fields["medium"]),
+            str(fields["location"]),
+            int(fields["nbytes"]),
+            str(fields["checksum"]),
+            slots,
+        )
 
 
 Generate = Callable[[GenRequest], Awaitable[GenOutput]]

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-ITEMSIZE = MappingProxyType(
-    {"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
-)
+ITEMSIZE = MappingProxyType({"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8})
 """Bytes of one element by dtype tag; the whitelist of tags everywhere."""
 
 TORCH_NAMES = MappingProxyType(

@@ -115,6 +115,7 @@ def _cumulated(values: IntArray) -> IntArray:
     np.cumsum(values, out=out[1:])
     return out
 
+
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
     """All rows, one tensor after the other."""
     import torch

@@ -39,7 +39,11 @@ def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | No
         lengths[key] = Lengths(held.values[chosen], bounds)
     where = np.flatnonzero(member).tolist()
     return SequenceSample.from_lengths(
-        [sample.ids[i] for i in where], lengths, sample.dtypes, sample.trailing_shapes, tensors,
+        [sample.ids[i] for i in where],
+        lengths,
+        sample.dtypes,
+        sample.trailing_shapes,
+        tensors,
         {name: [column[i] for i in where] for name, column in sample.metadata.items()},
     )
 

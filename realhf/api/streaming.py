@@ -29,8 +29,15 @@ class RolloutLease:
 
     def to_map(self) -> dict[str, Any]:
         """msgpack-able."""
-        return {"id": self.id, "attempt": self.attempt, "order": self.order, "version": self.version,
-                "deadline_s": self.deadline_s, "metadata": self.metadata, "values": self.values}  # fmt: skip
+        return {
+            "id": self.id,
+            "attempt": self.attempt,
+            "order": self.order,
+            "version": self.version,
+            "deadline_s": self.deadline_s,
+            "metadata": self.metadata,
+            "values": self.values,
+        }
 
     @staticmethod
     def from_map(fields: Mapping[str, Any]) -> RolloutLease:
@@ -56,8 +63,14 @@ class Arrival:
 
     def to_map(self) -> dict[str, Any]:
         """msgpack-able."""
-        return {"id": self.id, "attempt": self.attempt, "producer": self.producer, "ref": self.ref,
-                "meta": self.meta, "error": self.error}  # fmt: skip
+        return {
+            "id": self.id,
+            "attempt": self.attempt,
+            "producer": self.producer,
+            "ref": self.ref,
+            "meta": self.meta,
+            "error": self.error,
+        }
 
     @staticmethod
     def from_map(fields: Mapping[str, Any]) -> Arrival:

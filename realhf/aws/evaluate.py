@@ -55,9 +55,16 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
     if options.model.startswith(("http://", "https://")):
         key = options.api_key_file.read_text().strip() if options.api_key_file else ""
         name = options.model_name or served_model(options.model, key)
-        agent = ChatApiAgent(options.model, name, key, options.temperature, options.max_new_tokens,
-                             concurrency=options.pool_size, observation_chars=options.observation_chars,
-                             chat_template_kwargs=options.chat_template_kwargs)  # fmt: skip
+        agent = ChatApiAgent(
+            options.model,
+            name,
+            key,
+            options.temperature,
+            options.max_new_tokens,
+            concurrency=options.pool_size,
+            observation_chars=options.observation_chars,
+            chat_template_kwargs=options.chat_template_kwargs,
+        )
         try:
             yield agent
         finally:
@@ -65,29 +72,42 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
         return
     gen = GenConfig(temperature=options.temperature, max_new_tokens=options.max_new_tokens)
     label = options.model_name or Path(options.model).name
-    yield LocalModelAgent(options.model, gen, options.seed, options.max_total_tokens, options.observation_chars,
-                          label, options.chat_template_kwargs).load(options.threads)  # fmt: skip
+    yield LocalModelAgent(
+        options.model,
+        gen,
+        options.seed,
+        options.max_total_tokens,
+        options.observation_chars,
+        label,
+        options.chat_template_kwargs,
+    ).load(options.threads)
 
 
 def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
     """All episodes of one agent, with a progress bar on standard error."""
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(agent.name, total=len(tasks))
-        run = EvaluationRun(agent, pool, max_turns=options.max_turns,
-                            on_episode=lambda record: progress.advance(bar))  # fmt: skip
+        run = EvaluationRun(agent, pool, max_turns=options.max_turns, on_episode=lambda record: progress.advance(bar))
         return run.play(tasks)
 
 
 def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
     """One row per agent and group."""
-    found = Table("agent", "tier", "episodes", "success %", "reward", "steps to solve", "hints", "recovery %",
-                  title=title)  # fmt: skip
+    found = Table(
+        "agent", "tier", "episodes", "success %", "reward", "steps to solve", "hints", "recovery %", title=title
+    )
     for agent, groups in reports.items():
         for group, figures in groups.items():
-            found.add_row(agent if group == OVERALL else "", group, str(figures["episodes"]),
-                          _percent(figures["success"]), _number(figures["reward"]),
-                          _number(figures["steps_to_solve"]), _number(figures["hints"]),
-                          _percent(figures["recovery"]))  # fmt: skip
+            found.add_row(
+                agent if group == OVERALL else "",
+                group,
+                str(figures["episodes"]),
+                _percent(figures["success"]),
+                _number(figures["reward"]),
+                _number(figures["steps_to_solve"]),
+                _number(figures["hints"]),
+                _percent(figures["recovery"]),
+            )
         found.add_section()
     return found
 
@@ -103,15 +123,23 @@ def _number(figure: dict[str, float] | None) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m realhf.aws.evaluate", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m realhf.aws.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--model", help="folder or hub id of a model, or the base URL (.../v1) of an OpenAI-compatible endpoint; "
-                        "without it only expert and random agent play")  # fmt: skip
+    add(
+        "--model",
+        help="folder or hub id of a model, or the base URL (.../v1) of an OpenAI-compatible endpoint; "
+        "without it only expert and random agent play",
+    )
     add("--model-name", default="", help="model to ask for at the endpoint (default: the first it lists); label")
     add("--api-key-file", type=Path, help="file that holds the endpoint's key")
-    add("--split", choices=list(SPLITS), default="heldout",
-        help="; ".join(f"{name}: {text}" for name, text in SPLITS.items()))  # fmt: skip
+    add(
+        "--split",
+        choices=list(SPLITS),
+        default="heldout",
+        help="; ".join(f"{name}: {text}" for name, text in SPLITS.items()),
+    )
     add("--tiers", nargs="+", choices=TIERS, help="default: all")
     add("--tags", nargs="*", default=(), help="only templates with one of these tags (starter: the training set)")
     add("--episodes", type=int, default=4, help="instances of every template")
@@ -120,8 +148,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=96, help="of one turn")
     add("--max-total-tokens", type=int, default=4096, help="of an episode (local model)")
     add("--observation-chars", type=int, default=200, help="what the model reads of one output (training: 200)")
-    add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON",
-        help="variables of the chat template, e.g. '{\"enable_thinking\": false}' (an endpoint must know the field)")
+    add(
+        "--chat-template-kwargs",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}' (an endpoint must know the field)",
+    )
     add("--pool-size", type=int, default=8, help="simulators that play in parallel")
     add("--threads", type=int, default=2, help="torch threads of a local model")
     add("--seed", type=int, default=0)
@@ -168,8 +201,11 @@ def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -
     Console(width=max(console.width, _TABLE_WIDTH)).print(table(reports, title))
     options.out.mkdir(parents=True, exist_ok=True)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    document = {"options": settings, "reports": reports,
-                "episodes": {agent: rows(records) for agent, records in played.items()}}  # fmt: skip
+    document = {
+        "options": settings,
+        "reports": reports,
+        "episodes": {agent: rows(records) for agent, records in played.items()},
+    }
     (options.out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")
     plot_success(reports, title, options.out / "evaluation.png")
     print(f"written to {options.out}/evaluation.json and evaluation.png")

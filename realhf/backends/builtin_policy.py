@@ -117,12 +117,8 @@ def build_builtin_policy(demonstrations: Path, out: Path, config: BuiltinModelCo
 
 def main() -> None:
     defaults = BuiltinModelConfig()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--demonstrations", type=Path, required=True, help="JSONL with a 'messages' list per line"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demonstrations", type=Path, required=True, help="JSONL with a 'messages' list per line")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
     for name, value in vars(defaults).items():

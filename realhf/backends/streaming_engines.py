@@ -18,7 +18,12 @@ from realhf.api.trace import Tracer
 
 @contextlib.contextmanager
 def make_streaming_generator(
-    model: ModelSpec, options: AsyncConfig, *, log: Path, timeout_s: float, tracer: Tracer,
+    model: ModelSpec,
+    options: AsyncConfig,
+    *,
+    log: Path,
+    timeout_s: float,
+    tracer: Tracer,
     on_death: Callable[[str], None],
 ) -> Iterator[StreamingGenerator]:
     """An engine without weights, which come with the first ``load_weights``; a server that it needs is started, and
@@ -46,16 +51,23 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer) -> Iterato
     weights = load_causal_lm(model.path, model.role, getattr(torch, model.dtype))
     if torch.cuda.is_available():
         weights = weights.to("cuda")
-    yield ContinuousGenerator(weights, kv_policy=options.kv_policy, threads=options.generation_threads, version=-1,
-                              pause_timeout_s=options.pause_timeout_s, tracer=tracer)
+    yield ContinuousGenerator(
+        weights,
+        kv_policy=options.kv_policy,
+        threads=options.generation_threads,
+        version=-1,
+        pause_timeout_s=options.pause_timeout_s,
+        tracer=tracer,
+    )
 
 
 @contextlib.contextmanager
 def _vllm(url: str, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
     from realhf.backends.vllm.generation import VllmGenerator
 
-    yield VllmGenerator(url, version=-1, kv_policy=options.kv_policy, pause_timeout_s=options.pause_timeout_s,
-                        tracer=tracer)
+    yield VllmGenerator(
+        url, version=-1, kv_policy=options.kv_policy, pause_timeout_s=options.pause_timeout_s, tracer=tracer
+    )
 
 
 @contextlib.contextmanager
@@ -66,8 +78,12 @@ def _vllm_server(
     from realhf.backends.vllm.server import VllmOptions, VllmServer
 
     found = shutil.which(options.vllm_executable) or options.vllm_executable
-    server = VllmServer(model.path, executable=Path(found).expanduser(), log=log,
-                        options=VllmOptions(dtype=model.dtype, threads=options.generation_threads))
+    server = VllmServer(
+        model.path,
+        executable=Path(found).expanduser(),
+        log=log,
+        options=VllmOptions(dtype=model.dtype, threads=options.generation_threads),
+    )
     stopping = threading.Event()
 
     def watch() -> None:

@@ -42,7 +42,11 @@ class ChatDataset:
     ``max_tokens``: cut, it would teach commands without their ends."""
 
     def __init__(
-        self, path: str, tokenizer: Any, *, max_tokens: int = 1024,
+        self,
+        path: str,
+        tokenizer: Any,
+        *,
+        max_tokens: int = 1024,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs)
@@ -54,9 +58,11 @@ class ChatDataset:
         lengths = [len(ids) for ids, _ in self._rows]
         above = sum(length > max_tokens for length in lengths)
         if above:
-            raise ValueError(f"{path}: {above} of {len(lengths)} conversations are longer than "
-                             f"rollout.max_total_tokens={max_tokens} (the longest has {max(lengths)} tokens): raise "
-                             "it, or leave them out")
+            raise ValueError(
+                f"{path}: {above} of {len(lengths)} conversations are longer than "
+                f"rollout.max_total_tokens={max_tokens} (the longest has {max(lengths)} tokens): raise "
+                "it, or leave them out"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)

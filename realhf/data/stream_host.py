@@ -29,11 +29,15 @@ class StreamHost:
         if self._dataset is None:
             self._master = BlockingServiceClient(payload["control"], "the master", self._worker, self._run_id)
             known = KeyTable()
-            limits = SampleLimits(tuple(known[name] for name in payload["keys"]),
-                                  min_sequences=payload["group_size"], max_sequences=payload["group_size"],
-                                  max_tokens=payload["max_tokens"])
-            self._dataset = StreamDataset(self._run_id, self._folder, self._store, self._notify,
-                                          credits=payload["credits"], limits=limits)
+            limits = SampleLimits(
+                tuple(known[name] for name in payload["keys"]),
+                min_sequences=payload["group_size"],
+                max_sequences=payload["group_size"],
+                max_tokens=payload["max_tokens"],
+            )
+            self._dataset = StreamDataset(
+                self._run_id, self._folder, self._store, self._notify, credits=payload["credits"], limits=limits
+            )
         return {"endpoint": self._dataset.endpoint}
 
     def restore(self, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from realhf.api.graph import DataFlowGraph
@@ -64,9 +65,9 @@ class FunctionExecutor:
             partial_final=partial_final,
             on_retire=self._on_retire,
         )
+        make_call = partial(ModelFunctionCall, seed=seed, endpoints=endpoints or {})
         self.calls = {
-            mfc.name: ModelFunctionCall(mfc, graph, self.buffer, self.storage, caller,
-                                        workers.get(mfc.model_role, ()), seed=seed, endpoints=endpoints or {})
+            mfc.name: make_call(mfc, graph, self.buffer, self.storage, caller, workers.get(mfc.model_role, ()))
             for mfc in graph.mfcs
         }
         if make_loader is not None:

@@ -1,6 +1,6 @@
 """Parse, build, run.
 
-    python -m realhf.launch experiment=NAME [key=value ...]
+python -m realhf.launch experiment=NAME [key=value ...]
 """
 
 from __future__ import annotations

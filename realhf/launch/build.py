@@ -39,8 +39,13 @@ class BuiltExperiment:
         """What the workers of ``spec`` (this experiment, or one that runs before it) are told."""
         config = self.config
         return RunPlan(
-            spec=spec, env=config.env, rpc=config.rpc, monitor=config.monitor, exp_ctrl=config.exp_ctrl,
-            recover_mode=config.recover_mode, torch_threads=config.torch_threads,
+            spec=spec,
+            env=config.env,
+            rpc=config.rpc,
+            monitor=config.monitor,
+            exp_ctrl=config.exp_ctrl,
+            recover_mode=config.recover_mode,
+            torch_threads=config.torch_threads,
             started_at=started_at,
             plugins=(_plugin(config),),
         )
@@ -85,8 +90,10 @@ def print_graph(built: BuiltExperiment) -> int:
 
 def print_check(built: BuiltExperiment) -> int:
     spec = built.spec
-    print(f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
-          f"{spec.total_train_steps} steps of {spec.n_seqs} samples, into {spec.run_dir}")
+    print(
+        f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
+        f"{spec.total_train_steps} steps of {spec.n_seqs} samples, into {spec.run_dir}"
+    )
     for earlier in spec.before:
         made = earlier.artifact is not None and earlier.artifact.exists()
         print(f"before: {earlier.name} ({'made already' if made else f'{earlier.total_train_steps} steps'})")
@@ -136,14 +143,20 @@ def _check_workers(spec: ExperimentSpec) -> None:
     used = {index for model in spec.models.values() for index in model.workers}
     unused = sorted(set(range(spec.n_model_workers)) - used)
     if unused:
-        raise ConfigError(f"experiment {spec.name}: model workers are numbered from 0 without gaps; "
-                          f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, ref.workers)")
+        raise ConfigError(
+            f"experiment {spec.name}: model workers are numbered from 0 without gaps; "
+            f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, ref.workers)"
+        )
     if spec.source.worker not in used:
-        raise ConfigError(f"experiment {spec.name}: the data source stores its tensors on model worker "
-                          f"{spec.source.worker}, which does not exist (0..{spec.n_model_workers - 1} do)")
+        raise ConfigError(
+            f"experiment {spec.name}: the data source stores its tensors on model worker "
+            f"{spec.source.worker}, which does not exist (0..{spec.n_model_workers - 1} do)"
+        )
     for mfc in spec.mfcs:
         model = spec.models.get(mfc.model_role)
         if model is not None and len(model.workers) > 1 and not mfc.interface_type.produces_keys:
-            raise ConfigError(f"{mfc.model_role}.workers={list(model.workers)}: the call {mfc.name} "
-                              f"({mfc.interface_type.value}) runs on one worker; name one, e.g. "
-                              f"{mfc.model_role}.workers=[{model.workers[0]}]")
+            raise ConfigError(
+                f"{mfc.model_role}.workers={list(model.workers)}: the call {mfc.name} "
+                f"({mfc.interface_type.value}) runs on one worker; name one, e.g. "
+                f"{mfc.model_role}.workers=[{model.workers[0]}]"
+            )

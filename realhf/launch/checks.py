@@ -15,30 +15,73 @@ DTYPES = ("float32", "bfloat16")
 """Training in float16 needs a loss scale, which no backend here has."""
 
 AT_LEAST: dict[str, float] = {
-    "total_train_steps": 1, "torch_threads": 0, "ppo.group_size": 1, "ppo.ppo_n_minibatches": 1,
-    "ppo.sample_reuse": 1, "ppo.max_nonfinite_steps": 1, "ppo.entropy_coef": 0, "ppo.max_reward_clip": 0,
-    "gen.max_new_tokens": 1, "mb_spec.n_mbs": 1, "rollout.max_turns": 1,
-    "rollout.max_total_tokens": 1, "rollout.min_group_size": 1, "env.pool_size": 1, "env.max_steps": 1,
-    "dataset.train_bs_n_seqs": 1, "evaluation.episodes_per_task": 0, "evaluation.greedy_episodes_per_task": 0,
-    "evaluation.every_steps": 0, "exp_ctrl.ckpt_freq_steps": 1, "exp_ctrl.keep": 1,
-    "warm_start.episodes_per_task": 1, "warm_start.train_steps": 1, "warm_start.batch_size": 1,
-    "monitor.episodes_per_step": 0, "monitor.plot_every_steps": 0, "actor.optimizer.gradient_clipping": 0,
-    "actor.optimizer.weight_decay": 0, "env.step_latency_ms": 0, "env.fault_rate": 0,
-    "async_rl.max_head_offpolicyness": 0, "async_rl.n_rollout_workers": 1, "async_rl.n_generation_workers": 1,
-    "async_rl.generation_threads": 1, "async_rl.recover_retries": 0, "async_rl.on_failure.retries": 0,
-    "async_rl.on_failure.max_attempts": 1, "async_rl.on_failure.max_deaths": 1, "async_rl.niceness": 0,
+    "total_train_steps": 1,
+    "torch_threads": 0,
+    "ppo.group_size": 1,
+    "ppo.ppo_n_minibatches": 1,
+    "ppo.sample_reuse": 1,
+    "ppo.max_nonfinite_steps": 1,
+    "ppo.entropy_coef": 0,
+    "ppo.max_reward_clip": 0,
+    "gen.max_new_tokens": 1,
+    "mb_spec.n_mbs": 1,
+    "rollout.max_turns": 1,
+    "rollout.max_total_tokens": 1,
+    "rollout.min_group_size": 1,
+    "env.pool_size": 1,
+    "env.max_steps": 1,
+    "dataset.train_bs_n_seqs": 1,
+    "evaluation.episodes_per_task": 0,
+    "evaluation.greedy_episodes_per_task": 0,
+    "evaluation.every_steps": 0,
+    "exp_ctrl.ckpt_freq_steps": 1,
+    "exp_ctrl.keep": 1,
+    "warm_start.episodes_per_task": 1,
+    "warm_start.train_steps": 1,
+    "warm_start.batch_size": 1,
+    "monitor.episodes_per_step": 0,
+    "monitor.plot_every_steps": 0,
+    "actor.optimizer.gradient_clipping": 0,
+    "actor.optimizer.weight_decay": 0,
+    "env.step_latency_ms": 0,
+    "env.fault_rate": 0,
+    "async_rl.max_head_offpolicyness": 0,
+    "async_rl.n_rollout_workers": 1,
+    "async_rl.n_generation_workers": 1,
+    "async_rl.generation_threads": 1,
+    "async_rl.recover_retries": 0,
+    "async_rl.on_failure.retries": 0,
+    "async_rl.on_failure.max_attempts": 1,
+    "async_rl.on_failure.max_deaths": 1,
+    "async_rl.niceness": 0,
 }
-POSITIVE = ("actor.optimizer.lr", "warm_start.optimizer.lr", "gen.temperature", "rollout.message_timeout_s",
-            "stream.wait_s", "async_rl.rollout_deadline_s", "async_rl.pause_timeout_s", "rpc.connect_timeout_s",
-            "rpc.control_timeout_s", "rpc.call_timeout_s", "rpc.heartbeat_s", "rpc.dead_after_s")
+POSITIVE = (
+    "actor.optimizer.lr",
+    "warm_start.optimizer.lr",
+    "gen.temperature",
+    "rollout.message_timeout_s",
+    "stream.wait_s",
+    "async_rl.rollout_deadline_s",
+    "async_rl.pause_timeout_s",
+    "rpc.connect_timeout_s",
+    "rpc.control_timeout_s",
+    "rpc.call_timeout_s",
+    "rpc.heartbeat_s",
+    "rpc.dead_after_s",
+)
 PORTS = ("env.port", "env.ministack_base_port", "stream.port")
 
 
 def check_config(config: ExperimentConfig) -> None:
     """Raise ConfigError that lists everything wrong with the values themselves. The experiment's module is imported
     already: names that it registers are known."""
-    problems = [*_ranges(config), *_names(config), *_sizes(config),
-                *model_problems("actor", config.actor, config.rollout.max_total_tokens), *_stream(config.stream)]
+    problems = [
+        *_ranges(config),
+        *_names(config),
+        *_sizes(config),
+        *model_problems("actor", config.actor, config.rollout.max_total_tokens),
+        *_stream(config.stream),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -62,8 +105,10 @@ def _ranges(config: ExperimentConfig) -> Iterator[str]:
         if not 0 <= _value(config, option) < 65536:
             yield f"{option}={_value(config, option)}: a port lies between 0 (any free one) and 65535"
     for cut in config.gen.truncations():
-        yield (f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the log-probabilities of "
-               "the whole one; training samples with top_p=1, top_k=0 and min_new_tokens=0")
+        yield (
+            f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the log-probabilities of "
+            "the whole one; training samples with top_p=1, top_k=0 and min_new_tokens=0"
+        )
     if config.async_rl.niceness > 19:
         yield f"async_rl.niceness={config.async_rl.niceness}: at most 19"
     if config.env.fault_rate > 1:
@@ -124,15 +169,21 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
         if heads < 1 or hidden % heads or (hidden // heads) % 2:
             yield (f"builtin.hidden_size={hidden}: must be num_heads={heads} times an even head width")
         if config.rollout.max_total_tokens > config.builtin.max_positions:
-            yield (f"rollout.max_total_tokens={config.rollout.max_total_tokens}: the built-in policy has "
-                   f"builtin.max_positions={config.builtin.max_positions}")
+            yield (
+                f"rollout.max_total_tokens={config.rollout.max_total_tokens}: the built-in policy has "
+                f"builtin.max_positions={config.builtin.max_positions}"
+            )
     if config.rollout.min_group_size > config.ppo.group_size:
-        yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than "
-               f"ppo.group_size={config.ppo.group_size}")
+        yield (
+            f"rollout.min_group_size={config.rollout.min_group_size}: larger than "
+            f"ppo.group_size={config.ppo.group_size}"
+        )
     sequences = config.dataset.train_bs_n_seqs * config.ppo.group_size
     if config.ppo.ppo_n_minibatches > sequences:
-        yield (f"ppo.ppo_n_minibatches={config.ppo.ppo_n_minibatches}: a step has dataset.train_bs_n_seqs times "
-               f"ppo.group_size = {sequences} sequences")
+        yield (
+            f"ppo.ppo_n_minibatches={config.ppo.ppo_n_minibatches}: a step has dataset.train_bs_n_seqs times "
+            f"ppo.group_size = {sequences} sequences"
+        )
     if config.rpc.dead_after_s <= config.rpc.heartbeat_s:
         yield f"rpc.dead_after_s={config.rpc.dead_after_s}: must be longer than rpc.heartbeat_s"
     if config.recover_mode is RecoverMode.resume and not (run_folder(config) / "checkpoints").is_dir():

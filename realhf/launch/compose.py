@@ -46,19 +46,27 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         given.setdefault("experiment", user_file.stem)
     _check_experiment(given.get("experiment"), config_dir, user_file)
     # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
-    overrides = [f"{'++' if _mapping_of(key) else ''}{key}={value}" for key, value in given.items()
-                 if key != "experiment_path"]
+    overrides = [
+        f"{'++' if _mapping_of(key) else ''}{key}={value}" for key, value in given.items() if key != "experiment_path"
+    ]
     config = _compose(overrides, config_dir, user_file)
     config.experiment_path = str(user_file) if user_file else None
     overridden = tuple(_mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
-    chosen = {f"{group}={given[group]}": tuple(yaml_options(config_dir / group / f"{given[group]}.yaml"))
-              for group in GROUPS[1:] if group in given}  # fmt: skip
+    chosen = {
+        f"{group}={given[group]}": tuple(yaml_options(config_dir / group / f"{given[group]}.yaml"))
+        for group in GROUPS[1:]
+        if group in given
+    }
     own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{given['experiment']}.yaml"
     written = _written(config, own)
     undone = {name for name in yaml_options(own) if name not in written}
     elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
-    return Composed(config, tuple(name for name in overridden if name not in undone),
-                    {name: file for name, file in written.items() if name not in elsewhere}, chosen)
+    return Composed(
+        config,
+        tuple(name for name in overridden if name not in undone),
+        {name: file for name, file in written.items() if name not in elsewhere},
+        chosen,
+    )
 
 
 def yaml_options(path: Path) -> dict[str, Any]:
@@ -152,8 +160,10 @@ def _check_names(pairs: Sequence[Argument], config_dir: Path) -> None:
             if value not in (names := choices(key, config_dir)):
                 raise ConfigError(f"{key}={value}: {_unknown('choice', value, names)}")
         elif key in sections or any(section.startswith(f"{key}.") for section in sections):
-            raise ConfigError(f"{key}={value}: {key} is a section; set one of its options, e.g. "
-                              f"{next(name for name in known if name.startswith(key + '.'))}=...")
+            raise ConfigError(
+                f"{key}={value}: {key} is a section; set one of its options, e.g. "
+                f"{next(name for name in known if name.startswith(key + '.'))}=..."
+            )
         elif key not in known and not _mapping_of(key):
             raise ConfigError(_unknown("option", key, known))
 

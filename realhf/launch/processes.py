@@ -96,9 +96,7 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
             plan = replace(plan, recover_mode=RecoverMode.auto, started_at=time.time())
 
 
-def _run_once(
-    plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor | None
-) -> dict[str, Any]:
+def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor | None) -> dict[str, Any]:
     summary: dict[str, Any] | None = None
     leave_by = judge_at = float("inf")
     ended: list[WorkerExit] = []
@@ -203,9 +201,22 @@ def worker_specs(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
     niceness = spec.rollout.options.niceness if spec.rollout else 0
     workers = []
     if spec.needs_env:
-        argv = ("--name", "env/0", "--host", env.host, "--port", str(env.port), "--pool-size", str(env.pool_size),
-                "--ministack-base-port", str(env.ministack_base_port), "--max-steps", str(env.max_steps),
-                *_simulated(env), *join)
+        argv = (
+            "--name",
+            "env/0",
+            "--host",
+            env.host,
+            "--port",
+            str(env.port),
+            "--pool-size",
+            str(env.pool_size),
+            "--ministack-base-port",
+            str(env.ministack_base_port),
+            "--max-steps",
+            str(env.max_steps),
+            *_simulated(env),
+            *join,
+        )
         workers.append(WorkerSpec("env/0", "workers.env_worker", argv, _log(spec, "env/0"), niceness=niceness))
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
@@ -226,8 +237,14 @@ def _simulated(env: EnvConfig) -> list[str]:
     """Flags of the simulated trouble that is asked for."""
     flags = ["--step-latency-ms", str(env.step_latency_ms)] if env.step_latency_ms else []
     if env.fault_rate:
-        flags += ["--fault-rate", str(env.fault_rate), "--fault-kinds", env.fault_kinds,
-                  "--fault-seed", str(env.fault_seed)]
+        flags += [
+            "--fault-rate",
+            str(env.fault_rate),
+            "--fault-kinds",
+            env.fault_kinds,
+            "--fault-seed",
+            str(env.fault_seed),
+        ]
     return flags
 
 

@@ -25,9 +25,29 @@ from realhf.monitor.summary import held_out_table
 from realhf.scheduler.failure import describe
 from realhf.scheduler.process_control import adopt_orphans
 
-RESULTS = ("checkpoints", "metrics.jsonl", "evaluations.json", "summary.json", "episodes.txt", "nonfinite.jsonl",
-           "tensorboard", "wandb_id", "policy", "logs", "learning.png", "time.png", "async.png", "timeline.png",
-           "trace", "trace.json", "report.html", "trajectory", "journal", "stream", "weights")
+RESULTS = (
+    "checkpoints",
+    "metrics.jsonl",
+    "evaluations.json",
+    "summary.json",
+    "episodes.txt",
+    "nonfinite.jsonl",
+    "tensorboard",
+    "wandb_id",
+    "policy",
+    "logs",
+    "learning.png",
+    "time.png",
+    "async.png",
+    "timeline.png",
+    "trace",
+    "trace.json",
+    "report.html",
+    "trajectory",
+    "journal",
+    "stream",
+    "weights",
+)
 
 
 class Interrupted(Exception):
@@ -140,6 +160,8 @@ def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
     table = held_out_table(summary)
     if table is not None:
         console.print(table)
-    console.print(f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s, "
-                  f"{summary['tokens_per_second']:.0f} tokens/s", highlight=False)
+    console.print(
+        f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s, {summary['tokens_per_second']:.0f} tokens/s",
+        highlight=False,
+    )
     console.print(f"results: {run_dir}", highlight=False, soft_wrap=True)

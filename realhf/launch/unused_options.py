@@ -16,10 +16,20 @@ from realhf.launch.compose import Composed
 
 T = TypeVar("T")
 
-LAUNCHER_OPTIONS = frozenset({
-    "experiment", "experiment_path", "experiment_name", "trial_name", "fileroot", "seed", "mode",
-    "recover_mode", "scheduler", "torch_threads",
-})
+LAUNCHER_OPTIONS = frozenset(
+    {
+        "experiment",
+        "experiment_path",
+        "experiment_name",
+        "trial_name",
+        "fileroot",
+        "seed",
+        "mode",
+        "recover_mode",
+        "scheduler",
+        "torch_threads",
+    }
+)
 LAUNCHER_SECTIONS = ("exp_ctrl.", "rpc.", "monitor.")
 
 
@@ -47,16 +57,17 @@ def _watch(section: T, prefix: str, reads: set[str]) -> T:
     return watching(**values)  # type: ignore[return-value]
 
 
-def check_effects(
-    composed: Composed, reads: set[str], reasons: Mapping[str, str]
-) -> None:
+def check_effects(composed: Composed, reads: set[str], reasons: Mapping[str, str]) -> None:
     """Raise ConfigError for options that were set and not read. ``reasons`` maps a prefix of an option
     to the words that explain why it is not read."""
     experiment = composed.config.experiment
 
     def idle(names: Iterable[str]) -> list[str]:
-        return [name for name in names
-                if name not in reads and name not in LAUNCHER_OPTIONS and not name.startswith(LAUNCHER_SECTIONS)]
+        return [
+            name
+            for name in names
+            if name not in reads and name not in LAUNCHER_OPTIONS and not name.startswith(LAUNCHER_SECTIONS)
+        ]
 
     lines = []
     for name in (*idle(composed.overridden), *idle(composed.written)):

@@ -124,13 +124,22 @@ class LiveDisplay:
         head = Text.assemble((self._title, "bold"), f"   {_clock(elapsed)}")
         if self._step is None:
             return Group(head, Text(self._phase, style="cyan"), *_rollout_lines(self._rollouts))
-        return Group(head, self._progress(self._step), self._figures(self._step["metrics"]),
-                     *_rollout_lines(self._rollouts), _split_lines(self._step["metrics"]), self._now())
+        return Group(
+            head,
+            self._progress(self._step),
+            self._figures(self._step["metrics"]),
+            *_rollout_lines(self._rollouts),
+            _split_lines(self._step["metrics"]),
+            self._now(),
+        )
 
     def _progress(self, event: Mapping[str, Any]) -> Table:
         row = Table.grid(padding=(0, 1))
-        row.add_row(f"step {event['step']}/{event['total']}",
-                    ProgressBar(total=event["total"], completed=event["step"], width=40), f"ETA {self._eta(event)}")
+        row.add_row(
+            f"step {event['step']}/{event['total']}",
+            ProgressBar(total=event["total"], completed=event["step"], width=40),
+            f"ETA {self._eta(event)}",
+        )
         return row
 
     def _eta(self, event: Mapping[str, Any]) -> str:
@@ -144,8 +153,13 @@ class LiveDisplay:
         shown = [(name, figure(metrics, name)) for name in ("reward", "success", "loss", "mismatch_kl")]
         shown += [(tier, value) for tier, value in success_by_tier(metrics).items()]
         shown += [("tokens/s", figure(metrics, "tokens_per_second"))]
-        table.add_row(*[Text.assemble((f"{name} ", "dim"), (_number(value), "bold"))
-                        for name, value in shown if value is not None])
+        table.add_row(
+            *[
+                Text.assemble((f"{name} ", "dim"), (_number(value), "bold"))
+                for name, value in shown
+                if value is not None
+            ]
+        )
         return table
 
     def _now(self) -> Text:
@@ -196,8 +210,12 @@ def _rollout_lines(metrics: Mapping[str, Any]) -> list[Table]:
     tables = []
     for start in range(0, len(shown), _ROLLOUT_COLUMNS):
         table = Table.grid(padding=(0, 3))
-        table.add_row(*[Text.assemble((f"{label} ", "dim"), (text, "bold red" if label == "failed" else "bold"))
-                        for label, text in shown[start : start + _ROLLOUT_COLUMNS]])
+        table.add_row(
+            *[
+                Text.assemble((f"{label} ", "dim"), (text, "bold red" if label == "failed" else "bold"))
+                for label, text in shown[start : start + _ROLLOUT_COLUMNS]
+            ]
+        )
         tables.append(table)
     return tables
 

@@ -30,8 +30,11 @@ def draw_graph(graph: DataFlowGraph, path: Path) -> None:
     from matplotlib.figure import Figure
 
     levels = [["dataset"], *graph.topological_levels()]
-    places = {name: (column, (len(level) - 1) / 2 - row)
-              for column, level in enumerate(levels) for row, name in enumerate(level)}
+    places = {
+        name: (column, (len(level) - 1) / 2 - row)
+        for column, level in enumerate(levels)
+        for row, name in enumerate(level)
+    }
     rows = max(map(len, levels)) + 1
     fig = Figure(figsize=(COLUMN_INCHES * len(levels), ROW_INCHES * rows), layout="constrained")
     FigureCanvasAgg(fig)
@@ -42,8 +45,16 @@ def draw_graph(graph: DataFlowGraph, path: Path) -> None:
         _arrow(axes, places[source], places[target], keys, places.values())
     for name, (x, y) in places.items():
         label = name if name == "dataset" else f"{name}\n{graph[name].model_role}: {graph[name].interface}"
-        axes.text(x, y, label, ha="center", va="center", fontsize=10, zorder=3,
-                  bbox={"boxstyle": "round,pad=0.5", "facecolor": "#e8f0fe", "edgecolor": "#3465a4"})
+        axes.text(
+            x,
+            y,
+            label,
+            ha="center",
+            va="center",
+            fontsize=10,
+            zorder=3,
+            bbox={"boxstyle": "round,pad=0.5", "facecolor": "#e8f0fe", "edgecolor": "#3465a4"},
+        )
     fig.savefig(path, dpi=110)
 
 
@@ -63,15 +74,33 @@ def _names(graph: DataFlowGraph) -> set[str]:
 def _arrow(axes: Any, start: Place, end: Place, keys: list[str], others: Collection[Place]) -> None:
     span = end[0] - start[0]
     bend = 0.3 if any(_between(place, start, end) for place in others) else 0.0
-    axes.annotate("", end, start, zorder=1, arrowprops={
-        "arrowstyle": "-|>", "color": "#777777", "shrinkA": 62, "shrinkB": 68, "connectionstyle": f"arc3,rad={bend}",
-    })
+    axes.annotate(
+        "",
+        end,
+        start,
+        zorder=1,
+        arrowprops={
+            "arrowstyle": "-|>",
+            "color": "#777777",
+            "shrinkA": 62,
+            "shrinkB": 68,
+            "connectionstyle": f"arc3,rad={bend}",
+        },
+    )
     # The arc's middle lies rad / 2 of its length aside, measured on paper.
     aside = bend / 2 * span * COLUMN_INCHES / ROW_INCHES
     shown = keys if len(keys) <= 4 else [*keys[:3], f"and {len(keys) - 3} more"]
-    axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 - aside, "\n".join(shown), fontsize=7, color="#444444",
-              ha="center", va="center", zorder=2,
-              bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
+    axes.text(
+        (start[0] + end[0]) / 2,
+        (start[1] + end[1]) / 2 - aside,
+        "\n".join(shown),
+        fontsize=7,
+        color="#444444",
+        ha="center",
+        va="center",
+        zorder=2,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )
 
 
 def _between(place: Place, start: Place, end: Place) -> bool:

@@ -82,8 +82,9 @@ def _start_wandb(run_dir: Path, run_name: str, *, resumed: bool) -> Any:
     known = run_dir / WANDB_ID_FILE
     if not resumed or not known.is_file():
         known.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return wandb.init(dir=str(run_dir), name=run_name, project="realhf", id=known.read_text(encoding="utf-8").strip(),
-                      resume="allow")
+    return wandb.init(
+        dir=str(run_dir), name=run_name, project="realhf", id=known.read_text(encoding="utf-8").strip(), resume="allow"
+    )
 
 
 class TensorBoardWriter:
@@ -95,9 +96,9 @@ class TensorBoardWriter:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(folder))
-        self._writer.add_event(Event(
-            wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START)
-        ))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START))
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]

@@ -20,8 +20,11 @@ Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | None, path: Path) -> None:
     """Reward and success over the steps; beside it held-out success before and after, with 95 % intervals."""
     fig = new_figure(11, 4.2)
-    held_out = [(label, report["sampled"]) for label, report in (("before", before), ("after", after))
-                if report and "sampled" in report]
+    held_out = [
+        (label, report["sampled"])
+        for label, report in (("before", before), ("after", after))
+        if report and "sampled" in report
+    ]
     if held_out:
         curves, bars = fig.subplots(1, 2, width_ratios=[1.6, 1])
         _held_out_bars(bars, held_out)
@@ -77,8 +80,13 @@ def _held_out_bars(axes: Any, reports: Sequence[tuple[str, Mapping[str, Mapping[
 
 def draw_curve(axes: Any, steps: Sequence[int], values: Sequence[float | None], label: str, thin: bool = False) -> None:
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-    axes.plot([step for step, _ in points], [value for _, value in points], label=label,
-              linewidth=1.0 if thin else 2.0, alpha=0.6 if thin else 1.0)
+    axes.plot(
+        [step for step, _ in points],
+        [value for _, value in points],
+        label=label,
+        linewidth=1.0 if thin else 2.0,
+        alpha=0.6 if thin else 1.0,
+    )
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -111,7 +119,13 @@ def plot_async(rows: Sequence[Row], bound: float | None, path: Path) -> None:
     """Six panels over the steps. ``bound``: the staleness that is never exceeded, if known."""
     fig = new_figure(13, 6.4)
     panels: Sequence[Callable[[Any, Sequence[Row]], None]] = (
-        lambda axes, rows: _staleness(axes, rows, bound), _occupancy, _samples, _latency, _length, _failures)
+        lambda axes, rows: _staleness(axes, rows, bound),
+        _occupancy,
+        _samples,
+        _latency,
+        _length,
+        _failures,
+    )
     for axes, draw in zip(fig.subplots(2, 3).flat, panels, strict=True):
         draw(axes, rows)
         axes.grid(alpha=0.3)
@@ -146,8 +160,10 @@ def _samples(axes: Any, rows: Sequence[Row]) -> None:
     steps = [row["step"] for row in rows]
     for name in ("accepted", "rejected"):
         values = [row.get(f"admission/{name}") for row in rows]
-        added = [None if now is None or before is None or now < before else now - before
-                 for before, now in itertools.pairwise(values)]
+        added = [
+            None if now is None or before is None or now < before else now - before
+            for before, now in itertools.pairwise(values)
+        ]
         draw_curve(axes, steps[1:], added, f"{name} per step")
     _curves(axes, rows, {"admission/running": "running", "admission/capacity": "capacity"})
     axes.set(title="samples")
@@ -184,11 +200,16 @@ def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Pat
     axes = figure.subplots()
     width = 0.8 / len(reports)
     for number, (agent, report) in enumerate(reports.items()):
-        shown = [(place, report[group]["success"]) for place, group in enumerate(groups)
-                 if report.get(group, {}).get("success")]  # fmt: skip
+        shown = [
+            (place, report[group]["success"])
+            for place, group in enumerate(groups)
+            if report.get(group, {}).get("success")
+        ]
         values = [100 * rate["value"] for _, rate in shown]
-        errors = [[100 * max(0.0, rate["value"] - rate["low"]) for _, rate in shown],
-                  [100 * max(0.0, rate["high"] - rate["value"]) for _, rate in shown]]  # fmt: skip
+        errors = [
+            [100 * max(0.0, rate["value"] - rate["low"]) for _, rate in shown],
+            [100 * max(0.0, rate["high"] - rate["value"]) for _, rate in shown],
+        ]
         places = [place + (number - (len(reports) - 1) / 2) * width for place, _ in shown]
         axes.bar(places, values, width * 0.92, yerr=errors, capsize=2, label=agent, error_kw={"lw": 1})
     axes.set_xticks(range(len(groups)), groups)

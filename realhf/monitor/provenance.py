@@ -13,8 +13,20 @@ from typing import Any
 
 from realhf.base.paths import PACKAGE
 
-PACKAGES = ("torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "pyzmq", "msgpack", "networkx", "numpy",
-            "ministack", "awscli", "safetensors")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "pyzmq",
+    "msgpack",
+    "networkx",
+    "numpy",
+    "ministack",
+    "awscli",
+    "safetensors",
+)
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:

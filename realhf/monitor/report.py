@@ -1,6 +1,6 @@
 """``report.html``: one file about a run that can be sent to somebody: figures, pictures, tables, configuration.
 
-    python -m realhf.monitor.report RUN_DIR       # of any run, also of one that goes on or was killed
+python -m realhf.monitor.report RUN_DIR       # of any run, also of one that goes on or was killed
 """
 
 from __future__ import annotations
@@ -26,10 +26,25 @@ from realhf.monitor.trace_format import TRACE_FILE
 
 REPORT_FILE = "report.html"
 STEPS_SHOWN = 30
-COLUMNS = ("reward", "success", "loss", "mismatch_kl", "staleness/head_mean", "staleness/head_max",
-           "generation/occupancy", "training/occupancy", "tokens_per_second", "step_seconds")
-PICTURES = ((LEARNING, "Learning"), (ASYNC, "Asynchronous"), (TIMELINE, "Who did what, last steps"),
-            (TIME, "Where the time goes"), ("graph.png", "Dataflow"))
+COLUMNS = (
+    "reward",
+    "success",
+    "loss",
+    "mismatch_kl",
+    "staleness/head_mean",
+    "staleness/head_max",
+    "generation/occupancy",
+    "training/occupancy",
+    "tokens_per_second",
+    "step_seconds",
+)
+PICTURES = (
+    (LEARNING, "Learning"),
+    (ASYNC, "Asynchronous"),
+    (TIMELINE, "Who did what, last steps"),
+    (TIME, "Where the time goes"),
+    ("graph.png", "Dataflow"),
+)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -37,10 +52,15 @@ def write_report(run_dir: Path) -> Path:
     rows, summary = read_metrics(run_dir), _json(run_dir / "summary.json")
     title = "/".join(run_dir.resolve().parts[-2:])
     parts = [
-        html.heading(title, 1), html.paragraph(_state(rows, summary)), *_overview(rows, summary),
-        *_held_out(Evaluations(run_dir)), *_rollouts(run_dir, rows),
+        html.heading(title, 1),
+        html.paragraph(_state(rows, summary)),
+        *_overview(rows, summary),
+        *_held_out(Evaluations(run_dir)),
+        *_rollouts(run_dir, rows),
         *[part for file, name in PICTURES for part in _picture(run_dir / file, name)],
-        *_steps(rows), *_trace(run_dir), *_origin(run_dir),
+        *_steps(rows),
+        *_trace(run_dir),
+        *_origin(run_dir),
     ]
     path = run_dir / REPORT_FILE
     partial = path.with_suffix(".tmp")
@@ -60,20 +80,37 @@ def _overview(rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     first, last = rows[0], rows[-1]
-    table = [[name, html.number(figure(first, name)), html.number(figure(last, name))] for name in COLUMNS
-             if figure(last, name) is not None]
-    seconds = [[name.removesuffix("_seconds"), f"{summary[name]:.1f} s"]
-               for name in ("wall_seconds", "generation_seconds", "env_seconds", "train_seconds") if name in summary]
-    return [html.heading("Figures"), html.table(["", "first step", "last step"], table),
-            *([html.table(["total time", ""], seconds)] if seconds else [])]
+    table = [
+        [name, html.number(figure(first, name)), html.number(figure(last, name))]
+        for name in COLUMNS
+        if figure(last, name) is not None
+    ]
+    seconds = [
+        [name.removesuffix("_seconds"), f"{summary[name]:.1f} s"]
+        for name in ("wall_seconds", "generation_seconds", "env_seconds", "train_seconds")
+        if name in summary
+    ]
+    return [
+        html.heading("Figures"),
+        html.table(["", "first step", "last step"], table),
+        *([html.table(["total time", ""], seconds)] if seconds else []),
+    ]
 
 
 def _held_out(evaluations: Evaluations) -> list[str]:
-    table = [[str(step), kind, name, f"{100 * entry['success']:.1f} %",
-              f"[{100 * entry['low']:.0f}, {100 * entry['high']:.0f}]" if "low" in entry and "high" in entry else "",
-              str(int(entry["episodes"]))]
-             for step, report in evaluations.all() for kind, entries in report.items()
-             for name, entry in entries.items()]
+    table = [
+        [
+            str(step),
+            kind,
+            name,
+            f"{100 * entry['success']:.1f} %",
+            f"[{100 * entry['low']:.0f}, {100 * entry['high']:.0f}]" if "low" in entry and "high" in entry else "",
+            str(int(entry["episodes"])),
+        ]
+        for step, report in evaluations.all()
+        for kind, entries in report.items()
+        for name, entry in entries.items()
+    ]
     columns = ["after step", "sampling", "tier", "success", "95 % interval", "episodes"]
     return [html.heading("Held-out success"), html.table(columns, table)] if table else []
 
@@ -84,15 +121,21 @@ def _rollouts(run_dir: Path, rows: Sequence[Row]) -> list[str]:
         return []
     whole = rollout_summary(rows)
     bound = staleness_bound(run_dir)
-    table = [[name.replace("_", " "), html.number(value)] for name, value in whole.items()
-             if not isinstance(value, dict)]
+    table = [
+        [name.replace("_", " "), html.number(value)] for name, value in whole.items() if not isinstance(value, dict)
+    ]
     if bound is not None:
         table.insert(2, ["staleness bound", html.number(bound)])
     kinds = sorted({*whole["failed"], *whole["retried"]})
-    failures = [[kind, html.number(whole["failed"].get(kind, 0.0)), html.number(whole["retried"].get(kind, 0.0))]
-                for kind in kinds]
-    return [html.heading("Rollouts"), html.table(["", "whole run"], table),
-            html.table(["failures", "failed", "retried"], failures) if failures else html.paragraph("No failures.")]
+    failures = [
+        [kind, html.number(whole["failed"].get(kind, 0.0)), html.number(whole["retried"].get(kind, 0.0))]
+        for kind in kinds
+    ]
+    return [
+        html.heading("Rollouts"),
+        html.table(["", "whole run"], table),
+        html.table(["failures", "failed", "retried"], failures) if failures else html.paragraph("No failures."),
+    ]
 
 
 def _picture(path: Path, name: str) -> list[str]:
@@ -103,17 +146,27 @@ def _steps(rows: Sequence[Row]) -> list[str]:
     shown = rows[-STEPS_SHOWN:]
     names = [name for name in COLUMNS if any(figure(row, name) is not None for row in shown)]
     tiers = sorted({tier for row in shown for tier in success_by_tier(row)})
-    table = [[str(row["step"]), *[html.number(figure(row, name)) for name in names],
-              *[html.number(success_by_tier(row).get(tier)) for tier in tiers]] for row in shown]
+    table = [
+        [
+            str(row["step"]),
+            *[html.number(figure(row, name)) for name in names],
+            *[html.number(success_by_tier(row).get(tier)) for tier in tiers],
+        ]
+        for row in shown
+    ]
     return [html.heading("Steps"), html.table(["step", *names, *tiers], table)] if table else []
 
 
 def _trace(run_dir: Path) -> list[str]:
     if not (run_dir / TRACE_FILE).is_file():
         return []
-    return [html.heading("Trace"), html.paragraph(
-        f"{TRACE_FILE} in the run folder holds every piece of work of every process. Open https://ui.perfetto.dev or "
-        f"chrome://tracing and drop the file there; it stays on your machine.")]
+    return [
+        html.heading("Trace"),
+        html.paragraph(
+            f"{TRACE_FILE} in the run folder holds every piece of work of every process. Open "
+            "https://ui.perfetto.dev or chrome://tracing and drop the file there; it stays on your machine."
+        ),
+    ]
 
 
 def _origin(run_dir: Path) -> list[str]:

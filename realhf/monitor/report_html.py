@@ -18,8 +18,10 @@ pre { background: #f5f5f5; padding: .8em; overflow-x: auto; font-size: 12px; }
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-            f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
 
 
 def heading(content: str, level: int = 2) -> str:

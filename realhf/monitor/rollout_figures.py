@@ -64,18 +64,22 @@ def rollout_figures(row: Row) -> list[tuple[str, str]]:
 
 def rollout_summary(rows: Sequence[Row]) -> dict[str, Any]:
     """The same over a whole run."""
-    kinds = {counter: sorted({kind for row in rows for kind in by_kind(row, counter)})
-             for counter in ("failed", "retried")}
+    kinds = {
+        counter: sorted({kind for row in rows for kind in by_kind(row, counter)}) for counter in ("failed", "retried")
+    }
     return {
         "staleness_head_mean": mean(rows, "staleness/head_mean"),
-        "staleness_head_max": max((row["staleness/head_max"] for row in rows if "staleness/head_max" in row),
-                                  default=None),
+        "staleness_head_max": max(
+            (row["staleness/head_max"] for row in rows if "staleness/head_max" in row), default=None
+        ),
         "generation_occupancy": mean(rows, "generation/occupancy"),
         "training_occupancy": mean(rows, "training/occupancy"),
         "accepted": next((row["admission/accepted"] for row in reversed(rows) if "admission/accepted" in row), 0.0),
         **{name: total_counted(rows, f"admission/{name}") for name in ("rejected", "dropped")},
-        **{counter: {kind: total_counted(rows, f"rollout/{counter}/{kind}") for kind in names}
-           for counter, names in kinds.items()},
+        **{
+            counter: {kind: total_counted(rows, f"rollout/{counter}/{kind}") for kind in names}
+            for counter, names in kinds.items()
+        },
     }
 
 
@@ -90,8 +94,11 @@ def total_counted(rows: Sequence[Row], name: str) -> float:
 
 
 def _number(row: Row, name: str, before: str = "", after: str = "") -> str:
-    return f"{before}{row[name]:.3g}{after}" if name in row and row[name] < 1000 else (
-        f"{before}{row[name]:.0f}{after}" if name in row else "")
+    return (
+        f"{before}{row[name]:.3g}{after}"
+        if name in row and row[name] < 1000
+        else (f"{before}{row[name]:.0f}{after}" if name in row else "")
+    )
 
 
 def _nonzero(row: Row, name: str) -> str:

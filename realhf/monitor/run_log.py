@@ -23,7 +23,13 @@ class RunLog:
     end of every step in the master's trace."""
 
     def __init__(
-        self, run_dir: Path, config: MonitorConfig, events: EventStream, *, completed_steps: int, total_steps: int,
+        self,
+        run_dir: Path,
+        config: MonitorConfig,
+        events: EventStream,
+        *,
+        completed_steps: int,
+        total_steps: int,
         tracer: Tracer | None = None,
     ) -> None:
         self._run_dir, self._events, self._total = run_dir, events, total_steps
@@ -48,15 +54,24 @@ class RunLog:
     def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
         """A step whose update was left out because loss or gradient was not finite."""
         append_nonfinite(self._run_dir, step, call, ids, stats)
-        self._events.emit("warning", text=f"step {step}: {call} skipped its update, loss or gradient was not "
-                                          f"finite; sample ids in {NONFINITE_FILE}")
+        self._events.emit(
+            "warning",
+            text=f"step {step}: {call} skipped its update, loss or gradient was not "
+            f"finite; sample ids in {NONFINITE_FILE}",
+        )
 
     def evaluation(self, step: int, report: dict[str, Any]) -> None:
         """A held-out evaluation after ``step`` steps."""
         self.evaluations.add(step, report)
-        self._metrics.note(step, {f"evaluation/{way}/{group}/success": float(entry["success"])
-                                  for way, groups in report.items() for group, entry in groups.items()
-                                  if "success" in entry})
+        self._metrics.note(
+            step,
+            {
+                f"evaluation/{way}/{group}/success": float(entry["success"])
+                for way, groups in report.items()
+                for group, entry in groups.items()
+                if "success" in entry
+            },
+        )
         when = "before training" if step == 0 else f"after step {step}"
         self._events.emit("evaluation", when=when, report=report)
 
@@ -74,8 +89,13 @@ class RunLog:
         """Pictures, ``summary.json``, ``trace.json`` and ``report.html``; returns the summary."""
         rows = self._metrics.rows
         last = rows[-1]["step"] if rows else 0
-        summary = build_summary(rows, self.evaluations.at(0), self.evaluations.at(last) if last else None,
-                                wall_seconds=wall_seconds, train_calls=train_calls)
+        summary = build_summary(
+            rows,
+            self.evaluations.at(0),
+            self.evaluations.at(last) if last else None,
+            wall_seconds=wall_seconds,
+            train_calls=train_calls,
+        )
         self.draw()
         write_summary(summary, self._run_dir)
         self._show_whole_run()

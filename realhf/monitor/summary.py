@@ -90,5 +90,8 @@ def _episodes(report: Report | None, kind: str) -> dict[str, int]:
 
 
 def _intervals(report: Report | None, kind: str) -> dict[str, list[float]]:
-    return {name: [entry["low"], entry["high"]] for name, entry in (report or {}).get(kind, {}).items()
-            if "low" in entry and "high" in entry}
+    return {
+        name: [entry["low"], entry["high"]]
+        for name, entry in (report or {}).get(kind, {}).items()
+        if "low" in entry and "high" in entry
+    }

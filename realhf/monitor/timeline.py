@@ -18,8 +18,15 @@ BINS = 1200
 WITHOUT_STEPS_US = 60_000_000
 """How much of a trace without a single step is shown."""
 
-COLOURS = {GENERATE: "#3465a4", ENV: "#73a946", TRAIN: "#cc4b37", REF: "#e9a23b", WEIGHTS: "#75507b", WAIT: "#d8d8d8",
-           OTHER: "#8d8d8d"}
+COLOURS = {
+    GENERATE: "#3465a4",
+    ENV: "#73a946",
+    TRAIN: "#cc4b37",
+    REF: "#e9a23b",
+    WEIGHTS: "#75507b",
+    WAIT: "#d8d8d8",
+    OTHER: "#8d8d8d",
+}
 
 Span = tuple[int, int, str]
 """Beginning and end in microseconds, kind."""
@@ -135,8 +142,11 @@ def plot_timeline(run_dir: Path, path: Path, *, n_steps: int = 10) -> bool:
         axes.axvline(moment, color="black", linewidth=0.5, alpha=0.5)
         axes.annotate(str(step), (moment, 1.0), xycoords=("data", "axes fraction"), ha="right", va="bottom", fontsize=7)
     axes.set_yticks([place + 0.4 for place in range(len(rows))], [_label(*row) for row in reversed(rows)], fontsize=8)
-    axes.set(xlim=(0, (window.ended - window.began) / 1e6), ylim=(-0.1, len(rows)),
-             xlabel="seconds; the ends of the steps are marked")
+    axes.set(
+        xlim=(0, (window.ended - window.began) / 1e6),
+        ylim=(-0.1, len(rows)),
+        xlabel="seconds; the ends of the steps are marked",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     _legend(fig, [work for _, work in rows])
     save_figure(fig, path)
@@ -163,5 +173,10 @@ def _legend(fig: Any, rows: Sequence[Work]) -> None:
 
     seen = [kind for kind in (*KINDS, OTHER) if any(kind in work.busy for work in rows)]
     if seen:
-        fig.legend(handles=[Patch(color=COLOURS[kind], label=kind) for kind in seen], loc="outside upper center",
-                   ncols=len(seen), fontsize=8, frameon=False)
+        fig.legend(
+            handles=[Patch(color=COLOURS[kind], label=kind) for kind in seen],
+            loc="outside upper center",
+            ncols=len(seen),
+            fontsize=8,
+            frameon=False,
+        )

@@ -1,6 +1,6 @@
 """The trace of a run: who did what when, one file per process while it runs, one for Perfetto at its end.
 
-    python -m realhf.monitor.trace RUN_DIR        # trace.json out of what is there
+python -m realhf.monitor.trace RUN_DIR        # trace.json out of what is there
 """
 
 from __future__ import annotations

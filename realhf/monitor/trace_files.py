@@ -42,8 +42,9 @@ def merge_traces(run_dir: Path) -> Path | None:
 
 def trace_files(run_dir: Path) -> list[Path]:
     """One or two per process; of two, the older first."""
-    return sorted((run_dir / TRACE_FOLDER).glob("*.jsonl"), key=lambda path: (path.name.partition(".")[0],
-                                                                             -len(path.suffixes)))
+    return sorted(
+        (run_dir / TRACE_FOLDER).glob("*.jsonl"), key=lambda path: (path.name.partition(".")[0], -len(path.suffixes))
+    )
 
 
 def read_events(run_dir: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[TraceEvent]:

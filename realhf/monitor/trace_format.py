@@ -61,14 +61,17 @@ def place_of(process: str) -> int:
 def process_events(process: str) -> list[TraceEvent]:
     """Name and place of a process."""
     pid = process_number(process)
-    return [TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
-            TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place_of(process)})]
+    return [
+        TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
+        TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place_of(process)}),
+    ]
 
 
 def line_event(process: str, line: str) -> TraceEvent:
     """Name of a line within a process."""
-    return TraceEvent("thread_name", METADATA, 0, process_number(process), line_number(process, line),
-                      args={"name": line})
+    return TraceEvent(
+        "thread_name", METADATA, 0, process_number(process), line_number(process, line), args={"name": line}
+    )
 
 
 MAX_LANES = 64
@@ -85,8 +88,10 @@ class Lanes:
     def place(self, line: str, began: int, ended: int) -> str:
         """The line itself, or the name of its second, third, .. lane."""
         lanes = self._lanes.setdefault(line, [])
-        number = next((number for number, lane in enumerate(lanes, start=1) if _fits(lane, began, ended)),
-                      min(len(lanes) + 1, MAX_LANES))
+        number = next(
+            (number for number, lane in enumerate(lanes, start=1) if _fits(lane, began, ended)),
+            min(len(lanes) + 1, MAX_LANES),
+        )
         if number > len(lanes):
             lanes.append(deque(maxlen=REMEMBERED))
         lane = lanes[number - 1]

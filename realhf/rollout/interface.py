@@ -83,8 +83,11 @@ class EnvRolloutInterface:
         self._transcripts = transcripts
         self._sessions = sessions
         self._pool_args = {
-            "max_turns": max_turns, "max_total_tokens": max_total_tokens, "turn_tokens": self._gen.max_new_tokens,
-            "message_timeout_s": message_timeout_s, "on_failure": on_failure,
+            "max_turns": max_turns,
+            "max_total_tokens": max_total_tokens,
+            "turn_tokens": self._gen.max_new_tokens,
+            "message_timeout_s": message_timeout_s,
+            "on_failure": on_failure,
         }
         self._pool: MultiTurnEnvPool | None = None
 
@@ -144,13 +147,19 @@ class EnvRolloutInterface:
         del state
 
     def _play(
-        self, pool: MultiTurnEnvPool, policy: EnginePolicy, tasks: list[dict[str, Any]], seeds: list[int], group: int,
+        self,
+        pool: MultiTurnEnvPool,
+        policy: EnginePolicy,
+        tasks: list[dict[str, Any]],
+        seeds: list[int],
+        group: int,
         sampling_seeds: list[list[int]] | None = None,
     ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
         longest = self._pool_args["max_total_tokens"]
         if longest > policy.context_limit:
-            raise ValueError(f"rollout.max_total_tokens={longest}: the context of the model holds "
-                             f"{policy.context_limit} tokens")
+            raise ValueError(
+                f"rollout.max_total_tokens={longest}: the context of the model holds {policy.context_limit} tokens"
+            )
         began = time.perf_counter()
         groups = pool.run_groups(tasks, policy, group_size=group, seeds=seeds, sampling_seeds=sampling_seeds)
         total = time.perf_counter() - began

@@ -59,7 +59,10 @@ class LocalScheduler:
         start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
         command = [sys.executable, "-m", "realhf.scheduler.child", *start]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if spec.events else log, stderr=log,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if spec.events else log,
+            stderr=log,
             start_new_session=True,
         )
         child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from)

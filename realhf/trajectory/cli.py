@@ -24,8 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = resolve(arguments)
         if arguments.reload:
             os.environ.update(config.to_environment())
-            uvicorn.run("realhf.trajectory.http.server:app", host=config.host, port=config.port, reload=True,
-                        access_log=False)  # fmt: skip
+            uvicorn.run(
+                "realhf.trajectory.http.server:app", host=config.host, port=config.port, reload=True, access_log=False
+            )
             return 0
         return serve(config)
     except (ConfigError, OSError, RuntimeError) as error:
@@ -46,8 +47,15 @@ def serve(config: TrajectoryConfig) -> int:
 
 def uvicorn_config(config: TrajectoryConfig, app: object) -> uvicorn.Config:
     """How every program of the house runs the app."""
-    return uvicorn.Config(app, host=config.host, port=config.port, access_log=False,  # type: ignore[arg-type]
-                          lifespan="on", timeout_graceful_shutdown=5, log_level="info")  # fmt: skip
+    return uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        access_log=False,  # type: ignore[arg-type]
+        lifespan="on",
+        timeout_graceful_shutdown=5,
+        log_level="info",
+    )
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -34,8 +34,14 @@ MAX_MESSAGE_BYTES = 4 << 30
 MAX_TRAILING_DIMS = 8
 SHARED_BELOW = 4096
 ALIGNMENT = 64
-_ENTRY: dict[str, type] = {"k": str, "dtype": str, "trailing": list, "sequences": int, "lens_frame": int,
-                           "lens_offset": int}  # fmt: skip
+_ENTRY: dict[str, type] = {
+    "k": str,
+    "dtype": str,
+    "trailing": list,
+    "sequences": int,
+    "lens_frame": int,
+    "lens_offset": int,
+}
 _ENTRY_TYPES = tuple(_ENTRY.values())
 _ENTRY_FIELDS = itemgetter(*_ENTRY)
 _NOTHING = memoryview(b"")
@@ -128,9 +134,12 @@ class _Entry(NamedTuple):
 
     @staticmethod
     def read(
-        item: Any, samples: int, views: Sequence[memoryview], meta_only: bool,
+        item: Any,
+        samples: int,
+        views: Sequence[memoryview],
+        meta_only: bool,
         known: dict[bytes | tuple[int, int, int], Lengths],
-    ) -> _Entry:  # fmt: skip
+    ) -> _Entry:
         """``known``: lengths of keys read before; keys of equal lengths share them."""
         if not isinstance(item, dict):
             raise CodecError("an entry of keys is not a map")

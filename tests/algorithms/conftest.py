@@ -37,9 +37,13 @@ def rollout_batch() -> Callable[..., SequenceSample]:
         shifted = [[m - 1 for m in group] for group in groups]
         single = [[1] * len(group) for group in groups]
         seqlens = {
-            "packed_input_ids": groups, "loss_mask": groups, "packed_logprobs": shifted,
-            "packed_ref_logprobs": shifted, "rewards": single, "outcome": single,
-        }  # fmt: skip
+            "packed_input_ids": groups,
+            "loss_mask": groups,
+            "packed_logprobs": shifted,
+            "packed_ref_logprobs": shifted,
+            "rewards": single,
+            "outcome": single,
+        }
         return SequenceSample.from_tensors([f"t{i}" for i in range(len(groups))], tensors, seqlens)
 
     return build

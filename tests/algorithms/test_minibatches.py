@@ -73,7 +73,8 @@ def test_a_clipped_token_has_no_gradient(rollout_batch: Any, tmp_path: Path) -> 
     advantages = PolicyGradientInterface({}).prepare(sample)[0]["advantages"]
     moved = {"packed_logprobs": sample["packed_logprobs"] - 0.5 * advantages.sign()}
     sample = sample.select(sample.keys - {"packed_logprobs"}).update(
-        SequenceSample.from_tensors(sample.ids, moved, {"packed_logprobs": sample.seqlens["packed_logprobs"]}))
+        SequenceSample.from_tensors(sample.ids, moved, {"packed_logprobs": sample.seqlens["packed_logprobs"]})
+    )
     stats = PolicyGradientInterface({}).train_step(model, sample, context(tmp_path))
     assert stats["clip_fraction"] == 1 and stats["grad_norm"] == 0
 
@@ -85,7 +86,8 @@ def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_
         model = tiny_actor()
         sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
         stats = PolicyGradientInterface({"ppo_n_minibatches": 3, "sample_reuse": 2, "kl_loss_coef": 0.1}).train_step(
-            model, sample, context(tmp_path, **spec))
+            model, sample, context(tmp_path, **spec)
+        )
         assert stats["n_updates"] == 6 and model.engine.version == 1
         return weights(model)
 
@@ -111,7 +113,8 @@ def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(
     model.engine.logprobs = count  # type: ignore[method-assign]
     model.engine.train_batch = lambda part, *a, **k: (parts.append(part), train(part, *a, **k))[1]  # type: ignore
     PolicyGradientInterface({**options, "ppo_n_minibatches": 2, "sample_reuse": 2}).train_step(
-        model, sample, context(tmp_path))
+        model, sample, context(tmp_path)
+    )
     assert len(seen) == 1 and len(parts) == 4
     known = {round(float(value), 5) for value in before}
     for part in parts:

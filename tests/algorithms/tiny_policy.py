@@ -22,11 +22,20 @@ OUTCOME = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
 
 def tiny_actor(lr: float = 1e-2) -> Model:
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=8, intermediate_size=24,
-                         bos_token_id=1, eos_token_id=2)  # fmt: skip
-    engine = TorchEngine(AutoModelForCausalLM.from_config(config), None, optimizer=OptimizerConfig(lr=lr),
-                         total_train_steps=10)  # fmt: skip
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    engine = TorchEngine(
+        AutoModelForCausalLM.from_config(config), None, optimizer=OptimizerConfig(lr=lr), total_train_steps=10
+    )
     return Model("actor", engine, None)
 
 

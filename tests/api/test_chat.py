@@ -25,7 +25,9 @@ def tokenizer(template: str | None, eos: str) -> PreTrainedTokenizerFast:
 
     inner.decoder = ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=eos, additional_special_tokens=["<|im_start|>"],
+        tokenizer_object=inner,
+        eos_token=eos,
+        additional_special_tokens=["<|im_start|>"],
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = template
@@ -38,14 +40,18 @@ def test_pieces_join_to_the_templates_own_rendering(template: str, eos: str) -> 
     chat = TemplateChat(tok, system_prompt=None)
     turn = [*chat.encode("aws s3 ls"), chat.stop_ids[0]]
     pieces = [*chat.first("List the buckets"), *turn, *chat.following("none", ended=True), *chat.encode("aws sts x")]
-    whole = tok.apply_chat_template(
-        [
-            {"role": "user", "content": "List the buckets"},
-            {"role": "assistant", "content": "aws s3 ls"},
-            {"role": "user", "content": "none"},
-        ],
-        tokenize=False, add_generation_prompt=True,
-    ) + "aws sts x"
+    whole = (
+        tok.apply_chat_template(
+            [
+                {"role": "user", "content": "List the buckets"},
+                {"role": "assistant", "content": "aws s3 ls"},
+                {"role": "user", "content": "none"},
+            ],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        + "aws sts x"
+    )
     assert tok.decode(pieces, skip_special_tokens=False) == whole
 
 

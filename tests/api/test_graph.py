@@ -54,8 +54,11 @@ def test_the_grpo_graph_follows_from_its_keys() -> None:
     assert graph.required_dataset_keys() == ["task_ids"]
     assert isinstance(graph.nx, nx.MultiDiGraph)
     assert sorted(key for _, _, key in graph.nx.out_edges("actor_gen", keys=True)) == [
-        "env_rewards", "packed_input_ids", "packed_input_ids", "packed_logprobs",
-    ]  # fmt: skip
+        "env_rewards",
+        "packed_input_ids",
+        "packed_input_ids",
+        "packed_logprobs",
+    ]
     assert graph.warnings == ()
 
 
@@ -158,9 +161,13 @@ def test_all_problems_come_at_once() -> None:
 )
 def test_a_call_that_cannot_be_right(change: dict, message: str) -> None:
     good = {
-        "name": "a", "model_role": "actor", "interface_type": INF, "interface": "i",
-        "input_keys": ("x",), "output_keys": ("y",),
-    }  # fmt: skip
+        "name": "a",
+        "model_role": "actor",
+        "interface_type": INF,
+        "interface": "i",
+        "input_keys": ("x",),
+        "output_keys": ("y",),
+    }
     with pytest.raises(ValueError, match=message):
         MFCDef(**{**good, **change})
 

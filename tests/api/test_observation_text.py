@@ -53,10 +53,20 @@ def test_an_empty_error_still_says_that_it_failed() -> None:
 
 
 def test_what_differs_between_runs_is_normalised() -> None:
-    first = {"QueueUrl": "http://localhost:4570/000000000000/q", "Id": "9b2d4d6e-0000-4aaa-8bbb-0123456789ab",
-             "Digest": "0123456789abcdef0123456789abcdef", "When": "2026-01-01T10:00:00.123+00:00", "At": 1767261600.5}
-    second = {"QueueUrl": "http://localhost:31999/000000000000/q", "Id": "11111111-0000-4aaa-8bbb-0123456789ac",
-              "Digest": "ffff456789abcdef0123456789abcdef", "When": "2027-02-03T11:00:00Z", "At": 1797261600}
+    first = {
+        "QueueUrl": "http://localhost:4570/000000000000/q",
+        "Id": "9b2d4d6e-0000-4aaa-8bbb-0123456789ab",
+        "Digest": "0123456789abcdef0123456789abcdef",
+        "When": "2026-01-01T10:00:00.123+00:00",
+        "At": 1767261600.5,
+    }
+    second = {
+        "QueueUrl": "http://localhost:31999/000000000000/q",
+        "Id": "11111111-0000-4aaa-8bbb-0123456789ac",
+        "Digest": "ffff456789abcdef0123456789abcdef",
+        "When": "2027-02-03T11:00:00Z",
+        "At": 1797261600,
+    }
     texts = {observation_text(observed(json.dumps(value))) for value in (first, second)}
     assert texts == {
         '{"QueueUrl":"http://localhost:4566/000000000000/q","Id":"UUID","Digest":"HEX","When":"TIME","At":TIME}'

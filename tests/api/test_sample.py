@@ -202,8 +202,12 @@ def test_annotations_replace_those_of_their_name_or_all():
 def test_keys_that_share_their_lengths_go_on_sharing():
     lengths = SequenceSample.from_tensors(["a"], {"x": torch.arange(3)}, {"x": [[1, 2]]}).lengths("x")
     tensors = {"x": torch.arange(3), "y": torch.arange(3.0)}
-    parts = [SequenceSample.from_lengths([i], dict.fromkeys("xy", lengths), {"x": "i64", "y": "f32"},
-                                         {"x": (), "y": ()}, tensors, {}) for i in "abc"]
+    parts = [
+        SequenceSample.from_lengths(
+            [i], dict.fromkeys("xy", lengths), {"x": "i64", "y": "f32"}, {"x": (), "y": ()}, tensors, {}
+        )
+        for i in "abc"
+    ]
     whole = SequenceSample.gather(parts)
     assert whole.lengths("x") is whole.lengths("y") and whole.lengths("x").nested() == [[1, 2]] * 3
     chosen = whole.select_ids([2, 0])

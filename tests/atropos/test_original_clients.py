@@ -17,8 +17,9 @@ from tests.trajectory.groups import group
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = ROOT / ".venv-atropos" / "bin" / "python"
-pytestmark = pytest.mark.skipif(not (PYTHON.parent / "pytest").exists(),
-                                reason="atroposlib is not installed here: make test-atropos")  # fmt: skip
+pytestmark = pytest.mark.skipif(
+    not (PYTHON.parent / "pytest").exists(), reason="atroposlib is not installed here: make test-atropos"
+)
 
 TRAINER = """
 import importlib.util
@@ -47,8 +48,9 @@ print(sizes)
 
 
 def run(*command: str, cwd: Path, timeout: float = 120) -> str:
-    done = subprocess.run([str(PYTHON), *command], capture_output=True, text=True, timeout=timeout, cwd=cwd,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [str(PYTHON), *command], capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -17,11 +17,13 @@ NAMES = ["amber-otter-12", "brisk-maple-20", "calm-otter-20", "amber-maple-12"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("builtin")
     rows = [
-        {"messages": [
-            {"role": "user", "content": f"Create an S3 bucket named {name}."},
-            {"role": "assistant", "content": f"aws s3api create-bucket --bucket {name}"},
-            {"role": "user", "content": json.dumps({"Location": f"/{name}"})},
-        ]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Create an S3 bucket named {name}."},
+                {"role": "assistant", "content": f"aws s3api create-bucket --bucket {name}"},
+                {"role": "user", "content": json.dumps({"Location": f"/{name}"})},
+            ]
+        }
         for name in NAMES * 5
     ]
     (root / "demos.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

@@ -25,9 +25,21 @@ KEYS = (
 
 
 def rollout(status: str, reward: float | None) -> RolloutOutcome:
-    return RolloutOutcome(status=status, prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.1, -0.2],
-                          versions=[0, 0], loss_mask=[True, True], reward=reward, achieved=status == "achieved",
-                          progress=0.0, turns=(), task_id=1, tier="warmup", seed=1)  # fmt: skip
+    return RolloutOutcome(
+        status=status,
+        prompt_ids=[1, 2],
+        completion_ids=[3, 4],
+        logprobs=[-0.1, -0.2],
+        versions=[0, 0],
+        loss_mask=[True, True],
+        reward=reward,
+        achieved=status == "achieved",
+        progress=0.0,
+        turns=(),
+        task_id=1,
+        tier="warmup",
+        seed=1,
+    )
 
 
 def finished(statuses: dict[str, float | None]) -> SequenceSample:

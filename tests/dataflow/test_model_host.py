@@ -47,9 +47,15 @@ class Host:
         self.store, self.remote = TensorStore("here"), TensorStore("there")
         self.interface = Doubler()
         inference = MFCDef(
-            "double", "actor", InterfaceType.INFERENCE, "doubler", input_keys=("ids",), output_keys=("result",),
-            input_key_remap={"ids": "text"}, output_key_remap={"twice": "result"},
-        )  # fmt: skip
+            "double",
+            "actor",
+            InterfaceType.INFERENCE,
+            "doubler",
+            input_keys=("ids",),
+            output_keys=("result",),
+            input_key_remap={"ids": "text"},
+            output_key_remap={"twice": "result"},
+        )
         train = MFCDef("train", "actor", InterfaceType.TRAIN_STEP, "doubler", input_keys=("ids",))
         self.model = Model("actor", ToyEngine(), None)  # pyright: ignore
         self.host = ModelHost(
@@ -64,10 +70,16 @@ class Host:
     def call(self, ids: list[str], remote: list[str] | None = None, **more: Any) -> dict[str, Any]:
         fetches = [{"worker": "there", "endpoint": "data:there", "ids": remote, "keys": ["ids"]}] if remote else []
         payload = {
-            "mfc": "double", "role": "actor", "ids": ids, "keys": ["ids"],
+            "mfc": "double",
+            "role": "actor",
+            "ids": ids,
+            "keys": ["ids"],
             "metadata": {"task": [f"task {i}" for i in ids]},
-            "fetches": fetches, "step": 4, "seed": 11, "endpoints": {},
-        }  # fmt: skip
+            "fetches": fetches,
+            "step": 4,
+            "seed": 11,
+            "endpoints": {},
+        }
         return self.host.call({**payload, **more})
 
 
@@ -168,8 +180,16 @@ async def test_a_call_that_is_cancelled_and_cleared_as_it_begins_leaves_nothing_
     bench = Host(tmp_path, given_up=lambda: worker.given_up())
     master = RpcMaster("run", heartbeat_s=0.5, dead_after_s=10)
     await master.start()
-    worker = RpcWorker("w", "model", 0, "run", master.endpoint, ordered=bench.host.handlers(),
-                       immediate=bench.host.immediate_handlers(), connect_timeout_s=20)  # fmt: skip
+    worker = RpcWorker(
+        "w",
+        "model",
+        0,
+        "run",
+        master.endpoint,
+        ordered=bench.host.handlers(),
+        immediate=bench.host.immediate_handlers(),
+        connect_timeout_s=20,
+    )
     thread = threading.Thread(target=worker.run)
     thread.start()
     begins, goes_on, unpack = threading.Event(), threading.Event(), rpc_worker.unpack_payload

@@ -20,8 +20,14 @@ def main() -> None:
     plane.start()
     host = toy_host(roles.split(","), toy_graph(), Path(folder), store, plane.fetch)
     worker = RpcWorker(
-        name, "model_worker", int(index), run_id, master, ordered=host.handlers(),
-        immediate=host.immediate_handlers(), data_endpoint=plane.endpoint,
+        name,
+        "model_worker",
+        int(index),
+        run_id,
+        master,
+        ordered=host.handlers(),
+        immediate=host.immediate_handlers(),
+        data_endpoint=plane.endpoint,
     )
     try:
         worker.run()

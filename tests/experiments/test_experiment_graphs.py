@@ -50,9 +50,14 @@ def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
         built("experiment=reinforce_aws", "ppo.use_decoupled_loss=true")
 
 
-@pytest.mark.parametrize(("experiment", "divisor"), [
-    ("grpo_aws", 40 * 4), ("grpo_aws_async", 40 * 4), ("grpo_stream_http", 640),
-])
+@pytest.mark.parametrize(
+    ("experiment", "divisor"),
+    [
+        ("grpo_aws", 40 * 4),
+        ("grpo_aws_async", 40 * 4),
+        ("grpo_stream_http", 640),
+    ],
+)
 def test_the_train_call_divides_by_what_was_checked(experiment: str, divisor: int):
     def trained(*options: str) -> PolicyGradientInterface:
         made = built(f"experiment={experiment}", "ppo.algo=drgrpo", *options)
@@ -110,12 +115,20 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.mark.parametrize(("file", "demonstrations", "policy"), [
-    ("env/tasks/advanced/networking.yaml", True, True), ("env/tasks/expert/tickets.yaml", True, True),
-    ("env/grader.py", True, True), ("env/cli_worker.py", True, True), ("env/ministack_server.py", True, True),
-    ("backends/torch_engine.py", False, True), ("algorithms/losses.py", False, True),
-    ("env/web/game.py", False, False), ("rollout/grpo_pool.py", False, False),
-])
+@pytest.mark.parametrize(
+    ("file", "demonstrations", "policy"),
+    [
+        ("env/tasks/advanced/networking.yaml", True, True),
+        ("env/tasks/expert/tickets.yaml", True, True),
+        ("env/grader.py", True, True),
+        ("env/cli_worker.py", True, True),
+        ("env/ministack_server.py", True, True),
+        ("backends/torch_engine.py", False, True),
+        ("algorithms/losses.py", False, True),
+        ("env/web/game.py", False, False),
+        ("rollout/grpo_pool.py", False, False),
+    ],
+)
 def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
     file: str, demonstrations: bool, policy: bool, package: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -137,8 +150,16 @@ def test_the_warm_start_is_named_by_what_it_is_made_from():
         return spec("experiment=grpo_aws", *arguments).before[0].artifact
 
     assert artifact() == artifact("ppo.group_size=4", "trial_name=other", "total_train_steps=3")
-    changed = [artifact(option) for option in ("seed=2", "warm_start.train_steps=5", "builtin.num_layers=2",
-                                               "warm_start.optimizer.lr=1", "env.tiers=[warmup]")]
+    changed = [
+        artifact(option)
+        for option in (
+            "seed=2",
+            "warm_start.train_steps=5",
+            "builtin.num_layers=2",
+            "warm_start.optimizer.lr=1",
+            "env.tiers=[warmup]",
+        )
+    ]
     assert len({artifact(), *changed}) == 6
 
 

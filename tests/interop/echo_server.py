@@ -1,6 +1,6 @@
 """Runs in an environment with the real ``openenv``: an echo environment behind its stock server.
 
-    python echo_server.py PORT
+python echo_server.py PORT
 """
 
 import sys

@@ -41,7 +41,7 @@ def main() -> int:
             print(f"{task['tier']:13}{task['task_id']:4}  {task['verdict']:9} {task['reason']}")
         if task["verdict"] == "unsolved":
             for command, success, error in task["commands"]:
-                print(f"      {'ok    ' if success else 'failed'} {command[:150]}\n             {error}"[: 400])
+                print(f"      {'ok    ' if success else 'failed'} {command[:150]}\n             {error}"[:400])
     counts = Counter((task["tier"], task["verdict"]) for task in played)
     print(f"\n{'tier':13}" + "".join(f"{verdict:>10}" for verdict in VERDICTS))
     for tier in dict.fromkeys(task["tier"] for task in played):

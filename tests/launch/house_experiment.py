@@ -40,5 +40,6 @@ class HouseTrain(ToyTrain):
 def build(config: ExperimentConfig) -> ExperimentSpec:
     spec = build_toy(config)
     train = replace(spec.mfcs[0], interface="house_train", interface_args={"loss": config.ppo.loss})
-    return replace(spec, name="house", mfcs=(train,), source=replace(spec.source, name="house_numbers"),
-                   evaluation=None)
+    return replace(
+        spec, name="house", mfcs=(train,), source=replace(spec.source, name="house_numbers"), evaluation=None
+    )

@@ -28,80 +28,108 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return "\n".join(line.removeprefix("config error: ") for line in lines)
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["experiment=grpo_awz"], "unknown experiment 'grpo_awz'; did you mean 'grpo_aws'?"),
-    (["seed=1"], "experiment=NAME is missing"),
-    (["experiment=grpo_aws", "sede=2"], "unknown option 'sede'; did you mean 'seed'?"),
-    (["experiment=grpo_aws", "ppo.group_siz=2"], "unknown option 'ppo.group_siz'; did you mean 'ppo.group_size'?"),
-    (["experiment=grpo_aws", "lr=0.1"], "did you mean 'actor.optimizer.lr'?"),
-    (["experiment=grpo_aws", "+ppo.extra=2"], "options cannot be added"),
-    (["experiment=grpo_aws", "seed=abc"], "seed=abc: Value 'abc' of type 'str' could not be converted to Integer"),
-    (["experiment=grpo_aws", "mode=fly"], "mode=fly: Invalid value 'fly', expected one of [run, check, graph]"),
-    (["experiment=grpo_aws", "actor.workers=[0,x]"], "actor.workers[1]"),
-    (["experiment=grpo_aws", "actor.optimizer=3"], "actor.optimizer is a section"),
-    (["experiment=grpo_aws", "env=smal"], "env=smal: unknown choice 'smal'; did you mean 'small'?"),
-    (["experiment=grpo_aws", "env.tiers=[warmup"], "env.tiers=[warmup: not a value"),
-    (["experiment=grpo_aws", "seed"], "argument 'seed' is not of the form key=value"),
-    (["experiment=grpo_aws", "seed=1,2"], "seed=1,2"),
-    (["+experiment_path=/nowhere/x.py"], "experiment_path: no such Python file: /nowhere/x.py"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["experiment=grpo_awz"], "unknown experiment 'grpo_awz'; did you mean 'grpo_aws'?"),
+        (["seed=1"], "experiment=NAME is missing"),
+        (["experiment=grpo_aws", "sede=2"], "unknown option 'sede'; did you mean 'seed'?"),
+        (["experiment=grpo_aws", "ppo.group_siz=2"], "unknown option 'ppo.group_siz'; did you mean 'ppo.group_size'?"),
+        (["experiment=grpo_aws", "lr=0.1"], "did you mean 'actor.optimizer.lr'?"),
+        (["experiment=grpo_aws", "+ppo.extra=2"], "options cannot be added"),
+        (["experiment=grpo_aws", "seed=abc"], "seed=abc: Value 'abc' of type 'str' could not be converted to Integer"),
+        (["experiment=grpo_aws", "mode=fly"], "mode=fly: Invalid value 'fly', expected one of [run, check, graph]"),
+        (["experiment=grpo_aws", "actor.workers=[0,x]"], "actor.workers[1]"),
+        (["experiment=grpo_aws", "actor.optimizer=3"], "actor.optimizer is a section"),
+        (["experiment=grpo_aws", "env=smal"], "env=smal: unknown choice 'smal'; did you mean 'small'?"),
+        (["experiment=grpo_aws", "env.tiers=[warmup"], "env.tiers=[warmup: not a value"),
+        (["experiment=grpo_aws", "seed"], "argument 'seed' is not of the form key=value"),
+        (["experiment=grpo_aws", "seed=1,2"], "seed=1,2"),
+        (["+experiment_path=/nowhere/x.py"], "experiment_path: no such Python file: /nowhere/x.py"),
+    ],
+)
 def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str):
     assert expected in errors(capsys, *arguments)
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["total_train_steps=0"], "total_train_steps=0: must be at least 1"),
-    (["gen.temperature=0"], "gen.temperature=0.0: must be positive"),
-    (["gen.top_p=1.5"], "gen.top_p=1.5"),
-    (["env.port=70000"], "env.port=70000: a port lies between 0"),
-    (["async_rl.niceness=20"], "async_rl.niceness=20: at most 19"),
-    (["env.fault_rate=2"], "env.fault_rate=2.0: a fraction"),
-    (["env.fault_seed=2"], "env.fault_kinds, env.fault_seed: no effect without env.fault_rate"),
-    (["env.tiers=[warmup,hard]"], "env.tiers: unknown tier 'hard'"),
-    (["env.tiers=[advanced]", "env.tags=[starter]"], "the tier 'advanced' has no template with the tags starter"),
-    (["env.tags=[no-such-tag]"], "unknown tag 'no-such-tag'"),
-    (["rollout.on_failure=ignore"], "rollout.on_failure=ignore: unknown (known: drop, retry, raise)"),
-    (["actor.workers=[0,1]"], "actor.workers=[0, 1]: the call actor_train (train_step) runs on one worker"),
-    (["dataset.curriculum=random"], "dataset.curriculum=random: unknown (known: learnability, priority)"),
-    (["actor.path=/nowhere/model"], "actor.path=/nowhere/model: no such folder"),
-    (["actor.path=model"], "actor.path=model: no such folder"),
-    (["actor.workers=[0,0]"], "actor.workers=[0, 0]"),
-    (["trial_name=a/b"], "trial_name='a/b'"),
-    (["rollout.max_total_tokens=4096"], "builtin.max_positions=1024"),
-    (["rollout.min_group_size=9"], "larger than ppo.group_size=8"),
-    (["recover_mode=resume", "fileroot=/tmp/does-not-exist"], "recover_mode=resume: no checkpoint in"),
-    (["ppo.ppo_n_minibatches=129"], "ppo.ppo_n_minibatches=129: a step has dataset.train_bs_n_seqs times"),
-    (["ppo.sample_reuse=0"], "ppo.sample_reuse=0: must be at least 1"),
-    (["ppo.algo=grop"], "ppo.algo='grop' is not known; did you mean 'grpo'?"),
-    (["ref.workers=[2]"], "[1] of 0..2 hold no model"),
-    (["stream.url=localhost:8000"], "stream.url=localhost:8000: give http://host:port"),
-    (["stream.token_file=/nowhere/token"], "stream.token_file=/nowhere/token: no such file"),
-    (["stream.max_staleness=-1"], "stream.max_staleness=-1: must be at least 0"),
-    (["stream.port=70000"], "stream.port=70000: a port lies between 0"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["total_train_steps=0"], "total_train_steps=0: must be at least 1"),
+        (["gen.temperature=0"], "gen.temperature=0.0: must be positive"),
+        (["gen.top_p=1.5"], "gen.top_p=1.5"),
+        (["env.port=70000"], "env.port=70000: a port lies between 0"),
+        (["async_rl.niceness=20"], "async_rl.niceness=20: at most 19"),
+        (["env.fault_rate=2"], "env.fault_rate=2.0: a fraction"),
+        (["env.fault_seed=2"], "env.fault_kinds, env.fault_seed: no effect without env.fault_rate"),
+        (["env.tiers=[warmup,hard]"], "env.tiers: unknown tier 'hard'"),
+        (["env.tiers=[advanced]", "env.tags=[starter]"], "the tier 'advanced' has no template with the tags starter"),
+        (["env.tags=[no-such-tag]"], "unknown tag 'no-such-tag'"),
+        (["rollout.on_failure=ignore"], "rollout.on_failure=ignore: unknown (known: drop, retry, raise)"),
+        (["actor.workers=[0,1]"], "actor.workers=[0, 1]: the call actor_train (train_step) runs on one worker"),
+        (["dataset.curriculum=random"], "dataset.curriculum=random: unknown (known: learnability, priority)"),
+        (["actor.path=/nowhere/model"], "actor.path=/nowhere/model: no such folder"),
+        (["actor.path=model"], "actor.path=model: no such folder"),
+        (["actor.workers=[0,0]"], "actor.workers=[0, 0]"),
+        (["trial_name=a/b"], "trial_name='a/b'"),
+        (["rollout.max_total_tokens=4096"], "builtin.max_positions=1024"),
+        (["rollout.min_group_size=9"], "larger than ppo.group_size=8"),
+        (["recover_mode=resume", "fileroot=/tmp/does-not-exist"], "recover_mode=resume: no checkpoint in"),
+        (["ppo.ppo_n_minibatches=129"], "ppo.ppo_n_minibatches=129: a step has dataset.train_bs_n_seqs times"),
+        (["ppo.sample_reuse=0"], "ppo.sample_reuse=0: must be at least 1"),
+        (["ppo.algo=grop"], "ppo.algo='grop' is not known; did you mean 'grpo'?"),
+        (["ref.workers=[2]"], "[1] of 0..2 hold no model"),
+        (["stream.url=localhost:8000"], "stream.url=localhost:8000: give http://host:port"),
+        (["stream.token_file=/nowhere/token"], "stream.token_file=/nowhere/token: no such file"),
+        (["stream.max_staleness=-1"], "stream.max_staleness=-1: must be at least 0"),
+        (["stream.port=70000"], "stream.port=70000: a port lies between 0"),
+    ],
+)
 def test_mistakes_across_options(capsys, arguments: list[str], expected: str):
     assert expected in errors(capsys, "experiment=grpo_aws", *arguments)
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["experiment=grpo_aws", "ppo.kl_loss_coef=0", "ref.workers=[0]"], "option ref.workers has no effect"),
-    (["experiment=grpo_aws", "actor.path=owner/name", "warm_start.train_steps=3"],
-     "option warm_start.train_steps has no effect in experiment grpo_aws: a warm start belongs to actor.path=builtin"),
-    (["experiment=grpo_aws", "actor.path=owner/name", "builtin.hidden_size=64"], "option builtin.hidden_size has no"),
-    (["experiment=sft_aws", "ppo.group_size=4"], "option ppo.group_size has no effect in experiment sft_aws"),
-    (["experiment=reinforce_aws", "ref.workers=[0]"], "option ref.workers has no effect"),
-    (["experiment=grpo_aws", "stream.wait_s=9"], "option stream.wait_s has no effect in experiment grpo_aws"),
-    (["experiment=grpo_stream_http", "evaluation.every_steps=2"], "option evaluation.every_steps has no effect"),
-    (["experiment=grpo_stream_http", "stream.url=http://a:1", "stream.port=2"],
-     "option stream.port has no effect in experiment grpo_stream_http: this run starts no trajectory server"),
-    (["experiment=grpo_stream_http", "stream.wait_s=1800"], "stream.wait_s=1800.0: must be shorter than rpc.call_tim"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["experiment=grpo_aws", "ppo.kl_loss_coef=0", "ref.workers=[0]"], "option ref.workers has no effect"),
+        (
+            ["experiment=grpo_aws", "actor.path=owner/name", "warm_start.train_steps=3"],
+            "option warm_start.train_steps has no effect in experiment grpo_aws: "
+            "a warm start belongs to actor.path=builtin",
+        ),
+        (
+            ["experiment=grpo_aws", "actor.path=owner/name", "builtin.hidden_size=64"],
+            "option builtin.hidden_size has no",
+        ),
+        (["experiment=sft_aws", "ppo.group_size=4"], "option ppo.group_size has no effect in experiment sft_aws"),
+        (["experiment=reinforce_aws", "ref.workers=[0]"], "option ref.workers has no effect"),
+        (["experiment=grpo_aws", "stream.wait_s=9"], "option stream.wait_s has no effect in experiment grpo_aws"),
+        (["experiment=grpo_stream_http", "evaluation.every_steps=2"], "option evaluation.every_steps has no effect"),
+        (
+            ["experiment=grpo_stream_http", "stream.url=http://a:1", "stream.port=2"],
+            "option stream.port has no effect in experiment grpo_stream_http: this run starts no trajectory server",
+        ),
+        (
+            ["experiment=grpo_stream_http", "stream.wait_s=1800"],
+            "stream.wait_s=1800.0: must be shorter than rpc.call_tim",
+        ),
+    ],
+)
 def test_options_without_effect(capsys, arguments: list[str], expected: str):
     assert expected in errors(capsys, *arguments, "mode=check")
 
 
-@pytest.mark.parametrize("option", ["actor.optimizer.lr=0.01", "warm_start.optimizer.lr=0.01", "env.max_steps=9",
-                                    "ppo.entropy_coef=0.1", "actor.optimizer.beta1=0.8"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "actor.optimizer.lr=0.01",
+        "warm_start.optimizer.lr=0.01",
+        "env.max_steps=9",
+        "ppo.entropy_coef=0.1",
+        "actor.optimizer.beta1=0.8",
+    ],
+)
 def test_options_with_effect(option: str, capsys):
     assert main(["experiment=grpo_aws", option, "mode=check"]) == 0, capsys.readouterr().err
 
@@ -143,7 +171,8 @@ def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_pa
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert f"actor.path={tmp_path}: the tokenizer has no chat template" in errors(
-        capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
+        capsys, "experiment=grpo_aws", f"actor.path={tmp_path}"
+    )
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert main(["experiment=grpo_aws", f"actor.path={tmp_path}", "mode=check"]) == 0
 
@@ -191,12 +220,15 @@ def test_an_error_in_an_experiment_file_shows_its_line(tmp_path: Path, capsys):
 
 
 def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
-    code = ("import sys\nfrom realhf.launch.__main__ import main\ncode = main(sys.argv[1:])\n"
-            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)")
+    code = (
+        "import sys\nfrom realhf.launch.__main__ import main\ncode = main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)"
+    )
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
-                              check=False)
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
 
     help_ = run("--help")
     assert help_.returncode == 0, help_.stderr

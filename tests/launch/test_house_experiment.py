@@ -37,8 +37,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(house: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "realhf.launch", "experiment=house_experiment", "trial_name=t", "fileroot=runs"]
     environment = {**os.environ, "PYTHONPATH": str(house)}
-    return subprocess.run([*command, *options], cwd=house, env=environment, capture_output=True, text=True, timeout=150,
-                          check=False)  # fmt: skip
+    return subprocess.run(
+        [*command, *options], cwd=house, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
 
 
 def test_its_interface_source_and_loss_work_in_the_workers(house: Path):
@@ -58,15 +59,26 @@ def test_a_name_that_nobody_registered_is_refused_and_its_own_is_among_the_known
 
 def test_a_file_outside_the_tree_is_held_to_the_names_that_it_registers(tmp_path: Path):
     user = tmp_path / "mine.py"
-    user.write_text((HERE / "toy_experiment.py").read_text() + "\nfrom realhf.builtins import policy_losses\n"
-                    "policy_losses.register('my_loss')(len)\n_toy = build\n\n\n"
-                    "def build(config):\n    assert config.ppo.loss == 'my_loss'\n    return _toy(config)\n")
-    command = [sys.executable, "-m", "realhf.launch", f"+experiment_path={user}", "mode=check", "trial_name=t",
-               f"fileroot={tmp_path}", "total_train_steps=1"]
+    user.write_text(
+        (HERE / "toy_experiment.py").read_text() + "\nfrom realhf.builtins import policy_losses\n"
+        "policy_losses.register('my_loss')(len)\n_toy = build\n\n\n"
+        "def build(config):\n    assert config.ppo.loss == 'my_loss'\n    return _toy(config)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        f"+experiment_path={user}",
+        "mode=check",
+        "trial_name=t",
+        f"fileroot={tmp_path}",
+        "total_train_steps=1",
+    ]
 
     def check(loss: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, f"ppo.loss={loss}"], cwd=ROOT, capture_output=True, text=True, timeout=60,
-                              check=False)  # fmt: skip
+        return subprocess.run(
+            [*command, f"ppo.loss={loss}"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
 
     assert (done := check("my_loss")).returncode == 0, done.stderr
     assert (done := check("my_los")).returncode == 2 and "ppo.loss=my_los: unknown" in done.stderr

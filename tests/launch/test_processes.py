@@ -56,8 +56,10 @@ def test_what_a_predecessor_logged_is_not_blamed(tmp_path: Path):
 def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path: Path, order: tuple[str, str]):
     (tmp_path / "master.log").write_text("FATAL: the cause\n")
     built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
-    ends = {"master": WorkerExit("master", 1, tmp_path / "master.log"),
-            "model_worker/0": WorkerExit("model_worker/0", 0, tmp_path / "none.log")}
+    ends = {
+        "master": WorkerExit("master", 1, tmp_path / "master.log"),
+        "model_worker/0": WorkerExit("model_worker/0", 0, tmp_path / "none.log"),
+    }
     built.spec.run_dir.mkdir(parents=True)
     scheduler = ScriptedScheduler(*(ends[name] for name in order))
     with pytest.raises(LaunchError, match="master failed: the cause"):
@@ -83,7 +85,10 @@ def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness: int):
     built = build_experiment(compose_config(["experiment=grpo_aws_async", f"async_rl.niceness={niceness}"]))
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
     assert {worker.name: worker.niceness for worker in workers} == {
-        "env/0": niceness, "generation/0": niceness, "rollout_worker/0": niceness, "model_worker/0": 0,
+        "env/0": niceness,
+        "generation/0": niceness,
+        "rollout_worker/0": niceness,
+        "model_worker/0": 0,
     }
 
 

@@ -20,9 +20,18 @@ from tests.process_family import family, gone
 
 TOY = Path(__file__).with_name("toy_experiment.py")
 SUMMARY_FIELDS = {
-    "heldout_success_before", "heldout_success_after", "heldout_success_before_greedy",
-    "heldout_success_after_greedy", "heldout_episodes", "steps", "wall_seconds", "tokens_per_second", "env_seconds",
-    "generation_seconds", "train_seconds", "mismatch_kl",
+    "heldout_success_before",
+    "heldout_success_after",
+    "heldout_success_before_greedy",
+    "heldout_success_after_greedy",
+    "heldout_episodes",
+    "steps",
+    "wall_seconds",
+    "tokens_per_second",
+    "env_seconds",
+    "generation_seconds",
+    "train_seconds",
+    "mismatch_kl",
 }
 
 
@@ -32,8 +41,15 @@ class Ended(NamedTuple):
 
 
 def command(root: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "realhf.launch", f"+experiment_path={TOY}", "trial_name=t", f"fileroot={root}",
-            *options]
+    return [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        f"+experiment_path={TOY}",
+        "trial_name=t",
+        f"fileroot={root}",
+        *options,
+    ]
 
 
 def launch(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -48,8 +64,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         "broken": ("experiment_name=toy", "actor.path=hub/broken"),
         "skips": ("experiment_name=skips", "total_train_steps=2"),
         "stops": ("experiment_name=stops",),
-        "ends": ("experiment_name=ends", "total_train_steps=10", "evaluation.every_steps=1",
-                 "rpc.control_timeout_s=2"),
+        "ends": ("experiment_name=ends", "total_train_steps=10", "evaluation.every_steps=1", "rpc.control_timeout_s=2"),
     }
 
     def end(name: str) -> Ended:
@@ -80,8 +95,9 @@ class Slow(NamedTuple):
 
 
 def start_slow(root: Path) -> Slow:
-    process = subprocess.Popen(command(root, "experiment_name=slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)
+    process = subprocess.Popen(
+        command(root, "experiment_name=slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     metrics = root / "slow" / "t" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (metrics.exists() and metrics.read_text()):
@@ -115,8 +131,18 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     run = tmp_path / "toy" / "t"
     assert losses(run) == expected_losses(3)
-    for name in ("config.yaml", "provenance.json", "graph.md", "graph.dot", "graph.png", "learning.png", "time.png",
-                 "episodes.txt", "summary.json", "policy/weight.json"):
+    for name in (
+        "config.yaml",
+        "provenance.json",
+        "graph.md",
+        "graph.dot",
+        "graph.png",
+        "learning.png",
+        "time.png",
+        "episodes.txt",
+        "summary.json",
+        "policy/weight.json",
+    ):
         assert (run / name).stat().st_size > 0, name
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary) >= SUMMARY_FIELDS

@@ -46,8 +46,9 @@ def test_in_the_yaml_of_an_experiment_of_the_house(configs: Path):
 
 def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path: Path, capsys):
     shutil.copy(TOY, tmp_path / "mine.py")
-    (tmp_path / "mine.yaml").write_text(TOY.with_suffix(".yaml").read_text().replace("toy_experiment", "mine")
-                                        + "ppo: {group_size: 4}\n")
+    (tmp_path / "mine.yaml").write_text(
+        TOY.with_suffix(".yaml").read_text().replace("toy_experiment", "mine") + "ppo: {group_size: 4}\n"
+    )
     arguments = [f"+experiment_path={tmp_path / 'mine.py'}", "mode=check"]
     assert main(arguments) == 2
     assert "option ppo.group_size has no effect in experiment mine (set in mine.yaml)" in capsys.readouterr().err
@@ -58,7 +59,8 @@ def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs: Path):
     write(configs, "reinforce_aws", "")
     (configs / "experiment" / "reinforce_aws.yaml").write_text(
         "# @package _global_\ndefaults: [grpo_aws, _self_]\nexperiment: reinforce_aws\nppo: {algo: rloo}\n"
-        "stream: {wait_s: 9}\n")  # fmt: skip
+        "stream: {wait_s: 9}\n"
+    )
     with pytest.raises(ConfigError) as refused:
         build(configs, "experiment=reinforce_aws", "ppo.kl_loss_coef=null")
     said = "option stream.wait_s has no effect in experiment reinforce_aws (set in reinforce_aws.yaml)"

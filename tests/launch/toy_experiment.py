@@ -100,10 +100,25 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
     n = config.dataset.train_bs_n_seqs
     numbers = {"limit": 5} if config.experiment_name == "ends" else {}
     return ExperimentSpec(
-        name="toy", models={"actor": ModelSpec("actor", config.actor.path, trainable=True, backend="toy")},
-        mfcs=(MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "toy_train", args, n_seqs=n,
-                     input_keys=("number",), timeout_s=config.rpc.call_timeout_s),),
-        source=SourceSpec("toy_numbers", numbers, ("number",)), n_seqs=n,
-        total_train_steps=config.total_train_steps, seed=config.seed, run_dir=run_folder(config), export_role="actor",
+        name="toy",
+        models={"actor": ModelSpec("actor", config.actor.path, trainable=True, backend="toy")},
+        mfcs=(
+            MFCDef(
+                "actor_train",
+                "actor",
+                InterfaceType.TRAIN_STEP,
+                "toy_train",
+                args,
+                n_seqs=n,
+                input_keys=("number",),
+                timeout_s=config.rpc.call_timeout_s,
+            ),
+        ),
+        source=SourceSpec("toy_numbers", numbers, ("number",)),
+        n_seqs=n,
+        total_train_steps=config.total_train_steps,
+        seed=config.seed,
+        run_dir=run_folder(config),
+        export_role="actor",
         evaluation=EvaluationSpec("actor", "toy_train", args, {"n": 400}, every_steps=config.evaluation.every_steps),
     )

@@ -44,8 +44,17 @@ def policy(tmp_path_factory: pytest.TempPathFactory, task: Task) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     ask = {"role": "user", "content": task.description}
     turns = [[task.solution[0]], [USELESS, task.solution[0]], [USELESS, USELESS]]
-    rows = [[ask, *(message for turn in told for message in
-                    ({"role": "assistant", "content": turn}, {"role": "tool", "content": "ok"}))] for told in turns]
+    rows = [
+        [
+            ask,
+            *(
+                message
+                for turn in told
+                for message in ({"role": "assistant", "content": turn}, {"role": "tool", "content": "ok"})
+            ),
+        ]
+        for told in turns
+    ]
     demonstrations = folder / "demonstrations.jsonl"
     demonstrations.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     build_builtin_policy(demonstrations, folder / "random", TINY, seed=0)

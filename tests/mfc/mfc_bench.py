@@ -52,18 +52,42 @@ class MfcBench:
 
     def _start(self, model: ModelSpec, sessions: int) -> None:
         spec = ExperimentSpec(
-            name="mfc", models={model.role: model}, mfcs=(self._mfc,), source=SourceSpec("task_curriculum"), n_seqs=2,
-            total_train_steps=10, seed=1, run_dir=self._folder,
+            name="mfc",
+            models={model.role: model},
+            mfcs=(self._mfc,),
+            source=SourceSpec("task_curriculum"),
+            n_seqs=2,
+            total_train_steps=10,
+            seed=1,
+            run_dir=self._folder,
         )
-        RunPlan(spec, EnvConfig(), RpcConfig(), MonitorConfig(), CheckpointConfig(), RecoverMode.disabled,
-                torch_threads=1, started_at=time.time()).write()
+        RunPlan(
+            spec,
+            EnvConfig(),
+            RpcConfig(),
+            MonitorConfig(),
+            CheckpointConfig(),
+            RecoverMode.disabled,
+            torch_threads=1,
+            started_at=time.time(),
+        ).write()
         self._runner.run(self._master.start())
         join = ("--run-id", RUN_ID, "--master", self._master.endpoint)
         names = [WORKER]
         if sessions:
             names.append(ENV)
-            self._spawn("workers.env_worker", "--name", ENV, "--port", "0", "--ministack-base-port", "0",
-                        "--pool-size", str(sessions), *join)
+            self._spawn(
+                "workers.env_worker",
+                "--name",
+                ENV,
+                "--port",
+                "0",
+                "--ministack-base-port",
+                "0",
+                "--pool-size",
+                str(sessions),
+                *join,
+            )
         self._spawn("workers.model_worker", "--run-dir", str(self._folder), "--index", "0", *join)
         self._runner.run(self._master.wait_for(names, TIMEOUT_S))
         assert self.ask("initialize", {})["roles"] == [model.role]
@@ -86,12 +110,20 @@ class MfcBench:
         self._store.put(sample.select(self._mfc.input_keys))
         roster = self._master.roster
         ids, keys = list(sample.ids), list(self._mfc.input_keys)
-        reply = self.ask("call", {
-            "mfc": self._mfc.name, "role": self._mfc.model_role, "ids": ids, "keys": keys,
-            "metadata": dict(sample.metadata), "step": step, "seed": seed,
-            "fetches": [{"worker": PEER, "endpoint": self._plane.endpoint, "ids": ids, "keys": keys}],
-            "endpoints": {"env": [roster[ENV].endpoints["env"]]} if ENV in roster else {},
-        })
+        reply = self.ask(
+            "call",
+            {
+                "mfc": self._mfc.name,
+                "role": self._mfc.model_role,
+                "ids": ids,
+                "keys": keys,
+                "metadata": dict(sample.metadata),
+                "step": step,
+                "seed": seed,
+                "fetches": [{"worker": PEER, "endpoint": self._plane.endpoint, "ids": ids, "keys": keys}],
+                "endpoints": {"env": [roster[ENV].endpoints["env"]]} if ENV in roster else {},
+            },
+        )
         return Reply(None if reply["meta"] is None else decode_sample(reply["meta"]), reply["stats"])
 
     def infer(self, sample: SequenceSample, **more: Any) -> tuple[SequenceSample, dict[str, Any]]:
@@ -103,7 +135,8 @@ class MfcBench:
         assert self.ask("clear", {"ids": list(sample.ids)})["nbytes"] == 0
         assert as_lists(outputs.seqlens) == as_lists(meta.seqlens)
         return SequenceSample.from_tensors(
-            outputs.ids, {key: outputs[key].clone() for key in outputs.keys}, outputs.seqlens, meta.metadata), stats
+            outputs.ids, {key: outputs[key].clone() for key in outputs.keys}, outputs.seqlens, meta.metadata
+        ), stats
 
     def export(self, name: str) -> Path:
         """The worker's weights as a Hugging Face folder."""

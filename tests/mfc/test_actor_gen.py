@@ -26,8 +26,11 @@ Played = tuple[SequenceSample, dict[str, Any]]
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
     config = ExperimentConfig(
-        experiment="grpo_aws", env=EnvConfig(pool_size=SESSIONS), ppo=PPOConfig(group_size=G),
-        gen=GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE), rollout=RolloutConfig(max_turns=MAX_TURNS),
+        experiment="grpo_aws",
+        env=EnvConfig(pool_size=SESSIONS),
+        ppo=PPOConfig(group_size=G),
+        gen=GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE),
+        rollout=RolloutConfig(max_turns=MAX_TURNS),
     )
     return make_bench(actor_gen(config), actor_model(config, str(policy)), sessions=SESSIONS)
 
@@ -42,8 +45,9 @@ def drawn(tasks: list[Task], name: str) -> SequenceSample:
     """What the curriculum sends: a task each."""
     metadata = {"task": [json.dumps(task.to_json()) for task in tasks], "task_seed": [task.seed for task in tasks]}
     ids = torch.tensor([task.task_id for task in tasks])
-    return SequenceSample.from_tensors([f"{name}{i}" for i in range(len(tasks))], {"task_ids": ids},
-                                       {"task_ids": [[1]] * len(tasks)}, metadata)
+    return SequenceSample.from_tensors(
+        [f"{name}{i}" for i in range(len(tasks))], {"task_ids": ids}, {"task_ids": [[1]] * len(tasks)}, metadata
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +114,10 @@ def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played: Played
 
 def test_the_solution_is_rewarded_and_nothing_else(played: Played, tasks: list[Task], tokenizer: Any) -> None:
     outputs, stats = played
-    solved = [any(tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // G].solution[0] for turn in spoken)
-              for number, spoken in enumerate(turns(*rollout) for rollout in rollouts(played))]
+    solved = [
+        any(tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // G].solution[0] for turn in spoken)
+        for number, spoken in enumerate(turns(*rollout) for rollout in rollouts(played))
+    ]
     assert any(solved) and not all(solved), "a policy that can do some of it"
     assert outputs["env_rewards"].tolist() == [float(each) for each in solved]
     assert outputs["outcome"].tolist() == [0] * 2 * G
@@ -124,8 +130,11 @@ def test_the_solution_is_rewarded_and_nothing_else(played: Played, tasks: list[T
 
 
 def test_the_observation_is_that_of_the_simulator(played: Played, tasks: list[Task], tokenizer: Any) -> None:
-    asked = [(number, tokenizer.decode(ids)) for number, (ids, _) in enumerate(rollouts(played))
-             if "list-buckets" in tokenizer.decode(ids)]
+    asked = [
+        (number, tokenizer.decode(ids))
+        for number, (ids, _) in enumerate(rollouts(played))
+        if "list-buckets" in tokenizer.decode(ids)
+    ]
     assert asked, "the policy was taught to ask for the buckets"
     for number, text in asked:
         assert f'"Name":"{tasks[number // G].params["name"]}"' in text.replace(" ", "")
@@ -138,4 +147,5 @@ def test_a_samples_own_id_decides_its_tokens(bench: MfcBench, tasks: list[Task],
     assert torch.equal(again["packed_input_ids"], one["packed_input_ids"])
     assert torch.equal(again["packed_logprobs"], one["packed_logprobs"])
     assert as_lists(again.seqlens) != as_lists(played[0].seqlens) or not torch.equal(
-        again["packed_input_ids"], played[0]["packed_input_ids"])
+        again["packed_input_ids"], played[0]["packed_input_ids"]
+    )

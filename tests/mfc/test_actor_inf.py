@@ -27,13 +27,20 @@ def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
 def test_sampled_tokens_are_scored_at_the_training_temperature(bench: MfcBench, expected_logprobs: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     n = sum(map(sum, GROUPS))
-    tensors = {"packed_input_ids": torch.randint(4, 400, (n,), generator=generator),
-               "loss_mask": torch.rand(n, generator=generator) < 0.5}
+    tensors = {
+        "packed_input_ids": torch.randint(4, 400, (n,), generator=generator),
+        "loss_mask": torch.rand(n, generator=generator) < 0.5,
+    }
     sample = SequenceSample.from_tensors(["a", "b"], tensors, dict.fromkeys(tensors, GROUPS))
     outputs, _ = bench.infer(sample, step=3)
     assert as_lists(outputs.seqlens) == {"proximal_logprobs": [[11, 6], [8, 19]]}
-    expected = torch.cat([torch.where(mask[1:], logprobs, 0.0) for mask, logprobs in
-                          zip(sequences(sample, "loss_mask"), expected_logprobs(sample, temperature=TEMPERATURE),
-                              strict=True)])
+    expected = torch.cat(
+        [
+            torch.where(mask[1:], logprobs, 0.0)
+            for mask, logprobs in zip(
+                sequences(sample, "loss_mask"), expected_logprobs(sample, temperature=TEMPERATURE), strict=True
+            )
+        ]
+    )
     assert outputs["proximal_logprobs"].dtype == torch.float32 and expected[expected != 0].std() > 1
     torch.testing.assert_close(outputs["proximal_logprobs"], expected, atol=1e-4, rtol=1e-4)

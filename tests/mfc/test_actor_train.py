@@ -27,13 +27,19 @@ OUTCOME = [0, 0, 0, 3, 0, 0, 0, 0]
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
     actor = ModelConfig(optimizer=OptimizerConfig(lr=LR, weight_decay=0.0, gradient_clipping=0.0))
-    config = ExperimentConfig(experiment="grpo_aws", actor=actor,
-                              ppo=PPOConfig(group_size=4, kl_loss_coef=0.0, loss_agg="token_mean"))
+    config = ExperimentConfig(
+        experiment="grpo_aws", actor=actor, ppo=PPOConfig(group_size=4, kl_loss_coef=0.0, loss_agg="token_mean")
+    )
     return make_bench(actor_train(config, policy_options(config)), actor_model(config, str(policy)))
 
 
-def rollouts(logprobs: Callable[..., list[torch.Tensor]], folder: Path, rewards: list[float], seed: int = 0,
-             outcome: list[int] = OUTCOME) -> SequenceSample:
+def rollouts(
+    logprobs: Callable[..., list[torch.Tensor]],
+    folder: Path,
+    rewards: list[float],
+    seed: int = 0,
+    outcome: list[int] = OUTCOME,
+) -> SequenceSample:
     """Random tokens, the second half of each sequence sampled by the policy in ``folder``."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [n for group in GROUPS for n in group]
@@ -44,19 +50,30 @@ def rollouts(logprobs: Callable[..., list[torch.Tensor]], folder: Path, rewards:
     return complete(tokens, mask, logprobs(tokens, folder=folder), rewards, outcome)
 
 
-def complete(tokens: SequenceSample, mask: torch.Tensor, logprobs: list[torch.Tensor], rewards: list[float],
-             outcome: list[int]) -> SequenceSample:
+def complete(
+    tokens: SequenceSample, mask: torch.Tensor, logprobs: list[torch.Tensor], rewards: list[float], outcome: list[int]
+) -> SequenceSample:
     """All inputs of the call. A failed rollout has no reward."""
     lengths = tokens.seqlens["packed_input_ids"]
     keep = torch.cat([part[1:] for part in mask.split([n for group in lengths for n in group])])
     score = torch.tensor([math.nan if code else reward for reward, code in zip(rewards, outcome, strict=True)])
-    tensors = {"loss_mask": mask, "packed_logprobs": torch.cat(logprobs) * keep,
-               "packed_versions": torch.where(keep, 0, -1).int(), "rewards": score,
-               "seq_no_eos_mask": torch.zeros(len(score), dtype=torch.bool),
-               "outcome": torch.tensor(outcome, dtype=torch.uint8)}
+    tensors = {
+        "loss_mask": mask,
+        "packed_logprobs": torch.cat(logprobs) * keep,
+        "packed_versions": torch.where(keep, 0, -1).int(),
+        "rewards": score,
+        "seq_no_eos_mask": torch.zeros(len(score), dtype=torch.bool),
+        "outcome": torch.tensor(outcome, dtype=torch.uint8),
+    }
     shifted, ones = [[n - 1 for n in group] for group in lengths], [[1] * len(group) for group in lengths]
-    seqlens = {"loss_mask": lengths, "packed_logprobs": shifted, "packed_versions": shifted, "rewards": ones,
-               "seq_no_eos_mask": ones, "outcome": ones}
+    seqlens = {
+        "loss_mask": lengths,
+        "packed_logprobs": shifted,
+        "packed_versions": shifted,
+        "rewards": ones,
+        "seq_no_eos_mask": ones,
+        "outcome": ones,
+    }
     return tokens.update(SequenceSample.from_tensors(tokens.ids, tensors, seqlens))
 
 
@@ -127,10 +144,26 @@ def test_the_better_of_two_answers_becomes_likelier_and_the_other_less(
 def test_statistics_of_a_step(bench: MfcBench, expected_logprobs: Any) -> None:
     sample = rollouts(expected_logprobs, bench.export("now"), REWARDS, seed=1)
     stats = bench.call(sample, step=1).stats
-    assert {name: stats[name] for name in ("n_groups", "groups_with_signal", "n_sequences", "n_invalid", "n_updates",
-                                           "skipped", "clip_fraction")} == {
-        "n_groups": 2, "groups_with_signal": 1, "n_sequences": 8, "n_invalid": 1, "n_updates": 1, "skipped": 0,
-        "clip_fraction": 0}
+    assert {
+        name: stats[name]
+        for name in (
+            "n_groups",
+            "groups_with_signal",
+            "n_sequences",
+            "n_invalid",
+            "n_updates",
+            "skipped",
+            "clip_fraction",
+        )
+    } == {
+        "n_groups": 2,
+        "groups_with_signal": 1,
+        "n_sequences": 8,
+        "n_invalid": 1,
+        "n_updates": 1,
+        "skipped": 0,
+        "clip_fraction": 0,
+    }
     assert stats["reward_mean"] == pytest.approx((1.0 + 0.25 + 4 * 0.5) / 7)
     assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert 0 <= stats["mismatch_kl"] < 1e-7 and stats["mismatch_abs"] < 1e-4

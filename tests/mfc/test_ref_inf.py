@@ -21,18 +21,22 @@ GROUPS = [[9, 30, 2], [17, 17, 5]]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    config = ExperimentConfig(experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE),
-                              mb_spec=MicroBatchConfig(max_tokens_per_mb=32))
+    config = ExperimentConfig(
+        experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE), mb_spec=MicroBatchConfig(max_tokens_per_mb=32)
+    )
     return make_bench(ref_inf(config), ModelSpec("ref", str(policy)))
 
 
 def tokens(groups: list[list[int]], seed: int = 0) -> SequenceSample:
     generator = torch.Generator().manual_seed(seed)
     n = sum(map(sum, groups))
-    tensors = {"packed_input_ids": torch.randint(4, 400, (n,), generator=generator),
-               "loss_mask": torch.rand(n, generator=generator) < 0.6}
-    return SequenceSample.from_tensors([f"s{i}@{seed}" for i in range(len(groups))], tensors,
-                                       dict.fromkeys(tensors, groups))
+    tensors = {
+        "packed_input_ids": torch.randint(4, 400, (n,), generator=generator),
+        "loss_mask": torch.rand(n, generator=generator) < 0.6,
+    }
+    return SequenceSample.from_tensors(
+        [f"s{i}@{seed}" for i in range(len(groups))], tensors, dict.fromkeys(tensors, groups)
+    )
 
 
 def test_it_is_the_log_softmax_of_the_models_own_forward(bench: MfcBench, expected_logprobs: Any) -> None:
@@ -40,9 +44,14 @@ def test_it_is_the_log_softmax_of_the_models_own_forward(bench: MfcBench, expect
     outputs, stats = bench.infer(sample)
     assert as_lists(outputs.seqlens) == {"packed_ref_logprobs": [[8, 29, 1], [16, 16, 4]]}
     assert outputs.ids == sample.ids and outputs["packed_ref_logprobs"].dtype == torch.float32
-    expected = torch.cat([torch.where(mask[1:], logprobs, 0.0) for mask, logprobs in
-                          zip(sequences(sample, "loss_mask"), expected_logprobs(sample, temperature=TEMPERATURE),
-                              strict=True)])
+    expected = torch.cat(
+        [
+            torch.where(mask[1:], logprobs, 0.0)
+            for mask, logprobs in zip(
+                sequences(sample, "loss_mask"), expected_logprobs(sample, temperature=TEMPERATURE), strict=True
+            )
+        ]
+    )
     assert expected[expected != 0].std() > 1, "the model is not indifferent"
     torch.testing.assert_close(outputs["packed_ref_logprobs"], expected, atol=1e-4, rtol=1e-4)
     assert stats["n_tokens"] == 80

@@ -25,8 +25,10 @@ def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
 
 
 def scored(scores: list[list[float]], outcome: list[list[int]]) -> SequenceSample:
-    tensors = {"env_rewards": torch.tensor([x for group in scores for x in group]),
-               "outcome": torch.tensor([x for group in outcome for x in group], dtype=torch.uint8)}
+    tensors = {
+        "env_rewards": torch.tensor([x for group in scores for x in group]),
+        "outcome": torch.tensor([x for group in outcome for x in group], dtype=torch.uint8),
+    }
     lengths = [[1] * len(group) for group in scores]
     return SequenceSample.from_tensors([f"g{i}" for i in range(len(scores))], tensors, dict.fromkeys(tensors, lengths))
 

@@ -34,16 +34,32 @@ EVENT = {
     "kind": "rollouts",
     "admission": {"running": 48, "accepted": 320, "rejected": 2, "capacity": 16, "dropped": 0},
     "generation": {"occupancy": 0.914, "weight_pause_ms": 12.5},
-    "rollout": {"episode_s_p50": 2.04, "episode_s_p99": 9.5, "turns": 5.5, "failed": {"timeout": 3},
-                "retried/env_error": 7},
+    "rollout": {
+        "episode_s_p50": 2.04,
+        "episode_s_p99": 9.5,
+        "turns": 5.5,
+        "failed": {"timeout": 3},
+        "retried/env_error": 7,
+    },
 }
 
 
 def row(step: int, **more: float) -> dict[str, Any]:
-    return {"step": step, "step_seconds": 2.0, "seconds/actor_train": 1.0, "reward": 0.5, "staleness/head_mean": 0.5,
-            "staleness/head_max": float(step % 2), "training/occupancy": 0.6, "admission/accepted": 16.0 * step,
-            "rollout/turns": 4.0, "rollout/tokens": 180.0, "rollout/retried/env_error": 2.0 * step,
-            **flatten_rollouts({"generation": EVENT["generation"]}), **more}
+    return {
+        "step": step,
+        "step_seconds": 2.0,
+        "seconds/actor_train": 1.0,
+        "reward": 0.5,
+        "staleness/head_mean": 0.5,
+        "staleness/head_max": float(step % 2),
+        "training/occupancy": 0.6,
+        "admission/accepted": 16.0 * step,
+        "rollout/turns": 4.0,
+        "rollout/tokens": 180.0,
+        "rollout/retried/env_error": 2.0 * step,
+        **flatten_rollouts({"generation": EVENT["generation"]}),
+        **more,
+    }
 
 
 def run_folder(tmp_path: Path, eta: int = 2) -> Path:
@@ -58,17 +74,31 @@ def test_an_event_has_the_names_of_the_metrics():
     flat = flatten_rollouts(EVENT)
     assert flat["admission/running"] == 48 and flat["rollout/failed/timeout"] == 3 and "kind" not in flat
     assert dict(rollout_figures(flat)) == {
-        "generation": "91%", "in play": "48", "capacity": "16", "accepted": "320", "rejected": "2",
-        "episode": "2.0 s p99 9.5 s", "turns": "5.5", "new weights stop": "12.5 ms", "failed": "timeout 3",
-        "retried": "env_error 7"}
+        "generation": "91%",
+        "in play": "48",
+        "capacity": "16",
+        "accepted": "320",
+        "rejected": "2",
+        "episode": "2.0 s p99 9.5 s",
+        "turns": "5.5",
+        "new weights stop": "12.5 ms",
+        "failed": "timeout 3",
+        "retried": "env_error 7",
+    }
     assert dict(rollout_figures(row(1)))["staleness"] == "0.5 max 1"
     assert rollout_figures({"reward": 1.0, "success/warmup": 0.5}) == []
 
 
 def test_a_step_line_ends_with_the_rollouts():
     line = step_line({"kind": "step", "step": 3, "total": 9, "metrics": row(3)})
-    for part in ("step 3/9", "staleness 0.5 max 1", "generation 91%", "training 60%", "accepted 48",
-                 "retried env_error 6"):
+    for part in (
+        "step 3/9",
+        "staleness 0.5 max 1",
+        "generation 91%",
+        "training 60%",
+        "accepted 48",
+        "retried env_error 6",
+    ):
         assert part in line
 
 
@@ -134,8 +164,14 @@ def test_the_bound_comes_from_the_configuration(tmp_path: Path):
 def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
     folder, stream = run_folder(tmp_path), io.StringIO()
     with open_trace(folder, "master") as tracer:
-        log = RunLog(folder, MonitorConfig(tensorboard=False), EventStream(stream), completed_steps=0, total_steps=3,
-                     tracer=tracer)
+        log = RunLog(
+            folder,
+            MonitorConfig(tensorboard=False),
+            EventStream(stream),
+            completed_steps=0,
+            total_steps=3,
+            tracer=tracer,
+        )
         log.evaluation(0, {"sampled": {"overall": {"success": 0.25, "low": 0.2, "high": 0.3, "episodes": 80}}})
         for step in (1, 2, 3):
             with tracer.span("train"):
@@ -165,8 +201,9 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path):
     assert "no report" in stream.getvalue()
 
 
-def test_the_report_of_a_killed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                   monkeypatch: pytest.MonkeyPatch):
+def test_the_report_of_a_killed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     folder = run_folder(tmp_path)
     monkeypatch.setattr(sys, "argv", ["report", str(folder)])
     assert report.main() == 1 and "no steps" in capsys.readouterr().err

@@ -21,9 +21,18 @@ from realhf.monitor.run_log import RunLog
 from realhf.monitor.summary import build_summary, held_out_table
 
 ROW = {
-    "step": 3, "step_seconds": 4.0, "tokens_per_second": 500.0, "seconds/actor_gen": 2.5, "seconds/actor_train": 1.0,
-    "actor_gen/env_seconds": 1.5, "actor_gen/generation_seconds": 0.9, "actor_gen/reward": 0.6,
-    "actor_gen/success": 0.5, "actor_gen/success/warmup": 0.75, "actor_train/mismatch_kl": 1e-6, "buffer/resident": 16,
+    "step": 3,
+    "step_seconds": 4.0,
+    "tokens_per_second": 500.0,
+    "seconds/actor_gen": 2.5,
+    "seconds/actor_train": 1.0,
+    "actor_gen/env_seconds": 1.5,
+    "actor_gen/generation_seconds": 0.9,
+    "actor_gen/reward": 0.6,
+    "actor_gen/success": 0.5,
+    "actor_gen/success/warmup": 0.75,
+    "actor_train/mismatch_kl": 1e-6,
+    "buffer/resident": 16,
 }
 
 
@@ -69,13 +78,25 @@ def test_headline_figures():
 
 def test_step_metrics_are_flat_numbers():
     metrics = flatten_step(
-        wall_s=2.0, stats={"gen": {"generated_tokens": 100, "episodes": ["text"], "flag": True}},
-        times={"gen": {"compute_s": 1.5, "fetch_s": 0.1, "queue_s": 0.2, "call_s": 1.6}}, tokens={"train": 7},
-        buffer={"peak_resident": 4}, source={"p": 0.5}, train_calls=["train"],
+        wall_s=2.0,
+        stats={"gen": {"generated_tokens": 100, "episodes": ["text"], "flag": True}},
+        times={"gen": {"compute_s": 1.5, "fetch_s": 0.1, "queue_s": 0.2, "call_s": 1.6}},
+        tokens={"train": 7},
+        buffer={"peak_resident": 4},
+        source={"p": 0.5},
+        train_calls=["train"],
     )
-    assert metrics == {"step_seconds": 2.0, "gen/generated_tokens": 100.0, "seconds/gen": 1.5,
-                       "fetch_seconds/gen": 0.1, "queue_seconds/gen": 0.2, "tokens": 100.0, "tokens_per_second": 50.0,
-                       "buffer/resident": 4.0, "source/p": 0.5}
+    assert metrics == {
+        "step_seconds": 2.0,
+        "gen/generated_tokens": 100.0,
+        "seconds/gen": 1.5,
+        "fetch_seconds/gen": 0.1,
+        "queue_seconds/gen": 0.2,
+        "tokens": 100.0,
+        "tokens_per_second": 50.0,
+        "buffer/resident": 4.0,
+        "source/p": 0.5,
+    }
 
 
 def test_summary_has_the_promised_fields_and_totals():
@@ -194,5 +215,11 @@ def test_a_resumed_run_is_the_same_run_at_wandb_and_held_out_success_reaches_it(
         log.close()
     first, resumed, afresh = [settings["id"] for settings in fake.started]
     assert first == resumed != afresh
-    assert fake.logged[1] == (5, {"evaluation/sampled/overall/success": 0.5, "evaluation/sampled/warmup/success": 0.5,
-                                  "evaluation/greedy/overall/success": 0.5})
+    assert fake.logged[1] == (
+        5,
+        {
+            "evaluation/sampled/overall/success": 0.5,
+            "evaluation/sampled/warmup/success": 0.5,
+            "evaluation/greedy/overall/success": 0.5,
+        },
+    )

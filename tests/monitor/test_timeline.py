@@ -75,8 +75,12 @@ def test_waiting_within_work_is_no_work(tmp_path: Path):
     np.testing.assert_allclose(busy["weights"].sum(), 1)
 
 
-SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from("abc")).map(
-    lambda drawn: (drawn[0], drawn[0] + drawn[1], drawn[2])), max_size=8)
+SPANS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from("abc")).map(
+        lambda drawn: (drawn[0], drawn[0] + drawn[1], drawn[2])
+    ),
+    max_size=8,
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -86,13 +90,21 @@ def test_the_innermost_spans_cover_the_same_time_once(spans: list[tuple[int, int
     covered = [moment for began, ended, _ in parts for moment in range(began, ended)]
     assert sorted(covered) == sorted({moment for began, ended, _ in spans for moment in range(began, ended)})
     for began, ended, kind in parts:
-        assert all(any(first <= moment < last and kind == name for first, last, name in spans)
-                   for moment in range(began, ended))
+        assert all(
+            any(first <= moment < last and kind == name for first, last, name in spans)
+            for moment in range(began, ended)
+        )
 
 
 def test_the_innermost_span_wins():
     assert list(innermost([(0, 10, "out"), (2, 6, "in"), (3, 4, "deep"), (12, 13, "late")])) == [
-        (0, 2, "out"), (2, 3, "in"), (3, 4, "deep"), (4, 6, "in"), (6, 10, "out"), (12, 13, "late")]
+        (0, 2, "out"),
+        (2, 3, "in"),
+        (3, 4, "deep"),
+        (4, 6, "in"),
+        (6, 10, "out"),
+        (12, 13, "late"),
+    ]
 
 
 @pytest.mark.parametrize("with_steps", [True, False])

@@ -64,15 +64,19 @@ def test_two_processes_become_one_file(tmp_path: Path):
 
 
 def test_no_two_processes_have_one_number():
-    processes = [f"{kind}/{index}" for kind in ("model_worker", "rollout_worker", "generation", "env", "mine")
-                 for index in range(50)] + ["launch", "master", "mine/x", "env/x"]
+    processes = [
+        f"{kind}/{index}"
+        for kind in ("model_worker", "rollout_worker", "generation", "env", "mine")
+        for index in range(50)
+    ] + ["launch", "master", "mine/x", "env/x"]
     numbers = [process_number(name) for name in processes]
     assert len(set(numbers)) == len(numbers) and all(0 < number < 2**31 for number in numbers)
     assert line_number("env/0", "MainThread") != line_number("env/1", "MainThread")
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=30).map(
-    lambda drawn: sorted(((began, began + length) for began, length in drawn), key=lambda span: span[1]))
+    lambda drawn: sorted(((began, began + length) for began, length in drawn), key=lambda span: span[1])
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -83,8 +87,13 @@ def test_spans_of_one_lane_are_nested_or_apart(spans: list[tuple[int, int]]):
         placed.setdefault(lanes.place("main", *span), []).append(span)
     for lane in placed.values():
         for began, ended in lane:
-            assert all(last <= began or ended <= first or (first <= began and ended <= last)
-                       or (began <= first and last <= ended) for first, last in lane)
+            assert all(
+                last <= began
+                or ended <= first
+                or (first <= began and ended <= last)
+                or (began <= first and last <= ended)
+                for first, last in lane
+            )
 
 
 def test_spans_of_coroutines_take_lanes_of_their_own(tmp_path: Path):
@@ -107,12 +116,14 @@ def test_spans_of_coroutines_take_lanes_of_their_own(tmp_path: Path):
 def test_a_span_that_fails_is_recorded_and_raises(tmp_path: Path):
     with writer(tmp_path, "master") as tracer, pytest.raises(KeyError), tracer.span("train", step=1):
         raise KeyError("x")
-    assert [event["args"] for event in merged(tmp_path) if event["name"] == "train"] == [{"step": 1,
-                                                                                         "error": "KeyError"}]
+    assert [event["args"] for event in merged(tmp_path) if event["name"] == "train"] == [
+        {"step": 1, "error": "KeyError"}
+    ]
 
 
 def test_every_thread_has_its_line_and_loses_nothing(tmp_path: Path):
     with writer(tmp_path, "generation/0") as tracer:
+
         def work() -> None:
             for number in range(2000):
                 with tracer.span("generate", number=number):
@@ -126,8 +137,11 @@ def test_every_thread_has_its_line_and_loses_nothing(tmp_path: Path):
     events = merged(tmp_path)
     lines = names(events, "thread_name")
     for index in range(4):
-        mine = [event["args"]["number"] for event in events
-                if event["name"] == "generate" and lines[event["tid"]] == f"engine {index}"]
+        mine = [
+            event["args"]["number"]
+            for event in events
+            if event["name"] == "generate" and lines[event["tid"]] == f"engine {index}"
+        ]
         assert mine == list(range(2000))
 
 
@@ -231,8 +245,9 @@ def test_a_file_that_cannot_be_written_costs_only_the_trace(tmp_path: Path, capl
     assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
 
 
-def test_the_command_says_where_to_open_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch):
+def test_the_command_says_where_to_open_the_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sys, "argv", ["trace", str(tmp_path)])
     assert trace.main() == 1 and "no trace" in capsys.readouterr().err
     writer(tmp_path, "master").close()

@@ -112,8 +112,14 @@ class FakeEnvServer:
         command = message.get("data", {}).get("command", "")
         task = {"task_id": 1, "difficulty": "warmup", "description": "task"}
         observation = {
-            "command_success": True, "command_output": command, "error": "", "task": task, "hint_text": "",
-            "task_achieved": steps >= 2, "partial_progress": min(1.0, steps / 2), "step_count": steps,
-        }  # fmt: skip
+            "command_success": True,
+            "command_output": command,
+            "error": "",
+            "task": task,
+            "hint_text": "",
+            "task_achieved": steps >= 2,
+            "partial_progress": min(1.0, steps / 2),
+            "step_count": steps,
+        }
         reward = 0.5 if steps else None
         return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": steps >= 2}}

@@ -120,12 +120,15 @@ def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_
 
 
 def test_stop_lets_a_worker_leave_through_its_finally_blocks(tmp_path, modules):
-    modules("tidy", "import pathlib, sys, time\n"
-            "from realhf.scheduler.failure import run_guarded\n"
-            "def work():\n"
-            "    try:\n        print('up', flush=True); time.sleep(600)\n"
-            "    finally:\n        pathlib.Path(sys.argv[1]).write_text('clean')\n"
-            "sys.exit(run_guarded(work))\n")
+    modules(
+        "tidy",
+        "import pathlib, sys, time\n"
+        "from realhf.scheduler.failure import run_guarded\n"
+        "def work():\n"
+        "    try:\n        print('up', flush=True); time.sleep(600)\n"
+        "    finally:\n        pathlib.Path(sys.argv[1]).write_text('clean')\n"
+        "sys.exit(run_guarded(work))\n",
+    )
     scheduler = LocalScheduler()
     scheduler.start(spec(tmp_path, "tidy/0", "tidy", str(tmp_path / "mark"), events=True))
     collect(scheduler, WorkerLine)
@@ -153,9 +156,12 @@ def test_workers_end_when_the_launching_process_is_killed(tmp_path, modules):
 
 
 def test_an_error_leaves_its_traceback_and_one_line_about_the_cause(tmp_path, modules, scheduler):
-    modules("failing", "import sys\nfrom realhf.scheduler.failure import run_guarded\n"
-            "def work(): raise OSError(28, 'No space left on device', '/somewhere/x')\n"
-            "sys.exit(run_guarded(work))\n")
+    modules(
+        "failing",
+        "import sys\nfrom realhf.scheduler.failure import run_guarded\n"
+        "def work(): raise OSError(28, 'No space left on device', '/somewhere/x')\n"
+        "sys.exit(run_guarded(work))\n",
+    )
     scheduler.start(spec(tmp_path, "failing/0", "failing"))
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.exit_code == 1
@@ -179,18 +185,24 @@ def test_a_name_is_used_once(tmp_path, modules, scheduler):
 
 
 def test_a_worker_leaves_without_taking_down_its_interpreter(tmp_path, modules, scheduler):
-    modules("leaver", "import atexit, sys\nclass Slow:\n    def __del__(self): print('taken down', flush=True)\n"
-            "kept = Slow()\natexit.register(print, 'at exit')\nprint('last line')\nsys.exit(7)\n")
+    modules(
+        "leaver",
+        "import atexit, sys\nclass Slow:\n    def __del__(self): print('taken down', flush=True)\n"
+        "kept = Slow()\natexit.register(print, 'at exit')\nprint('last line')\nsys.exit(7)\n",
+    )
     scheduler.start(spec(tmp_path, "leaver/0", "leaver"))
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.exit_code == 7 and log_tail(exit_.log, 5) == ["last line", "at exit"]
 
 
 def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
-    modules("stubborn", "import signal, sys, time\nfrom realhf.scheduler import failure\nfailure.STOP_WITHIN_S = 1\n"
-            "def work():\n    try:\n        print('up', flush=True); time.sleep(60)\n"
-            "    finally:\n        time.sleep(60)\n"
-            "sys.exit(failure.run_guarded(work))\n")
+    modules(
+        "stubborn",
+        "import signal, sys, time\nfrom realhf.scheduler import failure\nfailure.STOP_WITHIN_S = 1\n"
+        "def work():\n    try:\n        print('up', flush=True); time.sleep(60)\n"
+        "    finally:\n        time.sleep(60)\n"
+        "sys.exit(failure.run_guarded(work))\n",
+    )
     scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
     collect(scheduler, WorkerLine)
     [worker] = [child for child, line in family(os.getpid()).items() if "stubborn" in line]

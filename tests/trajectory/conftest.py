@@ -17,8 +17,16 @@ from realhf.trajectory.cli import uvicorn_config
 from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.http.server import create_app
 
-REGISTRATION = {"wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "c",
-                "save_checkpoint_interval": 10, "starting_step": 0, "num_steps": 100}  # fmt: skip
+REGISTRATION = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "c",
+    "save_checkpoint_interval": 10,
+    "starting_step": 0,
+    "num_steps": 100,
+}
 
 
 @contextmanager

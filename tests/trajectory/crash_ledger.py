@@ -180,8 +180,9 @@ class Clients:
 
     async def register(self) -> None:
         """Start the run; of a server that forgot it, once more."""
-        await self.ask("POST", "/register", json=REGISTRATION | {"batch_size": BATCH_SIZE},
-                       headers={"Idempotency-Key": "register"})  # fmt: skip
+        await self.ask(
+            "POST", "/register", json=REGISTRATION | {"batch_size": BATCH_SIZE}, headers={"Idempotency-Key": "register"}
+        )
 
     async def register_env(self, name: str) -> int:
         """Id of an environment, once a trainer has asked for its first batch."""
@@ -198,12 +199,16 @@ class Clients:
         while position < len(ids):
             some = ids[position : position + self._rng.choice((1, 1, 2))]
             position += len(some)
-            groups = [group(GROUP_SIZE, 16, seed=number, group_overrides={"id": number}, env_id=env_id)
-                      for number in some]  # fmt: skip
+            groups = [
+                group(GROUP_SIZE, 16, seed=number, group_overrides={"id": number}, env_id=env_id) for number in some
+            ]
             single = len(some) == 1
-            answer = await self.ask("POST", "/scored_data" if single else "/scored_data_list",
-                                    json=groups[0] if single else groups,
-                                    headers={"Idempotency-Key": f"push-{some[0]}"})  # fmt: skip
+            answer = await self.ask(
+                "POST",
+                "/scored_data" if single else "/scored_data_list",
+                json=groups[0] if single else groups,
+                headers={"Idempotency-Key": f"push-{some[0]}"},
+            )
             assert answer.status_code == 200, answer.text
             self._ledger.pushed.update(dict.fromkeys(some, _epoch(answer)))
             await asyncio.sleep(self._rng.uniform(0, 2) * duration_s * len(some) / len(ids))
@@ -264,8 +269,17 @@ def _same(answer: httpx.Response, held: list[int]) -> bool:
     return batch is not None and _ids(batch) == held
 
 
-async def run(servers: Sequence[ServerProcess], *, pushes: int, producers: int, trainers: int, duration_s: float,
-              kill_every_s: float, seed: int, redis: RedisServer | None = None) -> Ledger:  # fmt: skip
+async def run(
+    servers: Sequence[ServerProcess],
+    *,
+    pushes: int,
+    producers: int,
+    trainers: int,
+    duration_s: float,
+    kill_every_s: float,
+    seed: int,
+    redis: RedisServer | None = None,
+) -> Ledger:
     """Everybody at work while the servers are killed in turn, or instead of them a Redis that forgets (``redis``), then
     until the queue is empty."""
     assert pushes * GROUP_SIZE % BATCH_SIZE == 0
@@ -290,15 +304,15 @@ async def run(servers: Sequence[ServerProcess], *, pushes: int, producers: int, 
     return ledger
 
 
-async def _push(clients: Clients, servers: Sequence[ServerProcess], ledger: Ledger, pushes: int, producers: int,
-                duration_s: float) -> None:  # fmt: skip
+async def _push(
+    clients: Clients, servers: Sequence[ServerProcess], ledger: Ledger, pushes: int, producers: int, duration_s: float
+) -> None:
     """All producers, each with an environment of its own where the server remembers such things."""
     envs: list[int | None] = [None] * producers
     if not servers[0].forgetful:
         envs = list(await asyncio.gather(*(clients.register_env(f"env{index}") for index in range(producers))))
     shares = [range(index, pushes, producers) for index in range(producers)]
-    await asyncio.gather(*(clients.produce(share, duration_s, env)
-                           for share, env in zip(shares, envs, strict=True)))  # fmt: skip
+    await asyncio.gather(*(clients.produce(share, duration_s, env) for share, env in zip(shares, envs, strict=True)))
     if not servers[0].forgetful:
         envs.append(await clients.register_env("one more"))
         if {*envs} != {*range(producers + 1)} and len(ledger.epochs) == 1:
@@ -338,33 +352,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--duration", type=float, default=60.0, help="seconds over which the pushes are spread")
     parser.add_argument("--kill-every", type=float, default=2.0, help="seconds between kills, plus or minus half")
     parser.add_argument("--fault-rate", type=float, default=0.0, help="share of the store's steps that fail (sqlite)")
-    parser.add_argument("--forget-every", type=float, default=0.0,
-                        help="seconds between restarts of a Redis without persistence, in place of kills")
+    parser.add_argument(
+        "--forget-every",
+        type=float,
+        default=0.0,
+        help="seconds between restarts of a Redis without persistence, in place of kills",
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args(argv)
-    for flag, given, store in (("fault-rate", arguments.fault_rate, "sqlite"),
-                               ("forget-every", arguments.forget_every, "redis")):  # fmt: skip
+    for flag, given, store in (
+        ("fault-rate", arguments.fault_rate, "sqlite"),
+        ("forget-every", arguments.forget_every, "redis"),
+    ):
         if given and arguments.store != store:
             parser.error(f"--{flag} needs --store {store}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers, redis = start_servers(arguments.store, folder, stack, fault_rate=arguments.fault_rate,
-                                       forgetful=bool(arguments.forget_every))  # fmt: skip
+        servers, redis = start_servers(
+            arguments.store, folder, stack, fault_rate=arguments.fault_rate, forgetful=bool(arguments.forget_every)
+        )
         began = time.monotonic()
-        ledger = asyncio.run(run(servers, pushes=arguments.pushes, producers=arguments.producers,
-                                 trainers=arguments.trainers, duration_s=arguments.duration,
-                                 kill_every_s=arguments.forget_every or arguments.kill_every, seed=arguments.seed,
-                                 redis=redis))  # fmt: skip
+        ledger = asyncio.run(
+            run(
+                servers,
+                pushes=arguments.pushes,
+                producers=arguments.producers,
+                trainers=arguments.trainers,
+                duration_s=arguments.duration,
+                kill_every_s=arguments.forget_every or arguments.kill_every,
+                seed=arguments.seed,
+                redis=redis,
+            )
+        )
         wall, problems = time.monotonic() - began, ledger.balance() + compare(servers) + untold(servers, ledger)
         if arguments.fault_rate or redis:
-            print(f"faults set off {sum(server.said('fault that was set off') for server in servers)}, restarts of "
-                  f"Redis {redis.restarts if redis else 0}, epochs {len(ledger.epochs)}, groups of ended epochs that "
-                  f"were forgotten {ledger.forgotten()}")  # fmt: skip
+            print(
+                f"faults set off {sum(server.said('fault that was set off') for server in servers)}, restarts of "
+                f"Redis {redis.restarts if redis else 0}, epochs {len(ledger.epochs)}, groups of ended epochs that "
+                f"were forgotten {ledger.forgotten()}"
+            )
     again = sum(times - 1 for times in ledger.delivered.values())
-    print(f"store {arguments.store}: {len(servers)} server(s), {sum(server.kills for server in servers)} kills "
-          f"in {wall:.0f} s, {ledger.retries} requests tried again")  # fmt: skip
-    print(f"groups acknowledged {len(ledger.pushed)}, delivered {len(ledger.delivered)}, delivered again before their "
-          f"acknowledgement {again}, after it {sum('again after' in text for text in ledger.broken)}")  # fmt: skip
+    print(
+        f"store {arguments.store}: {len(servers)} server(s), {sum(server.kills for server in servers)} kills "
+        f"in {wall:.0f} s, {ledger.retries} requests tried again"
+    )
+    print(
+        f"groups acknowledged {len(ledger.pushed)}, delivered {len(ledger.delivered)}, delivered again before their "
+        f"acknowledgement {again}, after it {sum('again after' in text for text in ledger.broken)}"
+    )
     print(f"steps {len(ledger.steps)}; slowest restart {max(max(server.restart_s) for server in servers):.2f} s")
     print("\n".join(problems) or "the books balance: nothing lost, nothing twice")
     return 1 if problems else 0
@@ -378,8 +413,9 @@ def untold(servers: Sequence[ServerProcess], ledger: Ledger) -> list[str]:
     return [] if enough else [f"{told} losses were told, and there were {least} or more"]
 
 
-def start_servers(store: str, folder: Path, stack: ExitStack, *, fault_rate: float = 0.0,
-                  forgetful: bool = False) -> tuple[list[ServerProcess], RedisServer | None]:  # fmt: skip
+def start_servers(
+    store: str, folder: Path, stack: ExitStack, *, fault_rate: float = 0.0, forgetful: bool = False
+) -> tuple[list[ServerProcess], RedisServer | None]:
     """One server over SQLite, two over a Redis of their own, or the original; stopped with the stack. The Redis is
     given only where it is ``forgetful``."""
     address, number, redis = "original" if store == "original" else f"sqlite:{folder / 'data'}", 1, None

@@ -10,8 +10,16 @@ from realhf.trajectory.base.records import Encoding
 from realhf.trajectory.state import delivery, push, registry
 from realhf.trajectory.state.server_state import TrajectoryState
 
-TRAINER = {"wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "c",
-           "save_checkpoint_interval": 10, "starting_step": 0, "num_steps": 100}  # fmt: skip
+TRAINER = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "c",
+    "save_checkpoint_interval": 10,
+    "starting_step": 0,
+    "num_steps": 100,
+}
 
 
 class Driver:
@@ -38,8 +46,15 @@ class Driver:
         assert body["status"] == "success"
         return body["env_id"]
 
-    def push(self, *sizes: int, env: int | None = None, version: int | None = None, key: str | None = None,
-             fingerprint: str = "f", listed: bool | None = None) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
+    def push(
+        self,
+        *sizes: int,
+        env: int | None = None,
+        version: int | None = None,
+        key: str | None = None,
+        fingerprint: str = "f",
+        listed: bool | None = None,
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         groups = [Incoming(b"x" * 10, Encoding.JSON, 7, 0, size, env, version) for size in sizes]
         listed = len(sizes) != 1 if listed is None else listed
         refs = [group.data for group in groups]

@@ -15,16 +15,22 @@ def group(sequences: int = 2, tokens: int = 4, *, seed: int = 0, **more: Any) ->
     rng = random.Random(seed)
     ids = [[rng.randrange(150_000) for _ in range(tokens)] for _ in range(sequences)]
     return {
-        "tokens": ids, "masks": [[-100, *row[1:]] for row in ids], "scores": [float(i % 2) for i in range(sequences)],
+        "tokens": ids,
+        "masks": [[-100, *row[1:]] for row in ids],
+        "scores": [float(i % 2) for i in range(sequences)],
         "inference_logprobs": [[1.0, *(-rng.random() for _ in row[1:])] for row in ids],
-    } | more  # fmt: skip
+    } | more
 
 
 def tensor(rows: list[list[float]], dtype: str) -> dict[str, Any]:
     """Rows as the tensor map of the binary wire."""
     flat = [number for row in rows for number in row]
-    return {"__t__": 1, "dtype": dtype, "lens": np.array([len(row) for row in rows], "<u4").tobytes(),
-            "data": np.array(flat, f"<{dtype}").tobytes()}  # fmt: skip
+    return {
+        "__t__": 1,
+        "dtype": dtype,
+        "lens": np.array([len(row) for row in rows], "<u4").tobytes(),
+        "data": np.array(flat, f"<{dtype}").tobytes(),
+    }
 
 
 def binary(plain: dict[str, Any], integers: str = "i4", floats: str = "f4") -> bytes:

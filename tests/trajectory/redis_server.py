@@ -18,9 +18,21 @@ class RedisServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self._command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
-                         "--save", "", "--appendonly", "yes" if persistent else "no",
-                         "--appendfsync", "everysec"]  # fmt: skip
+        self._command = [
+            "redis-server",
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(folder),
+            "--save",
+            "",
+            "--appendonly",
+            "yes" if persistent else "no",
+            "--appendfsync",
+            "everysec",
+        ]
         self.restarts = 0
         self.start()
 

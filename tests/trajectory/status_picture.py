@@ -16,7 +16,7 @@ from tests.trajectory.conftest import REGISTRATION, register_env, running_server
 from tests.trajectory.groups import group
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-TEXT = "user : which buckets are there ? assistant : aws s3api list-buckets user : {\"Buckets\" : [] } assistant : none"
+TEXT = 'user : which buckets are there ? assistant : aws s3api list-buckets user : {"Buckets" : [] } assistant : none'
 
 
 def main() -> None:

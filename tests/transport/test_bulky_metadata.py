@@ -25,8 +25,13 @@ TRANSCRIPT = "$ aws s3 ls é\n" * 1500
 
 def told(count: int, transcript: str = TRANSCRIPT) -> SequenceSample:
     ids = [f"s{i}" for i in range(count)]
-    metadata = {"transcript": [f"{i} {transcript}" for i in range(count)], "task": ids, "none": [None] * count,
-                "raw": [b"\0\xff"] * count, "score": [0.5] * count}  # fmt: skip
+    metadata = {
+        "transcript": [f"{i} {transcript}" for i in range(count)],
+        "task": ids,
+        "none": [None] * count,
+        "raw": [b"\0\xff"] * count,
+        "score": [0.5] * count,
+    }
     tensor = torch.arange(3000 * count)
     return SequenceSample.from_tensors(ids, {"x": tensor}, {"x": [[3000]] * count}, metadata)
 
@@ -67,18 +72,39 @@ def frame(value: object) -> memoryview:
     return memoryview(msgpack.packb(value))
 
 
-@pytest.mark.parametrize("value", [
-    3, ["a"], {"a": 3}, {"a": ["x"]}, {"a": ["x", "y", "z"]}, {"a": ["x", ["y"]]}, {"a": ["x", {"y": 1}]},
-    {1: ["x", "y"]}, {"a": ["x", msgpack.ExtType(3, b"abc")]}, {f"c{i}": ["x", "y"] for i in range(1025)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        ["a"],
+        {"a": 3},
+        {"a": ["x"]},
+        {"a": ["x", "y", "z"]},
+        {"a": ["x", ["y"]]},
+        {"a": ["x", {"y": 1}]},
+        {1: ["x", "y"]},
+        {"a": ["x", msgpack.ExtType(3, b"abc")]},
+        {f"c{i}": ["x", "y"] for i in range(1025)},
+    ],
+)
 def test_what_is_no_map_of_columns_is_refused(value: object):
     with pytest.raises(CodecError):
         unpack_metadata(frame(value), 2)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\xdf\xff\xff\xff\xff", b"\x81\xa1a\xdd\xff\xff\xff\xff",
-                                 b"\x81\xa1a\x92\xdb\x7f\xff\xff\xffabc", b"\x80\x00", b"\x82\xa1a\x90\xa1a\x90",
-                                 b"\x81\xa1a\x91" + b"\x91" * 200_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xc1",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x81\xa1a\xdd\xff\xff\xff\xff",
+        b"\x81\xa1a\x92\xdb\x7f\xff\xff\xffabc",
+        b"\x80\x00",
+        b"\x82\xa1a\x90\xa1a\x90",
+        b"\x81\xa1a\x91" + b"\x91" * 200_000,
+    ],
+)
 def test_garbage_is_refused_without_memory_for_what_it_claims(raw: bytes):
     tracemalloc.start()
     try:

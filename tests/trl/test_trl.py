@@ -34,8 +34,15 @@ def server() -> Iterator[EnvServerProcess]:
 def train(mode: str, server: EnvServerProcess, folder: Path) -> dict[str, Any]:
     rows = []
     for task in (instantiate(1, 7), instantiate(3, 7)):
-        rows.append({"task_id": task.task_id, "seed": task.seed, "text": task.description,
-                     "solution": task.solution[0], "wrong": "aws sqs list-queues"})  # fmt: skip
+        rows.append(
+            {
+                "task_id": task.task_id,
+                "seed": task.seed,
+                "text": task.description,
+                "solution": task.solution[0],
+                "wrong": "aws sqs list-queues",
+            }
+        )
     given, found = folder / "given.json", folder / "found.json"
     given.write_text(json.dumps({"rows": rows, "url": server.url}))
     environment = {**os.environ, "AWS_RL_ENV_URL": server.url, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -63,10 +70,17 @@ def test_demonstrations_load_as_a_dataset(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     options = ["--episodes-per-task", "20", "--tiers", "intermediate", "--tags", "networking", "--pool-size", "2"]
     assert sft_data.main(["--out", str(out), *options]) == 0
-    code = ("import sys, datasets; rows = datasets.load_dataset('json', data_files=sys.argv[1], split='train', "
-            "cache_dir=sys.argv[2]); print(len(rows), *sorted(set(rows['kind'])))")  # fmt: skip
-    done = subprocess.run([str(PYTHON), "-c", code, str(out), str(tmp_path / "cache")], capture_output=True, text=True,
-                          timeout=120, check=True)  # fmt: skip
+    code = (
+        "import sys, datasets; rows = datasets.load_dataset('json', data_files=sys.argv[1], split='train', "
+        "cache_dir=sys.argv[2]); print(len(rows), *sorted(set(rows['kind'])))"
+    )
+    done = subprocess.run(
+        [str(PYTHON), "-c", code, str(out), str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     count, *kinds = done.stdout.split()
     assert int(count) == len(out.read_text().splitlines())
     assert kinds == ["canonical", "continuation", "hint", "recovery", "verification"]

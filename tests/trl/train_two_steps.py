@@ -29,8 +29,9 @@ from realhf.rollout.trl.aws_tool import AwsToolEnv
 from realhf.rollout.trl.trl_rollout import PoolRollouts, episode_reward
 
 INSTRUCTION = "Use the tool. "
-CONFIG = BuiltinModelConfig(vocab_size=768, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=192,
-                            max_positions=1024)  # fmt: skip
+CONFIG = BuiltinModelConfig(
+    vocab_size=768, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=192, max_positions=1024
+)
 GROUP, PROMPTS, STEPS, LESSONS = 4, 2, 2, 80
 OK = observation_text({"command_success": True, "command_output": ""})
 
@@ -41,12 +42,14 @@ def conversations(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     for row in rows:
         for command in (row["solution"], row["wrong"]):
             call = {"type": "function", "function": {"name": "aws", "arguments": {"command": command}}}
-            found.append([
-                {"role": "user", "content": INSTRUCTION + row["text"]},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "name": "aws", "content": OK},
-                {"role": "assistant", "content": "done"},
-            ])  # fmt: skip
+            found.append(
+                [
+                    {"role": "user", "content": INSTRUCTION + row["text"]},
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "name": "aws", "content": OK},
+                    {"role": "assistant", "content": "done"},
+                ]
+            )
     return found
 
 
@@ -63,11 +66,15 @@ def tool_lessons(rows: list[dict[str, Any]]) -> tuple[Any, list[tuple[list[int],
         for end in (2, 4):
             ids, asked = (
                 tokenizer.apply_chat_template(
-                    part, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=cue,
+                    part,
+                    tools=tools,
+                    tokenize=True,
+                    return_dict=False,
+                    add_generation_prompt=cue,
                     chat_template=get_training_chat_template(tokenizer),
                 )
                 for part, cue in ((messages[:end], False), (messages[: end - 1], True))
-            )  # fmt: skip
+            )
             lessons.append((ids, [position >= len(asked) for position in range(len(ids))]))
     return tokenizer, lessons
 
@@ -105,23 +112,45 @@ def trainer(mode: str, rows: list[dict[str, Any]], url: str, out: str) -> GRPOTr
     tokenizer, lessons = (tool_lessons if mode == "tool" else text_lessons)(rows)
     model = taught(tokenizer, lessons)
     config = GRPOConfig(
-        output_dir=out, max_steps=STEPS, num_generations=GROUP, per_device_train_batch_size=GROUP * PROMPTS,
-        max_completion_length=400, max_tool_calling_iterations=3, learning_rate=1e-5, use_cpu=True, bf16=False,
-        report_to=[], logging_steps=1, save_strategy="no", seed=3, temperature=1.0, beta=0.0, shuffle_dataset=False,
+        output_dir=out,
+        max_steps=STEPS,
+        num_generations=GROUP,
+        per_device_train_batch_size=GROUP * PROMPTS,
+        max_completion_length=400,
+        max_tool_calling_iterations=3,
+        learning_rate=1e-5,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        seed=3,
+        temperature=1.0,
+        beta=0.0,
+        shuffle_dataset=False,
         gradient_checkpointing=False,
-    )  # fmt: skip
+    )
     if mode == "tool":
-        dataset = Dataset.from_list([
-            {"prompt": [{"role": "user", "content": INSTRUCTION}], "task_id": row["task_id"], "seed": row["seed"]}
-            for row in rows
-        ])  # fmt: skip
-        return GRPOTrainer(model, train_dataset=dataset, args=config, processing_class=tokenizer,
-                           environment_factory=AwsToolEnv)  # fmt: skip
+        dataset = Dataset.from_list(
+            [
+                {"prompt": [{"role": "user", "content": INSTRUCTION}], "task_id": row["task_id"], "seed": row["seed"]}
+                for row in rows
+            ]
+        )
+        return GRPOTrainer(
+            model, train_dataset=dataset, args=config, processing_class=tokenizer, environment_factory=AwsToolEnv
+        )
     prompts = [json.dumps({"task_id": row["task_id"], "seed": row["seed"]}) for row in rows]
     dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
     pool = MultiTurnEnvPool(url, GROUP, max_turns=2, max_total_tokens=512, turn_tokens=40)
-    return GRPOTrainer(model, [episode_reward], train_dataset=dataset, args=config, processing_class=tokenizer,
-                       rollout_func=PoolRollouts(pool))  # fmt: skip
+    return GRPOTrainer(
+        model,
+        [episode_reward],
+        train_dataset=dataset,
+        args=config,
+        processing_class=tokenizer,
+        rollout_func=PoolRollouts(pool),
+    )
 
 
 def main() -> None:
@@ -133,8 +162,9 @@ def main() -> None:
         before = [parameter.detach().clone() for parameter in job.model.parameters()]
         job.train()
         moved = max(float((a - b.detach()).abs().max()) for a, b in zip(before, job.model.parameters(), strict=True))
-        Path(target).write_text(json.dumps({"steps": job.state.global_step, "moved": moved,
-                                            "log": job.state.log_history}))  # fmt: skip
+        Path(target).write_text(
+            json.dumps({"steps": job.state.global_step, "moved": moved, "log": job.state.log_history})
+        )
 
 
 if __name__ == "__main__":

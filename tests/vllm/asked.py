@@ -25,8 +25,9 @@ class Asked:
         self.generator = generator
         self._done: queue.Queue[tuple[int, GenOutput | Exception]] = queue.Queue()
 
-    def submit(self, slot: int, tokens: list[int], config: GenConfig, stop_ids: tuple[int, ...] = (),
-               **more: Any) -> None:  # fmt: skip
+    def submit(
+        self, slot: int, tokens: list[int], config: GenConfig, stop_ids: tuple[int, ...] = (), **more: Any
+    ) -> None:
         request = GenRequest(slot, tokens, **more)
         self.generator.submit(request, config, stop_ids, lambda output: self._done.put((slot, output)))
 

@@ -14,8 +14,9 @@ from realhf.backends.vllm.server import VllmServer
 
 HERE = Path(__file__).resolve().parent
 EXECUTABLE = HERE.parents[1] / ".venv-vllm" / "bin" / "vllm"
-CONFIG = BuiltinModelConfig(vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128,
-                            max_positions=2048)  # fmt: skip
+CONFIG = BuiltinModelConfig(
+    vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128, max_positions=2048
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,13 +13,29 @@ pytestmark = pytest.mark.timeout(800)
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = (
-    "model=builtin_tiny", "builtin.vocab_size=400", "builtin.hidden_size=64", "warm_start.episodes_per_task=1",
-    "warm_start.train_steps=3", "env.pool_size=4", "env.tiers=[warmup]", "dataset.train_bs_n_seqs=2",
-    "ppo.group_size=2", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01", "gen.max_new_tokens=12",
-    "rollout.max_turns=2", "rollout.max_total_tokens=640", "evaluation.episodes_per_task=0",
-    "evaluation.greedy_episodes_per_task=0", "torch_threads=1", "monitor.tensorboard=false",
-    "monitor.progress=false", "total_train_steps=10", "async_rl.engine=vllm",
-    "async_rl.vllm_executable=.venv-vllm/bin/vllm", "rpc.connect_timeout_s=400",
+    "model=builtin_tiny",
+    "builtin.vocab_size=400",
+    "builtin.hidden_size=64",
+    "warm_start.episodes_per_task=1",
+    "warm_start.train_steps=3",
+    "env.pool_size=4",
+    "env.tiers=[warmup]",
+    "dataset.train_bs_n_seqs=2",
+    "ppo.group_size=2",
+    "ppo.entropy_coef=0.05",
+    "actor.optimizer.lr=0.01",
+    "gen.max_new_tokens=12",
+    "rollout.max_turns=2",
+    "rollout.max_total_tokens=640",
+    "evaluation.episodes_per_task=0",
+    "evaluation.greedy_episodes_per_task=0",
+    "torch_threads=1",
+    "monitor.tensorboard=false",
+    "monitor.progress=false",
+    "total_train_steps=10",
+    "async_rl.engine=vllm",
+    "async_rl.vllm_executable=.venv-vllm/bin/vllm",
+    "rpc.connect_timeout_s=400",
 )
 
 

@@ -160,8 +160,11 @@ def test_pause_stops_sampling_and_weights_may_change_meanwhile(ask: Asked, model
 def test_wrong_weights_are_refused_and_the_old_ones_go_on(ask: Asked, models: list):
     generator, good = ask.generator, models[1].state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
-    for wrong in ({k: v for k, v in good.items() if k != name}, {**good, name: good[name][1:]},
-                  {**good, "model.extra": good[name]}):  # fmt: skip
+    for wrong in (
+        {k: v for k, v in good.items() if k != name},
+        {**good, name: good[name][1:]},
+        {**good, "model.extra": good[name]},
+    ):
         with pytest.raises(ValueError, match=r"up_proj|extra"):
             generator.load_weights(1, wrong)
     generator.load_weights(0, good)  # a version in use is left alone

@@ -73,8 +73,9 @@ def untie(model: torch.nn.Module) -> torch.nn.Module:
 def bare_url(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that somebody else has started, without our extension."""
     log = tmp_path_factory.mktemp("bare") / "server.txt"
-    server = VllmServer(untied, executable=EXECUTABLE, log=log,
-                        options=VllmOptions(arguments=("--worker-extension-cls", "")))  # fmt: skip
+    server = VllmServer(
+        untied, executable=EXECUTABLE, log=log, options=VllmOptions(arguments=("--worker-extension-cls", ""))
+    )
     try:
         server.wait_until_up()
         yield server.url

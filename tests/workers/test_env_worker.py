@@ -18,8 +18,23 @@ pytestmark = pytest.mark.sim
 async def test_it_registers_its_address_and_leaves_with_the_master() -> None:
     master = RpcMaster("run-1")
     await master.start()
-    command = [sys.executable, "-m", "workers.env_worker", "--port", "0", "--pool-size", "1",
-               "--ministack-base-port", "0", "--master", master.endpoint, "--run-id", "run-1", "--name", "env/0"]
+    command = [
+        sys.executable,
+        "-m",
+        "workers.env_worker",
+        "--port",
+        "0",
+        "--pool-size",
+        "1",
+        "--ministack-base-port",
+        "0",
+        "--master",
+        master.endpoint,
+        "--run-id",
+        "run-1",
+        "--name",
+        "env/0",
+    ]
     process = subprocess.Popen(command)
     try:
         await master.wait_for(["env/0"], 60)

@@ -102,16 +102,17 @@ def test_a_request_for_newer_weights_waits_until_the_engine_has_them(worker: Any
 def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker: Any) -> None:
     for client in ("rollout_worker/0:11", "rollout_worker/0:12", "rollout_worker/1:13"):
         ask(worker, client, "generate", [0, [5], 0, None, -1])
-    roster = [WorkerInfo("rollout_worker/0", "rollout_worker", 0, "here", 12),
-              WorkerInfo("rollout_worker/1", "rollout_worker", 1, "here", 13)]  # fmt: skip
+    roster = [
+        WorkerInfo("rollout_worker/0", "rollout_worker", 0, "here", 12),
+        WorkerInfo("rollout_worker/1", "rollout_worker", 1, "here", 13),
+    ]
     worker._on_roster({info.name: info for info in roster})
     assert worker._engine.told[3:] == [("abort", [0]), ("free", [0])]
     worker._on_roster({info.name: info for info in roster})
     assert len(worker._engine.told) == 5
 
 
-@pytest.mark.parametrize("payload", [None, [], [0], [0, [-1], 0, None, -1], ["x", [1], 0, None, -1],
-                                     [0, [1], 0, None]])
+@pytest.mark.parametrize("payload", [None, [], [0], [0, [-1], 0, None, -1], ["x", [1], 0, None, -1], [0, [1], 0, None]])
 def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker: Any, payload: Any) -> None:
     with pytest.raises((ValueError, TypeError, IndexError)):
         ask(worker, "a:1", "generate", payload)

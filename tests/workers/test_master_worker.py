@@ -20,8 +20,9 @@ class Start:
     worker loads until ``loaded`` is set."""
 
     def __init__(self, folder: Path) -> None:
-        built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={folder}",
-                                                 "rpc.connect_timeout_s=30"]))
+        built = build_experiment(
+            compose_config(["experiment=grpo_aws_async", f"fileroot={folder}", "rpc.connect_timeout_s=30"])
+        )
         built.spec.run_dir.mkdir(parents=True)
         self.master = MasterWorker(built.plan(built.spec, 0.0), "run", EventStream(io.StringIO()))
         self.loading, self.loaded = threading.Event(), threading.Event()
@@ -29,8 +30,15 @@ class Start:
 
     def join(self, name: str) -> RpcWorker:
         kind, _, index = name.partition("/")
-        worker = RpcWorker(name, kind, int(index), "run", self.master._rpc.endpoint,
-                           ordered={"initialize": self._load} if kind == "model_worker" else {}, connect_timeout_s=20)
+        worker = RpcWorker(
+            name,
+            kind,
+            int(index),
+            "run",
+            self.master._rpc.endpoint,
+            ordered={"initialize": self._load} if kind == "model_worker" else {},
+            connect_timeout_s=20,
+        )
         self.threads.append(threading.Thread(target=worker.run))
         self.threads[-1].start()
         return worker

@@ -32,8 +32,15 @@ class Games:
     def play(self, count: int) -> list[dict[str, Any]]:
         self.rounds.append(count)
         self.before()
-        return [{"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0],
-                 "group_overrides": {"round": len(self.rounds)}} for _ in range(count)]  # fmt: skip
+        return [
+            {
+                "tokens": [[1, 2]] * 2,
+                "masks": [[-100, 2]] * 2,
+                "scores": [0.0, 1.0],
+                "group_overrides": {"round": len(self.rounds)},
+            }
+            for _ in range(count)
+        ]
 
 
 def trainer(url: str, steps: int) -> TrajectoryClient:

@@ -17,8 +17,21 @@ GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
 async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path: Path) -> None:
     master = RpcMaster("run-1")
     await master.start()
-    command = [sys.executable, "-m", "workers.trajectory_worker", "--port", "0", "--store", f"sqlite:{tmp_path}",
-               "--master", master.endpoint, "--run-id", "run-1", "--name", "trajectory/0"]
+    command = [
+        sys.executable,
+        "-m",
+        "workers.trajectory_worker",
+        "--port",
+        "0",
+        "--store",
+        f"sqlite:{tmp_path}",
+        "--master",
+        master.endpoint,
+        "--run-id",
+        "run-1",
+        "--name",
+        "trajectory/0",
+    ]
     process = subprocess.Popen(command)
     try:
         await master.wait_for(["trajectory/0"], 60)
@@ -52,8 +65,23 @@ sys.exit(trajectory_worker.main(sys.argv[1:]))
 async def test_a_server_that_never_stops_does_not_keep_the_process() -> None:
     master = RpcMaster("run-1")
     await master.start()
-    process = subprocess.Popen([sys.executable, "-c", SERVER_THAT_NEVER_STOPS, "--port", "0", "--store", "memory",
-                                "--master", master.endpoint, "--run-id", "run-1", "--name", "trajectory/0"])
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            SERVER_THAT_NEVER_STOPS,
+            "--port",
+            "0",
+            "--store",
+            "memory",
+            "--master",
+            master.endpoint,
+            "--run-id",
+            "run-1",
+            "--name",
+            "trajectory/0",
+        ]
+    )
     try:
         await master.wait_for(["trajectory/0"], 60)
         await master.close()
@@ -65,10 +93,22 @@ async def test_a_server_that_never_stops_does_not_keep_the_process() -> None:
 def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for flags, said in ((["--port", str(port)], f"cannot listen on 127.0.0.1:{port} (--port)"),
-                            (["--port", "0", "--gzip-level", "9"], "--gzip-level is 9")):
-            command = [sys.executable, "-m", "workers.trajectory_worker", "--master", "tcp://127.0.0.1:1",
-                       "--run-id", "r", "--store", f"sqlite:{tmp_path}", *flags]
+        for flags, said in (
+            (["--port", str(port)], f"cannot listen on 127.0.0.1:{port} (--port)"),
+            (["--port", "0", "--gzip-level", "9"], "--gzip-level is 9"),
+        ):
+            command = [
+                sys.executable,
+                "-m",
+                "workers.trajectory_worker",
+                "--master",
+                "tcp://127.0.0.1:1",
+                "--run-id",
+                "r",
+                "--store",
+                f"sqlite:{tmp_path}",
+                *flags,
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             assert done.returncode == 1
             assert done.stderr.splitlines()[-1].startswith(f"FATAL: {said}"), done.stderr

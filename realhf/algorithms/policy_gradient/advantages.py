@@ -54,9 +54,7 @@ def reinforce_pp_baseline(scores: Tensor, valid: Tensor, group: Tensor) -> Tenso
     return grpo_nostd(scores, valid, group)
 
 
-def return_to_go(
-    rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0
-) -> Tensor:
+def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0) -> Tensor:
     """Sum over s >= t of discount^(s-t) r_s within each sequence, f32 (n,), 0 outside ``mask``.
 
     Only positions in ``mask`` count, in the sum and in the distance s-t: text of the environment between two turns

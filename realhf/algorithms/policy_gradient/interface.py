@@ -107,8 +107,11 @@ class PolicyGradientInterface:
         if options.n_updates > 1:
             if options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys:
                 prepared = self._with_proximal(model, prepared, context, only=self._contributes(prepared))
-            parts = [part for number in range(options.sample_reuse)
-                     for part in minibatches(prepared, options.ppo_n_minibatches, (context.seed, number))]
+            parts = [
+                part
+                for number in range(options.sample_reuse)
+                for part in minibatches(prepared, options.ppo_n_minibatches, (context.seed, number))
+            ]
         return [chosen for part in parts if (chosen := self._trained_part(part)) is not None]
 
     def _with_proximal(
@@ -234,12 +237,14 @@ def _truncated(sample: SequenceSample) -> Tensor:
     return sample["seq_no_eos_mask"].cpu().bool()
 
 
-_WHY = MappingProxyType({
-    "packed_ref_logprobs": "a KL term (kl_ctl, kl_loss_coef)",
-    "seq_no_eos_mask": "ppo.mask_too_long",
-    "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
-    "packed_versions": "ppo.prox_logp_method=loglinear",
-})
+_WHY = MappingProxyType(
+    {
+        "packed_ref_logprobs": "a KL term (kl_ctl, kl_loss_coef)",
+        "seq_no_eos_mask": "ppo.mask_too_long",
+        "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
+        "packed_versions": "ppo.prox_logp_method=loglinear",
+    }
+)
 
 
 def _require(sample: SequenceSample, keys: Iterable[str]) -> None:

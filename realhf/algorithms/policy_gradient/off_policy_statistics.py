@@ -32,8 +32,12 @@ def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -
     head, tail = head[has], tail[has]
     bins = torch.bincount(head.clamp(0, N_BINS - 1), minlength=N_BINS).double() / len(head)
     names = [f"hist_{lag}" for lag in range(N_BINS - 1)] + [f"hist_{N_BINS - 1}plus"]
-    found = {"head_mean": float(head.double().mean()), "head_max": float(head.max()),
-             "tail_mean": float(tail.double().mean()), **dict(zip(names, bins.tolist(), strict=True))}
+    found = {
+        "head_mean": float(head.double().mean()),
+        "head_max": float(head.max()),
+        "tail_mean": float(tail.double().mean()),
+        **dict(zip(names, bins.tolist(), strict=True)),
+    }
     return {f"staleness/{name}": value for name, value in found.items()}
 
 

@@ -62,8 +62,10 @@ def _check_effect(value: Mapping[str, Any], config: PPOConfig) -> None:
     if config.kl_estimator is not None and value["kl_ctl"] == 0 and value["kl_loss_coef"] == 0:
         raise ValueError("ppo.kl_estimator has no effect while kl_ctl and kl_loss_coef are 0: remove it")
     if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
-        raise ValueError(f"ppo.kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 "
-                         "or k3, or kl_loss_coef=0 and kl_ctl")
+        raise ValueError(
+            f"ppo.kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 "
+            "or k3, or kl_loss_coef=0 and kl_ctl"
+        )
     if config.discount != 1.0 and value["adv_estimator"] not in RETURN_TO_GO:
         raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
     if config.loss_scale_len is not None and value["loss_agg"] != "constant":
@@ -74,14 +76,18 @@ def _check_off_policy(value: Mapping[str, Any], config: PPOConfig) -> None:
     decoupled, mode = config.use_decoupled_loss, config.behav_imp_weight_mode
     recomputed = value["recompute_logprob"]
     if decoupled and recomputed:
-        raise ValueError("ppo.recompute_logprob has no effect with use_decoupled_loss, which clips against the "
-                         "recomputed policy already: remove it")
+        raise ValueError(
+            "ppo.recompute_logprob has no effect with use_decoupled_loss, which clips against the "
+            "recomputed policy already: remove it"
+        )
     if config.prox_logp_method is not None and not decoupled and not recomputed:
-        raise ValueError("ppo.prox_logp_method has no effect without use_decoupled_loss or recompute_logprob: "
-                         "remove it")
+        raise ValueError(
+            "ppo.prox_logp_method has no effect without use_decoupled_loss or recompute_logprob: remove it"
+        )
     if config.prox_logp_method == "loglinear" and recomputed:
-        raise ValueError("ppo.prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or "
-                         "recompute")
+        raise ValueError(
+            "ppo.prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or recompute"
+        )
     for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS):
         if getattr(config, name) is not None and not decoupled:
             raise ValueError(f"ppo.{name} has no effect without use_decoupled_loss: remove it")

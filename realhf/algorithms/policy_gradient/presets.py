@@ -38,8 +38,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "cispo": Preset("grpo", "token", "cispo", 1.0, 4.0, "token_mean"),
         "rloo": Preset("rloo", None, "reinforce", None, None, "token_mean"),
         "reinforce": Preset("reinforce", None, "reinforce", None, None, "token_mean"),
-        "reinforce_pp": Preset("reinforce_pp", "token", "ppo", 0.2, 0.2, "token_mean", kl_ctl=0.01, kl_estimator="k1",
-                               adv_norm=True),
+        "reinforce_pp": Preset(
+            "reinforce_pp", "token", "ppo", 0.2, 0.2, "token_mean", kl_ctl=0.01, kl_estimator="k1", adv_norm=True
+        ),
     }
 )
 """``dapo`` is its loss: clip-higher and token mean. ``rloo`` takes its KL in the reward: set ``kl_ctl``."""
@@ -158,8 +159,10 @@ def _divisor(config: PPOConfig, value: Mapping[str, Any], default: int | None) -
         return None
     divisor = default if config.loss_scale_len is None else config.loss_scale_len
     if divisor is None:
-        raise ValueError("ppo.loss_agg=constant divides by ppo.loss_scale_len: set it, for example to the most tokens "
-                         "that the policy can sample in an episode")
+        raise ValueError(
+            "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it, for example to the most tokens "
+            "that the policy can sample in an episode"
+        )
     if divisor < 1:
         raise ValueError(f"ppo.loss_scale_len must be at least 1, got {divisor}")
     return divisor

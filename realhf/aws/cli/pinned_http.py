@@ -32,8 +32,20 @@ from realhf.aws.cli.refusal import Refuse
 _MAX_RESPONSE_BYTES = 16 << 20
 _MAX_HEAD_BYTES = 256 << 10
 _RECEIVE_BYTES = 1 << 16
-_DROPPED_HEADERS = frozenset({"expect", "transfer-encoding", "content-length", "connection", "host", "keep-alive",
-                              "upgrade", "te", "trailer", "proxy-connection"})  # fmt: skip
+_DROPPED_HEADERS = frozenset(
+    {
+        "expect",
+        "transfer-encoding",
+        "content-length",
+        "connection",
+        "host",
+        "keep-alive",
+        "upgrade",
+        "te",
+        "trailer",
+        "proxy-connection",
+    }
+)
 
 
 class PinnedConnection:

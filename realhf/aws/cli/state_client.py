@@ -74,8 +74,9 @@ class StateClient:
     """Calls of one slot's simulator over connections that ``dial`` makes; ``endpoint`` is its name in messages.
     Thread-safe."""
 
-    def __init__(self, endpoint: str, account: str, dial: Callable[[], socket.socket],
-                 factory: ClientFactory | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, endpoint: str, account: str, dial: Callable[[], socket.socket], factory: ClientFactory | None = None
+    ) -> None:
         self.endpoint = endpoint
         self._account = account
         self._factory = factory or ClientFactory()

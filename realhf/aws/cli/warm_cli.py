@@ -34,8 +34,18 @@ _MAX_PARAM_CHARS = 65536
 _WAIT_DELAY_S = 0.25
 _WAIT_ATTEMPTS = 8
 """A waiter asks for two seconds at most: a simulator is as far as it ever gets after the first answer."""
-_CLIENT_EVENTS = ("after-call", "before-call", "before-parameter-build", "provide-client-params", "request-created",
-                  "before-send", "response-received", "needs-retry", "choose-signer", "before-sign")  # fmt: skip
+_CLIENT_EVENTS = (
+    "after-call",
+    "before-call",
+    "before-parameter-build",
+    "provide-client-params",
+    "request-created",
+    "before-send",
+    "response-received",
+    "needs-retry",
+    "choose-signer",
+    "before-sign",
+)
 
 
 class UndoLog:
@@ -62,8 +72,11 @@ class UndoLog:
 
     def client_handlers(self, session_emitter: HierarchicalEmitter) -> list[tuple[str, Any]]:
         """Handlers this command put on the session which a client made now would have inherited."""
-        return [(name, handler) for emitter, name, handler, _ in self._entries
-                if emitter is session_emitter and name.startswith(_CLIENT_EVENTS)]  # fmt: skip
+        return [
+            (name, handler)
+            for emitter, name, handler, _ in self._entries
+            if emitter is session_emitter and name.startswith(_CLIENT_EVENTS)
+        ]
 
     def take(self, action: Callable[[], Any]) -> tuple[Any, list[tuple[str, Any]]]:
         """Run ``action``; its result, and the handlers it registered, which are taken back at once."""
@@ -201,9 +214,7 @@ class WarmCli:
             for name in names:
                 operation = subcommands[name]
                 self._undo.take(partial(operation._create_operation_parser, operation.arg_table))
-            self._cached_client(
-                command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None
-            )
+            self._cached_client(command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None)
 
     def run(self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase) -> tuple[int, list[dict[str, Any]]]:
         """Exit code and the requests sent. Output goes to the two sinks."""
@@ -251,6 +262,7 @@ class WarmCli:
             # Handlers of one operation's table may listen to events of all; the public program never has two tables.
             table, scoped[id(operation)] = self._undo.take(lambda: build_table(operation))
             return table
+
         operation_parsers: dict[int, tuple[tuple[Any, ...], Any]] = {}
 
         def service_parser(command: clidriver.ServiceCommand) -> Any:

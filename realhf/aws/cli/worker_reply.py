@@ -15,10 +15,21 @@ from realhf.env.containment.frames import BadFrame
 _MAX_REQUESTS = 10_000
 _NOTE_CHARS = 64
 """Of the remark that a stream was cut, which comes on top of what is kept."""
-_FIELDS: Mapping[str, type] = {"exit_code": int, "stdout": str, "stderr": str, "requests": list, "last": bool,
-                               "truncated": bool}  # fmt: skip
-_REQUEST_FIELDS: Mapping[str, type] = {"service": str, "operation": str, "params": dict, "status": int,
-                                       "error_code": str}  # fmt: skip
+_FIELDS: Mapping[str, type] = {
+    "exit_code": int,
+    "stdout": str,
+    "stderr": str,
+    "requests": list,
+    "last": bool,
+    "truncated": bool,
+}
+_REQUEST_FIELDS: Mapping[str, type] = {
+    "service": str,
+    "operation": str,
+    "params": dict,
+    "status": int,
+    "error_code": str,
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,13 @@ def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
         refusal = (refusal[0], refusal[1])
     if len(data["requests"]) > _MAX_REQUESTS:
         raise BadFrame("more requests than a command can send")
-    result = CommandResult(data["exit_code"], data["stdout"], data["stderr"], truncated=data["truncated"],
-                           requests=tuple(_sent(entry) for entry in data["requests"]))  # fmt: skip
+    result = CommandResult(
+        data["exit_code"],
+        data["stdout"],
+        data["stderr"],
+        truncated=data["truncated"],
+        requests=tuple(_sent(entry) for entry in data["requests"]),
+    )
     return WorkerReply(result, refusal, data["last"])
 
 

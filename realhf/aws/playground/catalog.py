@@ -18,6 +18,12 @@ def catalog() -> list[dict[str, Any]]:
     found = []
     for template in load_templates():
         blank = _RUN_TIME.sub(BLANK, fill(template.descriptions[0], dict.fromkeys(template.params, BLANK)))
-        found.append({"task_id": template.task_id, "tier": template.tier, "description": blank,
-                      "held_out": template.split == "heldout"})  # fmt: skip
+        found.append(
+            {
+                "task_id": template.task_id,
+                "tier": template.tier,
+                "description": blank,
+                "held_out": template.split == "heldout",
+            }
+        )
     return sorted(found, key=lambda task: (TIERS.index(task["tier"]), task["task_id"]))

@@ -96,8 +96,18 @@ class Game:
         observation, reward, done = self._player.step(command)
         spent, reward = time.perf_counter() - began, reward or 0.0
         before = steps[-1]["score"] if steps and self._summed else 0.0
-        shown = ("command_output", "error", "command_success", "refusal", "hint_text", "hints_used",
-                 "partial_progress", "task_achieved", "truncated", "steps_left")  # fmt: skip
+        shown = (
+            "command_output",
+            "error",
+            "command_success",
+            "refusal",
+            "hint_text",
+            "hints_used",
+            "partial_progress",
+            "task_achieved",
+            "truncated",
+            "steps_left",
+        )
         entry = {
             "command": command,
             **{key: observation[key] for key in shown},

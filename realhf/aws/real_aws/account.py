@@ -57,8 +57,10 @@ def confirm_account(session: botocore.session.Session, expected: str) -> str:
     except (BotoCoreError, ClientError) as error:
         raise RealAwsRefused(f"BACKEND_TYPE=aws: the caller cannot be identified: {error}") from None
     if found != expected:
-        raise RealAwsRefused(f"BACKEND_TYPE=aws: the credentials belong to account {found}, but "
-                             f"AWS_RL_ENV_ALLOW_REAL_AWS confirms {expected}")  # fmt: skip
+        raise RealAwsRefused(
+            f"BACKEND_TYPE=aws: the credentials belong to account {found}, but "
+            f"AWS_RL_ENV_ALLOW_REAL_AWS confirms {expected}"
+        )
     return found
 
 
@@ -111,8 +113,12 @@ class RealAwsExecutor:
         pipe, problem = subprocess.PIPE, b""
         process = self._process = subprocess.Popen(
             [sys.executable, "-P", "-B", "-m", "realhf.aws.real_aws.cli"],
-            stdin=pipe, stdout=pipe, stderr=pipe, cwd=self._folder, env=_CHILD_ENVIRONMENT,
-        )  # fmt: skip
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            cwd=self._folder,
+            env=_CHILD_ENVIRONMENT,
+        )
         try:
             out, problem = process.communicate(order, self._limits.timeout_s)
             reply = parse_reply({**json.loads(out), "last": True}, self._limits)
@@ -140,13 +146,16 @@ class RealAwsExecutor:
             "argv": ["--region", REGION, *verdict.argv],
             "service": "s3" if verdict.service == "s3api" else verdict.service,
             "operations": operations_sent(verdict.service, verdict.operation),
-            "credentials": {"access_key": credentials.access_key, "secret_key": credentials.secret_key,
-                            "token": credentials.token},
+            "credentials": {
+                "access_key": credentials.access_key,
+                "secret_key": credentials.secret_key,
+                "token": credentials.token,
+            },
             "endpoints": self._endpoints,
             "folder": os.path.realpath(self._folder),
             "stdout_cap": self._limits.stdout_bytes,
             "stderr_cap": self._limits.stderr_bytes,
-        }  # fmt: skip
+        }
 
 
 def _refused(rule: str, message: str) -> CommandResult:
@@ -261,8 +270,10 @@ class RealAwsPool:
 
     def containment(self) -> str:
         account = self._slot.account if self._slot else self._expected
-        return (f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; only reads "
-                "that show no secret run, and what the allow file names; every operation is logged")  # fmt: skip
+        return (
+            f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; only reads "
+            "that show no secret run, and what the allow file names; every operation is logged"
+        )
 
     def stop(self) -> None:
         """Idempotent."""

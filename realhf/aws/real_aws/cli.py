@@ -69,8 +69,13 @@ class RealCli:
             code = 255
         finally:
             sys.stdout, sys.stderr = saved
-        return {"exit_code": code or 0, "stdout": out.text(), "stderr": err.text(), "requests": self._requests,
-                "truncated": out.cut}  # fmt: skip
+        return {
+            "exit_code": code or 0,
+            "stdout": out.text(),
+            "stderr": err.text(),
+            "requests": self._requests,
+            "truncated": out.cut,
+        }
 
     def _pinned_client(self, service_name: str, *args: Any, **kwargs: Any) -> Any:
         """Whatever a command says, its requests go where the operator or botocore's own rules send them."""
@@ -94,10 +99,14 @@ class RealCli:
     def _note(self, http_response: Any, parsed: Any, model: Any, context: dict[str, Any], **_: Any) -> None:
         error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}
         self._requests.append(
-            {"service": model.service_model.service_name, "operation": model.name,
-             "params": json_able(context.get(_PARAMS, {})), "status": http_response.status_code,
-             "error_code": str(error.get("Code", ""))}
-        )  # fmt: skip
+            {
+                "service": model.service_model.service_name,
+                "operation": model.name,
+                "params": json_able(context.get(_PARAMS, {})),
+                "status": http_response.status_code,
+                "error_code": str(error.get("Code", "")),
+            }
+        )
 
 
 def environment(order: Mapping[str, Any]) -> dict[str, str]:

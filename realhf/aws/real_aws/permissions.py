@@ -44,15 +44,13 @@ _READS = {
     "list-tags-for-resource",
     "ecs": "describe-clusters describe-services list-clusters list-services list-tags-for-resource "
     "list-task-definition-families list-task-definitions list-tasks",
-    "efs": "describe-access-points describe-file-systems describe-lifecycle-configuration "
-    "describe-mount-targets",
+    "efs": "describe-access-points describe-file-systems describe-lifecycle-configuration describe-mount-targets",
     "elasticache": "describe-cache-clusters describe-cache-parameter-groups describe-cache-subnet-groups "
     "describe-replication-groups",
     "elbv2": "describe-listeners describe-load-balancers describe-target-groups",
     "events": "describe-event-bus describe-rule list-event-buses list-rules list-tags-for-resource",
     "firehose": "list-delivery-streams list-tags-for-delivery-stream",
-    "glue": "get-crawler get-crawlers get-database get-databases get-table get-tables list-crawlers "
-    "list-jobs",
+    "glue": "get-crawler get-crawlers get-database get-databases get-table get-tables list-crawlers list-jobs",
     "iam": "get-account-password-policy get-account-summary get-group get-instance-profile "
     "get-login-profile get-policy get-policy-version get-role get-role-policy get-user "
     "get-user-policy list-access-keys list-account-aliases list-attached-group-policies "

@@ -47,9 +47,7 @@ def _reason(scope: dict[str, Any]) -> str:
     return ""
 
 
-def owner_app(
-    app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitches, parsed: ParsedRequests
-) -> AsgiApp:
+def owner_app(app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitches, parsed: ParsedRequests) -> AsgiApp:
     """``app`` with its control paths and ours: reset to a seed, the account of requests, the modules' switches."""
 
     async def controlled(scope: dict[str, Any], receive: Receive, send: Send) -> None:

@@ -37,10 +37,24 @@ _CPU_EXCEEDED = (-24, -9, 137, 152)
 def sandbox_command(program: Path) -> list[str]:
     """The whole command of one invocation; it reads its request on stdin."""
     words = [
-        str(program), "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL",
-        "--uid", "65534", "--gid", "65534", "--clearenv",
-        "--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib", "--setenv", "LANG", "C.UTF-8",
-    ]  # fmt: skip
+        str(program),
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--clearenv",
+        "--setenv",
+        "LD_LIBRARY_PATH",
+        f"{_PYTHON}/lib",
+        "--setenv",
+        "LANG",
+        "C.UTF-8",
+    ]
     for path in _LIBRARIES:
         words += ["--ro-bind-try", path, path]
     words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]

@@ -175,8 +175,15 @@ class MiniStackProcess:
         names += [name.encode() for name in json.loads(tables)["TableNames"]]
         return b", ".join(names).decode()
 
-    def ask(self, method: str, path: str, service: str, timeout_s: float = 2.0,
-            headers: dict[str, str] | None = None, body: bytes | None = None) -> bytes:  # fmt: skip
+    def ask(
+        self,
+        method: str,
+        path: str,
+        service: str,
+        timeout_s: float = 2.0,
+        headers: dict[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> bytes:
         """The body of an answer to a request signed for ``service``. Raises OSError, also for other than 2xx."""
         return self._request(
             method, path, timeout_s, {"Authorization": _CREDENTIAL.format(service), **(headers or {})}, body
@@ -248,8 +255,9 @@ class MiniStackProcess:
             self._log.close()
             self._log = None
 
-    def _request(self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None,
-                 data: bytes | None = None) -> bytes:  # fmt: skip
+    def _request(
+        self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None, data: bytes | None = None
+    ) -> bytes:
         if self._http is None:
             self._http = _OwnerHttp(self.connect_as_owner, timeout_s)
         try:

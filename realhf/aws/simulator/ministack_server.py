@@ -161,9 +161,7 @@ def _readable_app(app: AsgiApp) -> AsgiApp:
     return readable
 
 
-async def _serve(
-    app: AsgiApp, randomness: SeededRandomness, listener: socket.socket, owner: socket.socket
-) -> None:
+async def _serve(app: AsgiApp, randomness: SeededRandomness, listener: socket.socket, owner: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     started: asyncio.Event = asyncio.Event()
@@ -177,10 +175,14 @@ async def _serve(
     parsed, switches = ParsedRequests(), ModuleSwitches()
     outer = port_app(app, parsed)
     inner = owner_app(app, randomness.seed, switches, parsed)
-    serve_owner(loop, owner, {
-        OWNER: lambda: HttpConnection(inner, loop, parsed, "owner"),
-        ENVIRONMENT: lambda: HttpConnection(outer, loop, parsed, "environment"),
-    })  # fmt: skip
+    serve_owner(
+        loop,
+        owner,
+        {
+            OWNER: lambda: HttpConnection(inner, loop, parsed, "owner"),
+            ENVIRONMENT: lambda: HttpConnection(outer, loop, parsed, "environment"),
+        },
+    )
     server = await loop.create_server(lambda: HttpConnection(outer, loop, parsed, "port"), sock=listener)
     async with server:
         await lifespan

@@ -48,10 +48,16 @@ class ParsedRequests:
         self.count += 1
         self.entrances[entrance] = self.entrances.get(entrance, 0) + 1
         scope = _SCOPE.search(head.field(b"authorization"))
-        self._recent.append(ParsedRequest(
-            self.count, entrance, head.method, head.target[:TARGET_CHARS].decode("ascii"),
-            scope[1].decode() if scope else "", _operation(head, body),
-        ))  # fmt: skip
+        self._recent.append(
+            ParsedRequest(
+                self.count,
+                entrance,
+                head.method,
+                head.target[:TARGET_CHARS].decode("ascii"),
+                scope[1].decode() if scope else "",
+                _operation(head, body),
+            )
+        )
 
     def refuse(self, reason: str) -> None:
         """Count bytes that are no request, or one that must not come from where it came."""
@@ -61,8 +67,12 @@ class ParsedRequests:
         """``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above ``after``
         that are kept."""
         recent = [asdict(request) for request in self._recent if request.number > after]
-        return {"count": self.count, "entrances": dict(self.entrances), "refused": dict(self.refused),
-                "requests": recent}  # fmt: skip
+        return {
+            "count": self.count,
+            "entrances": dict(self.entrances),
+            "refused": dict(self.refused),
+            "requests": recent,
+        }
 
 
 def _operation(head: RequestHead, body: bytes) -> str:

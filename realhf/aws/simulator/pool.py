@@ -105,8 +105,10 @@ class MiniStackPool:
         # All slots are forks of the zygotes, and each proves its own hooks at its start: one of each is enough.
         contained.tested = self_test(self.slots[0].ministack, root, contained.lambda_mode)
         if self._modes[0] == "auto" and contained.program is None:
-            logger.warning("bubblewrap does not work here: simulators and CLI workers see the host's files and are "
-                           "kept from them by audit hooks alone")  # fmt: skip
+            logger.warning(
+                "bubblewrap does not work here: simulators and CLI workers see the host's files and are "
+                "kept from them by audit hooks alone"
+            )
         for index in range(self.size):
             self._book.free(index)
         self._health.start()  # pyright: ignore[reportOptionalMemberAccess]
@@ -117,16 +119,19 @@ class MiniStackPool:
             folder.mkdir()
         prefixes: list[list[str]] = [[], []]
         if contained.program is not None:
-            prefixes = [housekept(sandboxed(contained.program, private=[simulators]), root),
-                        housekept(sandboxed(contained.program, writable=[files]), root)]  # fmt: skip
+            prefixes = [
+                housekept(sandboxed(contained.program, private=[simulators]), root),
+                housekept(sandboxed(contained.program, writable=[files]), root),
+            ]
         assert self._log is not None
         mode = contained.network_mode
         environment, may_lack = zygote_environment(simulators), ",".join(sorted(self._may_lack))
         parent = ForkServer(
             "realhf.aws.simulator.ministack_server", self._log, environment, [mode, str(root), may_lack], prefixes[0]
         )
-        workers = ForkServer("realhf.aws.cli.zygote", self._log, worker_environment(), [ACCOUNT, mode, may_lack],
-                             prefixes[1])  # fmt: skip
+        workers = ForkServer(
+            "realhf.aws.cli.zygote", self._log, worker_environment(), [ACCOUNT, mode, may_lack], prefixes[1]
+        )
         self._zygotes = [parent, workers]
         broker = None
         if contained.broker is not None:

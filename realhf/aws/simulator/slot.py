@@ -37,8 +37,15 @@ class Slot:
     simulated = True
     """The world may be emptied, set up and disturbed."""
 
-    def __init__(self, index: int, ministack: MiniStackProcess, zygote: ForkServer, folder: Path,
-                 factory: ClientFactory, limits: OutputLimits) -> None:  # fmt: skip
+    def __init__(
+        self,
+        index: int,
+        ministack: MiniStackProcess,
+        zygote: ForkServer,
+        folder: Path,
+        factory: ClientFactory,
+        limits: OutputLimits,
+    ) -> None:
         self.index = index
         self.account = ACCOUNT
         self.ministack = ministack
@@ -48,8 +55,9 @@ class Slot:
         """The agent's shell."""
         self.own_files = VirtualFolder(folder.with_name(f"{folder.name}-environment"))
         spawn = partial(self._spawn_worker, self.own_files, ministack.connect_as_environment)
-        self.own_executor = CliExecutor(spawn, lambda: self.ministack.healthy(),
-                                        replace(limits, stdout_bytes=_CHECKED_BYTES))  # fmt: skip
+        self.own_executor = CliExecutor(
+            spawn, lambda: self.ministack.healthy(), replace(limits, stdout_bytes=_CHECKED_BYTES)
+        )
         """Runs command lines of tasks (set-up, drift, checks) in a worker, over a connection and in a folder that no
         command of an agent ever reaches. The worker is forked when the first such line comes."""
         self.state = StateClient(f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory)

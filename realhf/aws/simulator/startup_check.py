@@ -77,8 +77,10 @@ def _patience() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TimeoutError(f"the self-test at start got no answer from its simulator within {_ANSWER_S:g} s ({error}); "
-                           "the machine may be overloaded: start again, or with fewer sessions") from error  # fmt: skip
+        raise TimeoutError(
+            f"the self-test at start got no answer from its simulator within {_ANSWER_S:g} s ({error}); "
+            "the machine may be overloaded: start again, or with fewer sessions"
+        ) from error
 
 
 def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: int) -> str:
@@ -87,9 +89,12 @@ def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: i
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("index.py", _CODE.format(paths=markers, port=port))
     function = {
-        "FunctionName": "self-test", "Runtime": "python3.12", "Handler": "index.handler", "Role": _ROLE,
+        "FunctionName": "self-test",
+        "Runtime": "python3.12",
+        "Handler": "index.handler",
+        "Role": _ROLE,
         "Code": {"ZipFile": base64.b64encode(archive.getvalue()).decode()},
-    }  # fmt: skip
+    }
     created = simulator.ask("POST", _FUNCTION, "lambda", _ANSWER_S, body=json.dumps(function).encode())
     arn = json.loads(created)["FunctionArn"]
     path = f"{_FUNCTION}/self-test/invocations"

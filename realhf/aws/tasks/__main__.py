@@ -36,8 +36,15 @@ def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Tabl
     for template in templates:
         wrong = found[template.task_id]
         verdict = "[red]" + escape("\n".join(wrong)) if wrong else "[green]ok"
-        table.add_row(str(template.task_id), kind_of(template), template.split, _strategy(template), template.name,
-                      str(len(template.solution)), verdict)  # fmt: skip
+        table.add_row(
+            str(template.task_id),
+            kind_of(template),
+            template.split,
+            _strategy(template),
+            template.name,
+            str(len(template.solution)),
+            verdict,
+        )
     return table
 
 

@@ -31,9 +31,7 @@ from realhf.aws.tasks.task import Task
 CANONICAL, CONTINUATION, RECOVERY = "canonical", "continuation", "recovery"
 VERIFICATION, HINT, HABIT = "verification", "hint", "habit"
 KINDS = (RECOVERY, HABIT, VERIFICATION, HINT, CONTINUATION, CANONICAL)
-DEFAULT_MIX: Mapping[str, float] = MappingProxyType(
-    {CONTINUATION: 0.2, RECOVERY: 0.15, VERIFICATION: 0.05, HINT: 0.05}
-)
+DEFAULT_MIX: Mapping[str, float] = MappingProxyType({CONTINUATION: 0.2, RECOVERY: 0.15, VERIFICATION: 0.05, HINT: 0.05})
 """Shares of the five trajectory types; what is left over is canonical."""
 SHORTENED_SHARE = 0.6
 """Part of the mistakes that shorten a name; the others are the template's."""
@@ -159,7 +157,9 @@ def _listing(service: str) -> str:
     needs: dict[str, Any] = {
         xform_name(name, "-"): model.operation_model(name).input_shape for name in model.operation_names
     }
-    looks = sorted((op for op in ALLOWED[service] if op.startswith(("list-", "describe-")) and op in needs),
-                   key=lambda op: (op.startswith("describe-"), op))  # fmt: skip
+    looks = sorted(
+        (op for op in ALLOWED[service] if op.startswith(("list-", "describe-")) and op in needs),
+        key=lambda op: (op.startswith("describe-"), op),
+    )
     free = [op for op in looks if needs[op] is None or not needs[op].required_members]
     return f"aws {service} {free[0]}" if free else ""

@@ -111,17 +111,28 @@ class Statistics:
     def groups(self) -> list[dict[str, Any]]:
         """One map per tier and kind: rows, achieved, and the means of turns and reward."""
         return [
-            {"tier": tier, "kind": kind, "rows": len(rows), "achieved": sum(row[1] for row in rows),
-             "mean_turns": sum(row[0] for row in rows) / len(rows),
-             "mean_reward": sum(row[2] for row in rows) / len(rows)}
+            {
+                "tier": tier,
+                "kind": kind,
+                "rows": len(rows),
+                "achieved": sum(row[1] for row in rows),
+                "mean_turns": sum(row[0] for row in rows) / len(rows),
+                "mean_reward": sum(row[2] for row in rows) / len(rows),
+            }
             for (tier, kind), rows in sorted(self._rows.items())
-        ]  # fmt: skip
+        ]
 
     def table(self) -> Table:
         found = Table("tier", "kind", "rows", "achieved", "turns", "reward")
         for group in self.groups():
-            found.add_row(group["tier"], group["kind"], str(group["rows"]), str(group["achieved"]),
-                          f"{group['mean_turns']:.1f}", f"{group['mean_reward']:.2f}")  # fmt: skip
+            found.add_row(
+                group["tier"],
+                group["kind"],
+                str(group["rows"]),
+                str(group["achieved"]),
+                f"{group['mean_turns']:.1f}",
+                f"{group['mean_reward']:.2f}",
+            )
         return found
 
 
@@ -138,8 +149,11 @@ def _mix(texts: Sequence[str]) -> dict[str, float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m realhf.aws.training.sft_data", description=__doc__,
-                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    found = argparse.ArgumentParser(
+        prog="python -m realhf.aws.training.sft_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = found.add_argument
     default = " ".join(f"{kind}={share:g}" for kind, share in DEFAULT_MIX.items())
     add("--out", type=Path, required=True, help="JSONL file to write; statistics go to <out>.stats.json")
@@ -148,8 +162,12 @@ def parser() -> argparse.ArgumentParser:
     add("--tiers", nargs="+", help="default: all")
     add("--tags", nargs="*", default=(), help="only templates with one of these tags")
     add("--split", choices=("train", "heldout"), default="train", help="which templates")
-    add("--mix", nargs="*", metavar="KIND=SHARE",
-        help=f"kinds: {', '.join(KINDS)}; the rest is canonical (default: {default})")  # fmt: skip
+    add(
+        "--mix",
+        nargs="*",
+        metavar="KIND=SHARE",
+        help=f"kinds: {', '.join(KINDS)}; the rest is canonical (default: {default})",
+    )
     add("--learn-mistakes", action="store_true", help="mistakes that are recovered from are marked for training too")
     add("--pool-size", type=int, default=4, help="simulators that play in parallel")
     return found

@@ -51,8 +51,11 @@ def template_problems(template: Template) -> list[str]:
         criteria = criteria_of(task)
     except (TaskError, KeyError, TypeError) as error:
         return [f"{type(error).__name__}: {error}"]
-    return [*_shape_problems(kind_of(template), criteria, task), *_policy_problems(task, criteria),
-            *_text_problems(task, criteria)]  # fmt: skip
+    return [
+        *_shape_problems(kind_of(template), criteria, task),
+        *_policy_problems(task, criteria),
+        *_text_problems(task, criteria),
+    ]
 
 
 def _shape_problems(kind: str, criteria: Criteria, task: Task) -> Iterator[str]:

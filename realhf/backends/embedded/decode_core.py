@@ -274,9 +274,7 @@ class DecodeCore:
         tokens, logprobs = np.zeros(len(turns), dtype=np.int64), np.zeros(len(turns), dtype=np.float32)
         for members in ways.values():
             at = self._index(members)
-            some = sample_tokens(
-                logits[at], draw[at], turns[members[0]].config, None if banned is None else banned[at]
-            )
+            some = sample_tokens(logits[at], draw[at], turns[members[0]].config, None if banned is None else banned[at])
             tokens[members], logprobs[members] = (part.cpu().numpy() for part in some)
         return tokens, logprobs
 

@@ -91,9 +91,7 @@ class EmbeddedGenerator:
             outputs[i] = turn.output()
         return outputs
 
-    def _turns(
-        self, requests: Sequence[GenRequest], config: GenConfig, stops: frozenset[int], seed: int
-    ) -> list[Turn]:
+    def _turns(self, requests: Sequence[GenRequest], config: GenConfig, stops: frozenset[int], seed: int) -> list[Turn]:
         """One draw per request and step for those without a seed: a row's tokens do not depend on when others end."""
         chunk = config.new_tokens_per_chunk or config.max_new_tokens
         budgets = [min(rest_of_turn(r, config, self._core.limit), chunk) for r in requests]

@@ -62,17 +62,11 @@ class RowLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, not empty: a masked column still enters softmax-weighted sums, and 0 * nan is nan.
         shared = self._shared
-        self.keys = key_states.new_zeros(
-            shared.rows, key_states.shape[1], shared.columns, key_states.shape[3]
-        )
-        self.values = value_states.new_zeros(
-            shared.rows, value_states.shape[1], shared.columns, value_states.shape[3]
-        )
+        self.keys = key_states.new_zeros(shared.rows, key_states.shape[1], shared.columns, key_states.shape[3])
+        self.values = value_states.new_zeros(shared.rows, value_states.shape[1], shared.columns, value_states.shape[3])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new entries (n, heads, n_query, head_dim); returns (n, heads, width, head_dim) each."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

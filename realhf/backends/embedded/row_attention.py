@@ -17,9 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _NAME = "row_decode"
-_KNOWN = frozenset(
-    {"sliding_window", "position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"}
-)
+_KNOWN = frozenset({"sliding_window", "position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
 """Keyword arguments that do not change this computation: the mask says what a query sees."""
 
 

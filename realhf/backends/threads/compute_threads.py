@@ -139,6 +139,9 @@ def threads(count: int) -> ComputeThreads:
     account, spin = LinuxCoreAccount.open(), OmpSpin.find(count)
     if account is None or spin is None:
         missing = "the kernel does not tell how long threads wait" if account is None else "torch uses no libgomp"
-        _log.warning("%s: %d threads spin at every barrier, which is many times slower while other programs keep "
-                     "cores busy", missing, count)
+        _log.warning(
+            "%s: %d threads spin at every barrier, which is many times slower while other programs keep cores busy",
+            missing,
+            count,
+        )
     return ComputeThreads(count, account, spin)

@@ -18,6 +18,7 @@ class CoreAccount(Protocol):
         """How long threads of this process were ready to run and had no core."""
         ...
 
+
 class LinuxCoreAccount:
     """Keeps one descriptor per thread open, so that asking costs a few microseconds a thread. Not thread-safe."""
 

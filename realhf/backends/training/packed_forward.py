@@ -47,7 +47,11 @@ class PackedForward:
         self._plain_head = _has_plain_head(model)
 
     def __call__(
-        self, sample: SequenceSample, *, temperature: float, with_entropy: bool = False,
+        self,
+        sample: SequenceSample,
+        *,
+        temperature: float,
+        with_entropy: bool = False,
         max_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities (and entropies) of ``packed_input_ids``: fp32 (sum of L-1,), 0 where
@@ -88,14 +92,10 @@ class PackedForward:
         chunks = zip(hidden.split(size), bucket.target.split(size), bucket.output.split(size), strict=True)
         return list(chunks)
 
-    def _score(
-        self, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _score(self, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         large = rows.shape[0] * self.model.config.vocab_size > _CHUNK_ELEMENTS // 2
         if self._plain_head and large and torch.is_grad_enabled():
-            return checkpoint(
-                self._log_softmax, rows, targets, temperature, with_entropy, use_reentrant=False
-            )  # type: ignore[return-value]
+            return checkpoint(self._log_softmax, rows, targets, temperature, with_entropy, use_reentrant=False)  # type: ignore[return-value]
         return self._log_softmax(rows, targets, temperature, with_entropy)
 
     def _log_softmax(

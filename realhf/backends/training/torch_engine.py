@@ -97,8 +97,9 @@ class TorchEngine:
         optimizer.zero_grad()
         with self._training(), self._threads.computing():
             for part in micro_batches(sample, mb_spec):
-                logprobs, entropy = self._forward(part, temperature=temperature, with_entropy=with_entropy,
-                                                  max_tokens=mb_spec.max_tokens_per_mb)
+                logprobs, entropy = self._forward(
+                    part, temperature=temperature, with_entropy=with_entropy, max_tokens=mb_spec.max_tokens_per_mb
+                )
                 self._threads.pace()
                 loss, part_stats = loss_fn(logprobs, part, entropy)
                 _accumulate(stats, part_stats)

@@ -84,8 +84,11 @@ class VllmApi:
         self, request_id: str, token_ids: Sequence[int], params: Mapping[str, Any], timeout_s: float
     ) -> Completion:
         """One request to its end. Raises FloatingPointError when the model's logits are not finite."""
-        body = {"request_id": request_id, "token_ids": list(token_ids),
-                "sampling_params": {**params, "logprobs": 0, "detokenize": False}}  # fmt: skip
+        body = {
+            "request_id": request_id,
+            "token_ids": list(token_ids),
+            "sampling_params": {**params, "logprobs": 0, "detokenize": False},
+        }
         answer = await self._call("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
         choice, usage = answer["choices"][0], answer["usage"]
         tokens = choice["token_ids"] or []

@@ -57,9 +57,18 @@ class VllmGenerator:
     the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` reach the server, whose log-probabilities are then
     those of the truncated distribution. A server without our extension reloads from a temporary folder."""
 
-    def __init__(self, url: str, *, version: int = -1, kv_policy: str = "recompute", max_requests: int = 256,
-                 request_timeout_s: float = 600.0, update_timeout_s: float = 120.0,
-                 pause_timeout_s: float = _CALL_TIMEOUT_S, tracer: Tracer | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        url: str,
+        *,
+        version: int = -1,
+        kv_policy: str = "recompute",
+        max_requests: int = 256,
+        request_timeout_s: float = 600.0,
+        update_timeout_s: float = 120.0,
+        pause_timeout_s: float = _CALL_TIMEOUT_S,
+        tracer: Tracer | None = None,
+    ) -> None:
         """``version``: of the weights that the server was started with; -1: requests wait for ``load_weights``.
 
         Returns when the server has answered. Raises VllmError or TimeoutError that tell what it lacks."""
@@ -152,8 +161,13 @@ class VllmGenerator:
         busy = self._counts["busy_s"] + (time.monotonic() - since if since is not None else 0.0)
         entries = list(self._entries.values())
         running = sum(entry.task is not None for entry in entries)
-        return {**self._counts, "busy_s": busy, "running": float(running), "waiting": float(len(entries) - running),
-                "weight_pause_ms": self._weight_pause_ms}  # fmt: skip
+        return {
+            **self._counts,
+            "busy_s": busy,
+            "running": float(running),
+            "waiting": float(len(entries) - running),
+            "weight_pause_ms": self._weight_pause_ms,
+        }
 
     def close(self) -> None:
         if self._closed:
@@ -173,8 +187,9 @@ class VllmGenerator:
             return
         if self._model.device == "cpu" and TIED_HEAD not in tensors:
             # vLLM 0.32 computes with a packed copy of the head there, which its own reload does not renew.
-            raise VllmError(f"{self._api.url} cannot renew a tied head: it must run with "
-                            f"--worker-extension-cls {EXTENSION}")  # fmt: skip
+            raise VllmError(
+                f"{self._api.url} cannot renew a tied head: it must run with --worker-extension-cls {EXTENSION}"
+            )
         with folder_on_disk(tensors) as folder:
             self._commit(version, "reload_weights", {"weights_path": folder})
 
@@ -256,9 +271,15 @@ class VllmGenerator:
         count = min(room, config.max_new_tokens - request.sampled)
         if count < 1:
             return GenOutput([], [], [], "length")
-        params = {"max_tokens": count, "min_tokens": min(max(0, config.min_new_tokens - request.sampled), count),
-                  "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k,
-                  "stop_token_ids": list(entry.stop_ids), "ignore_eos": True}  # fmt: skip
+        params = {
+            "max_tokens": count,
+            "min_tokens": min(max(0, config.min_new_tokens - request.sampled), count),
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "stop_token_ids": list(entry.stop_ids),
+            "ignore_eos": True,
+        }
         if request.seed is not None:
             params["seed"] = position_seed(request.seed, len(request.token_ids))
         async with self._slots:

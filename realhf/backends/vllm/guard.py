@@ -35,8 +35,7 @@ def main() -> None:
     # Before there is a child: a guard that dies between the two would leave it alone.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True,
-                             preexec_fn=_die_with_guard)  # fmt: skip
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard)
     share_niceness(child.pid)
     reporter = threading.Thread(target=_report_end, args=(child,), daemon=True)
     reporter.start()

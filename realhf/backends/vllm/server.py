@@ -43,8 +43,9 @@ class VllmServer:
     """Runs ``vllm serve`` on this host's loopback; a context manager. It ends with the process that started it, however
     that one ends. ``url`` is its address; ``log`` collects what it says."""
 
-    def __init__(self, model: str | Path, *, executable: Path, log: Path, port: int = 0,
-                 options: VllmOptions = VllmOptions()) -> None:  # fmt: skip
+    def __init__(
+        self, model: str | Path, *, executable: Path, log: Path, port: int = 0, options: VllmOptions = VllmOptions()
+    ) -> None:
         """``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. ``port`` 0: a free one.
 
         Returns at once (``wait_until_up``). Raises FileNotFoundError without the executable."""
@@ -55,11 +56,21 @@ class VllmServer:
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         imports = _imports(log.parent / "vllm_imports")
-        command = [sys.executable, "-m", "realhf.backends.vllm.guard",
-                   *_command(str(executable), str(model), self._port, options)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "realhf.backends.vllm.guard",
+            *_command(str(executable), str(model), self._port, options),
+        ]
         with log.open("ab") as output:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-                                            env=_environment(options, imports), start_new_session=True)  # fmt: skip
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(options, imports),
+                start_new_session=True,
+            )
 
     def wait_until_up(self, timeout_s: float = 180.0) -> None:
         """Return when it has sampled a first token. Raises TimeoutError or RuntimeError with its last words, and it is
@@ -80,8 +91,10 @@ class VllmServer:
                     except httpx.HTTPError as error:
                         said = type(error).__name__
                     time.sleep(_POLL_S)
-            raise TimeoutError(f"the vLLM server at {self.url} is not up within {timeout_s:g} s (last answer: {said}): "
-                               f"{self._last_words()}")  # fmt: skip
+            raise TimeoutError(
+                f"the vLLM server at {self.url} is not up within {timeout_s:g} s (last answer: {said}): "
+                f"{self._last_words()}"
+            )
         except BaseException:
             self.stop()
             raise
@@ -117,10 +130,26 @@ class VllmServer:
 def _command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
     # Log-probabilities after the temperature, as a trainer computes them; no sampling defaults of the model's folder;
     # token ids in and out; cached prompt tokens told.
-    command = [executable, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype,
-               "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out",
-               "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
-               "--worker-extension-cls", _EXTENSION]  # fmt: skip
+    command = [
+        executable,
+        "serve",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        options.dtype,
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+        "--worker-extension-cls",
+        _EXTENSION,
+    ]
     if not options.chunked_prefill:
         command.append("--no-enable-chunked-prefill")
     if options.eager:
@@ -140,8 +169,13 @@ def _imports(folder: Path) -> Path:
 
 
 def _environment(options: VllmOptions, imports: Path) -> dict[str, str]:
-    more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib), "PYTHONPATH": str(imports.resolve())}  # fmt: skip
+    more = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
+        "PYTHONPATH": str(imports.resolve()),
+    }
     if options.threads is not None:
         more["OMP_NUM_THREADS"] = str(options.threads)
     return {**os.environ, **more}

@@ -151,11 +151,21 @@ class _Book:
     def tally(self) -> Tally:
         counts = self._counts()
         return Tally(
-            admitted=counts.total(), consumed=counts["consumed"], rejected=counts["rejected"],
-            dropped=counts["dropped"], accepted=counts["accepted"], outstanding=counts["outstanding"],
-            lost=counts["lost"], twice=self.twice, impossible=self.impossible, steps=len(self.steps),
-            resumes=self.resumes, head_staleness_max=self.staleness, ended=self.ended, complete=self.complete,
-        )  # fmt: skip
+            admitted=counts.total(),
+            consumed=counts["consumed"],
+            rejected=counts["rejected"],
+            dropped=counts["dropped"],
+            accepted=counts["accepted"],
+            outstanding=counts["outstanding"],
+            lost=counts["lost"],
+            twice=self.twice,
+            impossible=self.impossible,
+            steps=len(self.steps),
+            resumes=self.resumes,
+            head_staleness_max=self.staleness,
+            ended=self.ended,
+            complete=self.complete,
+        )
 
 
 def audit(frames: Iterable[Sequence[Record]]) -> Tally:

@@ -67,10 +67,18 @@ class JournalState:
         self._trained: dict[str, Accept] = {}
         self._rejected = self._dropped = self._consumed = 0
         self._apply: dict[type, Callable[[Any], None]] = {
-            Admit: self._on_admit, Accept: self._on_accept, Reject: self._on_reject, Drop: self._on_drop,
-            Consume: self._on_consume, Commit: self._on_commit, Ckpt: self._on_ckpt, Resume: self._on_resume,
-            Draw: self._on_draw, End: self._on_end, Totals: self._on_totals,
-        }  # fmt: skip
+            Admit: self._on_admit,
+            Accept: self._on_accept,
+            Reject: self._on_reject,
+            Drop: self._on_drop,
+            Consume: self._on_consume,
+            Commit: self._on_commit,
+            Ckpt: self._on_ckpt,
+            Resume: self._on_resume,
+            Draw: self._on_draw,
+            End: self._on_end,
+            Totals: self._on_totals,
+        }
 
     def apply(self, record: Record) -> None:
         """Raises ValueError for a record that cannot follow what was applied before."""
@@ -125,11 +133,18 @@ class JournalState:
         """Records of one append that make an equal state, for ``Journal.checkpointed``."""
         admitted = self.totals()["admitted"]
         records: list[Record] = [
-            Totals(self._settled, admitted, self._consumed, self._rejected, self._dropped, self.order,
-                   list(self.planned.items())),
+            Totals(
+                self._settled,
+                admitted,
+                self._consumed,
+                self._rejected,
+                self._dropped,
+                self.order,
+                list(self.planned.items()),
+            ),
             *(Commit(step, version) for step, version in self.versions.items()),
             *self._admits.values(),
-        ]  # fmt: skip
+        ]
         if self.checkpoint is not None:
             records.append(self.checkpoint)
         if self.draw is not None:

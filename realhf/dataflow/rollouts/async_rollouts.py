@@ -76,7 +76,11 @@ class AsyncRollouts:
     an evaluation, ``close`` at the end."""
 
     def __init__(
-        self, plan: RolloutPlan, caller: GenerationCaller, source: DataSource, ledger: RolloutLedger,
+        self,
+        plan: RolloutPlan,
+        caller: GenerationCaller,
+        source: DataSource,
+        ledger: RolloutLedger,
         warn: Callable[[str], None] = _log.warning,
     ) -> None:
         options = plan.spec.options
@@ -85,19 +89,40 @@ class AsyncRollouts:
         consumed = plan.completed_steps * plan.batch_size
         self._supply = TaskSupply(source, plan.batch_size)
         self._staleness = StalenessManager(
-            batch_size=plan.batch_size, max_head_offpolicyness=eta, max_concurrent=plan.max_concurrent,
-            version=plan.completed_steps, accepted=consumed, consumed=consumed)  # fmt: skip
+            batch_size=plan.batch_size,
+            max_head_offpolicyness=eta,
+            max_concurrent=plan.max_concurrent,
+            version=plan.completed_steps,
+            accepted=consumed,
+            consumed=consumed,
+        )
         drop = options.staleness_policy == "drop"
-        rules = RolloutRules(plan.total_steps * plan.batch_size, options.rollout_deadline_s,
-                             options.on_failure.max_attempts, options.on_failure.policy == "fail_fast", drop,
-                             options.on_failure.max_deaths)
-        self.control = RolloutControl(self._supply, ledger, self._staleness,
-                                      StragglerGate(plan.batch_size, eta, wait=not drop), rules, discard=self._discard,
-                                      warn=warn)
+        rules = RolloutRules(
+            plan.total_steps * plan.batch_size,
+            options.rollout_deadline_s,
+            options.on_failure.max_attempts,
+            options.on_failure.policy == "fail_fast",
+            drop,
+            options.on_failure.max_deaths,
+        )
+        self.control = RolloutControl(
+            self._supply,
+            ledger,
+            self._staleness,
+            StragglerGate(plan.batch_size, eta, wait=not drop),
+            rules,
+            discard=self._discard,
+            warn=warn,
+        )
         self._service = RolloutService(self.control, plan.run_id)
         self._weights = WeightUpdates(
-            caller, plan.trainer, plan.spec.role, on_version=self.control.set_version, on_failed=self._not_loaded,
-            timeout_s=plan.load_s)  # fmt: skip
+            caller,
+            plan.trainer,
+            plan.spec.role,
+            on_version=self.control.set_version,
+            on_failed=self._not_loaded,
+            timeout_s=plan.load_s,
+        )
         self._rollout_workers: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._playing = False
@@ -109,7 +134,10 @@ class AsyncRollouts:
 
     @classmethod
     async def open(
-        cls, plan: RolloutPlan, caller: GenerationCaller, source: DataSource,
+        cls,
+        plan: RolloutPlan,
+        caller: GenerationCaller,
+        source: DataSource,
         warn: Callable[[str], None] = _log.warning,
     ) -> AsyncRollouts:
         """Go on from the journal in ``plan.folder``, if there is one. ``warn`` is told what a person has to know.
@@ -123,8 +151,13 @@ class AsyncRollouts:
 
     async def _open_stream(self) -> None:
         args = self._plan.spec.calls[0].interface_args
-        fields = {"control": self._service.endpoint, "credits": self._plan.credits, "keys": list(self._plan.spec.keys),
-                  "group_size": self._plan.group_size, "max_tokens": args["max_total_tokens"]}
+        fields = {
+            "control": self._service.endpoint,
+            "credits": self._plan.credits,
+            "keys": list(self._plan.spec.keys),
+            "group_size": self._plan.group_size,
+            "max_tokens": args["max_total_tokens"],
+        }
         reply = await self._call(self._plan.trainer, "stream_open", fields)
         self._stream = reply["endpoint"]
 
@@ -154,14 +187,24 @@ class AsyncRollouts:
             self._ledger.append(*lost, Draw(self._supply.state()))
         tasks = [Task(item_of(admit.item), admit.attempt + 1, order=admit.order) for admit in recovery.requeue]
         self.control.restore(tasks, staged, replay, recovery.order)
-        _log.info("journal: %d samples had arrived, %d were in play and are played again, %d steps are repeated",
-                  len(staged), len(tasks), len(replay))
+        _log.info(
+            "journal: %d samples had arrived, %d were in play and are played again, %d steps are repeated",
+            len(staged),
+            len(tasks),
+            len(replay),
+        )
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StreamLoader:
         """Fills the executor's buffer."""
         keys = buffer.graph.required_dataset_keys()
-        return StreamLoader(self.control, buffer, storage, worker=self._plan.trainer, keys=keys,
-                            busy=lambda: self.control.in_play > 0 or self._weights.busy)
+        return StreamLoader(
+            self.control,
+            buffer,
+            storage,
+            worker=self._plan.trainer,
+            keys=keys,
+            busy=lambda: self.control.in_play > 0 or self._weights.busy,
+        )
 
     # ---- workers
 
@@ -267,8 +310,10 @@ class AsyncRollouts:
         tokens = figures["tokens"]
         return {
             **{f"rollout/{name}": value for name, value in {**figures, **self._totals}.items()},
-            **await self.figures(), "training/occupancy": trained / report.wall_s,
-            "tokens": tokens, "tokens_per_second": tokens / report.wall_s,
+            **await self.figures(),
+            "training/occupancy": trained / report.wall_s,
+            "tokens": tokens,
+            "tokens_per_second": tokens / report.wall_s,
         }
 
     async def live(self) -> dict[str, dict[str, float]]:

@@ -68,8 +68,14 @@ class RolloutControl:
     """
 
     def __init__(
-        self, supply: TaskSupply, ledger: RolloutLedger, staleness: StalenessManager, gate: StragglerGate,
-        rules: RolloutRules, *, discard: Callable[[Sequence[str]], None],
+        self,
+        supply: TaskSupply,
+        ledger: RolloutLedger,
+        staleness: StalenessManager,
+        gate: StragglerGate,
+        rules: RolloutRules,
+        *,
+        discard: Callable[[Sequence[str]], None],
         warn: Callable[[str], None] = _log.warning,
     ) -> None:
         self._supply, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
@@ -191,8 +197,15 @@ class RolloutControl:
         self._gate.admit(task.item.id, self.staleness.version, task.order)
         expires = time.monotonic() + self._rules.deadline_s + LATE_S
         self._open[task.item.id] = _Open(task, task.attempt, worker, expires)
-        return RolloutLease(task.item.id, task.attempt, task.order, self.staleness.version, self._rules.deadline_s,
-                            task.item.metadata, task.item.values)
+        return RolloutLease(
+            task.item.id,
+            task.attempt,
+            task.order,
+            self.staleness.version,
+            self._rules.deadline_s,
+            task.item.metadata,
+            task.item.values,
+        )
 
     def rejected(self, worker: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:
         """An attempt failed: the sample is tried again, or given up after too many failures."""
@@ -215,8 +228,13 @@ class RolloutControl:
     def _return(self, sample_id: str, outcome: str, message: str, *, died: bool = False) -> None:
         entry = self._open.pop(sample_id)
         deaths = entry.task.deaths + died
-        task = replace(entry.task, attempt=entry.attempt + 1, failures=entry.task.failures + (not died), deaths=deaths,
-                       suspect=deaths >= max(1, self._rules.max_deaths - 1))
+        task = replace(
+            entry.task,
+            attempt=entry.attempt + 1,
+            failures=entry.task.failures + (not died),
+            deaths=deaths,
+            suspect=deaths >= max(1, self._rules.max_deaths - 1),
+        )
         final = task.failures >= self._rules.max_attempts or task.deaths >= self._rules.max_deaths
         self.staleness.reject()
         self._gate.forget(sample_id)
@@ -231,8 +249,12 @@ class RolloutControl:
         tally = f"{task.failures} failed attempts and {task.deaths} deaths of the process that played it"
         self._warn(f"sample {sample_id} is given up after {tally}, at last {outcome}: {message[:300]}")
         if self._in_vain >= MAX_IN_VAIN:
-            self.fail(RolloutsFailed(f"the last {self._in_vain} samples were all given up, {sample_id} after {tally}, "
-                                     f"at last by {outcome}: {message[:300]}"))
+            self.fail(
+                RolloutsFailed(
+                    f"the last {self._in_vain} samples were all given up, {sample_id} after {tally}, "
+                    f"at last by {outcome}: {message[:300]}"
+                )
+            )
 
     # ---- the stream
 
@@ -312,8 +334,9 @@ class RolloutControl:
             del self._step_of[result.id]
         self.staleness.consume(len(results))
         self._supply.record(results)
-        self._ledger.append(Consume([result.id for result in results], step), Commit(step, step + 1),
-                            Draw(self._supply.state()))
+        self._ledger.append(
+            Consume([result.id for result in results], step), Commit(step, step + 1), Draw(self._supply.state())
+        )
 
     def set_version(self, version: int) -> None:
         """Every living generation worker has these weights."""
@@ -327,14 +350,25 @@ class RolloutControl:
 
     def counters(self) -> dict[str, int]:
         """Every counter of admission."""
-        return {**self.staleness.counters(), "capacity": self.capacity, "staged": self._gate.staged,
-                "waiting": self._supply.returned, "lost_attempts": self.lost_attempts,
-                "given_up": self.given_up, "refused": self.refused}
+        return {
+            **self.staleness.counters(),
+            "capacity": self.capacity,
+            "staged": self._gate.staged,
+            "waiting": self._supply.returned,
+            "lost_attempts": self.lost_attempts,
+            "given_up": self.given_up,
+            "refused": self.refused,
+        }
 
     # ---- life
 
-    def restore(self, open_tasks: Sequence[Task], staged: Mapping[str, tuple[Admit, SequenceSample]],
-                replay: Mapping[int, Sequence[str]], next_order: int) -> None:  # fmt: skip
+    def restore(
+        self,
+        open_tasks: Sequence[Task],
+        staged: Mapping[str, tuple[Admit, SequenceSample]],
+        replay: Mapping[int, Sequence[str]],
+        next_order: int,
+    ) -> None:
         """Continue from a journal: samples that were in play are played again, what had arrived is there."""
         self._next_order = next_order
         for task in open_tasks:

@@ -76,8 +76,12 @@ class TaskSupply:
 
     def state(self) -> dict[str, Any]:
         """The source's state and what is drawn but not admitted, JSON-able."""
-        return {"source": self.source.state_dict(), "drawn": [item_map(item) for item in self.drawn],
-                "exhausted": self.exhausted, "recorded": sorted(self.recorded)}
+        return {
+            "source": self.source.state_dict(),
+            "drawn": [item_map(item) for item in self.drawn],
+            "exhausted": self.exhausted,
+            "recorded": sorted(self.recorded),
+        }
 
     def load_state(self, state: Mapping[str, Any], admitted: Iterable[str]) -> None:
         """Undo of ``state``; items ``admitted`` since are not drawn again."""

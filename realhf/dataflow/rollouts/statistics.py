@@ -24,12 +24,14 @@ def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
     notes = [json.loads(result.metadata["rollout"]) for result in results if result.metadata.get("rollout")]
     seconds = sorted(value for note in notes for value in note["episode_s"])
     figures: dict[str, float] = {
-        "reward": _mean(rewards), "success": _mean(everything),
+        "reward": _mean(rewards),
+        "success": _mean(everything),
         "turns": _mean([value for note in notes for value in note["turns"]]),
         "rollouts": float(sum(len(result.rewards) for result in results)),
         "failed_rollouts": float(sum(reward is None for result in results for reward in result.rewards)),
         "tokens": float(sum(note["tokens"] for note in notes)),
-        "episode_s_p50": _quantile(seconds, 0.5), "episode_s_p99": _quantile(seconds, 0.99),
+        "episode_s_p50": _quantile(seconds, 0.5),
+        "episode_s_p99": _quantile(seconds, 0.99),
     }
     figures |= {f"success/{tier}": _mean(values) for tier, values in sorted(success.items()) if tier and values}
     return figures | _counted(notes, "failed") | _counted(notes, "retried")

@@ -25,8 +25,15 @@ class StreamLoader:
     """A ``StepLoader``. ``worker`` holds the tensors of everything that is streamed; ``keys`` enter the buffer."""
 
     def __init__(
-        self, source: CohortSource, buffer: AsyncIOSequenceBuffer, storage: StorageMap, *, worker: str,
-        keys: Sequence[str], steps_in_flight: int = 1, busy: Callable[[], bool] = lambda: False,
+        self,
+        source: CohortSource,
+        buffer: AsyncIOSequenceBuffer,
+        storage: StorageMap,
+        *,
+        worker: str,
+        keys: Sequence[str],
+        steps_in_flight: int = 1,
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source, self._buffer, self._storage = source, buffer, storage
         self._worker, self._keys = worker, tuple(keys)

@@ -41,8 +41,14 @@ class WeightUpdates:
     replaced. ``timeout_s`` bounds each call, loading by what its bytes take in addition."""
 
     def __init__(
-        self, caller: GenerationCaller, trainer: str, role: str, *, on_version: Callable[[int], None],
-        on_failed: Callable[[str, Exception], None], timeout_s: float,
+        self,
+        caller: GenerationCaller,
+        trainer: str,
+        role: str,
+        *,
+        on_version: Callable[[int], None],
+        on_failed: Callable[[str, Exception], None],
+        timeout_s: float,
     ) -> None:
         self._caller, self._trainer, self._role = caller, trainer, role
         self._on_version, self._on_failed = on_version, on_failed

@@ -200,9 +200,7 @@ def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) 
         os.close(pidfd)
 
 
-def _become_child(
-    control: socket.socket, zygote: int, request: dict[str, Any], fds: list[int], child: Child
-) -> None:
+def _become_child(control: socket.socket, zygote: int, request: dict[str, Any], fds: list[int], child: Child) -> None:
     code = 1
     try:
         sandbox.die_with_parent()

@@ -36,13 +36,18 @@ class Containment:
         """Raises RuntimeError when bubblewrap is demanded and does not work here."""
         found = None if sandbox == "plain" and lambda_mode == "stub" else bubblewrap.find()
         if sandbox == "bwrap" and found is None:
-            raise RuntimeError("SANDBOX=bwrap, but bubblewrap does not work here: install Debian's package "
-                               "bubblewrap and allow unprivileged user namespaces, or use SANDBOX=auto")  # fmt: skip
+            raise RuntimeError(
+                "SANDBOX=bwrap, but bubblewrap does not work here: install Debian's package "
+                "bubblewrap and allow unprivileged user namespaces, or use SANDBOX=auto"
+            )
         if lambda_mode == "sandbox" and found is None:
-            raise RuntimeError("LAMBDA=sandbox runs code in bubblewrap, which does not work here: install Debian's "
-                               "package bubblewrap, or use LAMBDA=stub")  # fmt: skip
-        return cls(sandbox, lambda_mode, None if sandbox == "plain" else found,
-                   found if lambda_mode == "sandbox" else None)  # fmt: skip
+            raise RuntimeError(
+                "LAMBDA=sandbox runs code in bubblewrap, which does not work here: install Debian's "
+                "package bubblewrap, or use LAMBDA=stub"
+            )
+        return cls(
+            sandbox, lambda_mode, None if sandbox == "plain" else found, found if lambda_mode == "sandbox" else None
+        )
 
     @property
     def network_mode(self) -> str:

@@ -69,8 +69,12 @@ class _Calls:
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
         self.fork, self.socket, self.connect, self.execve, self.open = (
-            libc.fork, libc.socket, libc.connect, libc.execve, libc.open,
-        )  # fmt: skip
+            libc.fork,
+            libc.socket,
+            libc.connect,
+            libc.execve,
+            libc.open,
+        )
         self._errno = libc["__errno_location"]
         self._errno.restype = ctypes.POINTER(ctypes.c_int)
 

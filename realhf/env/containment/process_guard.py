@@ -34,8 +34,9 @@ class ProcessGuard:
         sandbox.forbid_new_privileges()
         if not seccomp.install() and FILTER not in self.may_lack:
             raise RuntimeError("the system call filter could not be installed")
-        sandbox.limit_resources(file_bytes=self.file_bytes, open_files=self.open_files,
-                                address_bytes=self.address_bytes, cpu_s=self.cpu_s)  # fmt: skip
+        sandbox.limit_resources(
+            file_bytes=self.file_bytes, open_files=self.open_files, address_bytes=self.address_bytes, cpu_s=self.cpu_s
+        )
         sandbox.AuditGuard(self.read_roots, (folder,), on_denied, writes).install()
         if HOOKS not in self.may_lack:
             sandbox.prove_containment()

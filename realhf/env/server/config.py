@@ -27,8 +27,17 @@ _CHOICES = {
     "reward_mode": ("potential", "level"),
     "web": ("auto", "dedicated", "off"),
 }
-_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False,
-             "": False}  # fmt: skip
+_BOOLEANS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+    "": False,
+}
 _LIMITS = {
     "port": (0, 65535),
     "pool_size": (1, 1024),
@@ -66,35 +75,50 @@ class ServerConfig:
     ministack_base_port: int = _setting(4566, "first port of the simulators, pool_size in a row; 0: any free ports")
     backend_type: str = _setting("simulator", "simulator, or aws: a real account (see docs/environment.md)")
     max_steps: int = _setting(15, "commands of one episode")
-    capacity_mode: str = _setting("reject", "a client too many: reject (503 before the handshake) or openenv (an error "
-                                            "frame after it, as stock OpenEnv servers do)")  # fmt: skip
+    capacity_mode: str = _setting(
+        "reject",
+        "a client too many: reject (503 before the handshake) or openenv (an error "
+        "frame after it, as stock OpenEnv servers do)",
+    )
     max_command_bytes: int = _setting(8192, "length of a command, in bytes")
     max_stdout_bytes: int = _setting(16384, "kept of a command's output")
     max_stderr_bytes: int = _setting(4096, "kept of a command's error text")
     cmd_timeout_s: float = _setting(10.0, "seconds a command may take")
     idle_timeout_s: float = _setting(3600.0, "seconds without a message after which a session is closed; 0: never")
-    first_message_timeout_s: float = _setting(60.0, "seconds that a new session may keep its slot without a first "
-                                                    "message; 0: as long as an idle one")  # fmt: skip
+    first_message_timeout_s: float = _setting(
+        60.0, "seconds that a new session may keep its slot without a first message; 0: as long as an idle one"
+    )
     ws_ping_interval_s: float = _setting(20.0, "seconds between pings")
     ws_ping_timeout_s: float = _setting(600.0, "seconds a busy client may leave a ping unanswered")
-    reward_mode: str = _setting("potential", "potential (rewards of an episode sum to its final score) or level (each "
-                                             "reward is the score so far)")  # fmt: skip
+    reward_mode: str = _setting(
+        "potential",
+        "potential (rewards of an episode sum to its final score) or level (each reward is the score so far)",
+    )
     enable_chaos: bool = _setting(True, "disturb episodes of the higher tiers, unless a reset says chaos=false")
     lambda_mode: str = _setting("stub", "Lambda code: stub (a fixed answer, nothing runs) or sandbox (in bubblewrap)")
     sandbox: str = _setting("auto", "containment of the simulators: auto, bwrap (or no start) or plain")
-    may_lack: str = _setting("", "layers of containment (with commas: hooks, filter, limits, network, bubblewrap) "
-                                 "without which the server starts all the same")  # fmt: skip
+    may_lack: str = _setting(
+        "",
+        "layers of containment (with commas: hooks, filter, limits, network, bubblewrap) "
+        "without which the server starts all the same",
+    )
     web: str = _setting("auto", "playground at /web: auto (with pool_size 1 only), dedicated (always) or off")
     web_ministack_port: int = _setting(4565, "port of the playground's own simulator; 0: any free port")
     web_solutions: bool = _setting(False, "the playground shows canonical solutions")
     token: str = _setting("", "bearer token that clients must send")
-    allowed_hosts: str = _setting("", "names (with commas) that clients may call the server by, beside its host, the "
-                                      "loopback's and, beyond the loopback, its addresses")  # fmt: skip
+    allowed_hosts: str = _setting(
+        "",
+        "names (with commas) that clients may call the server by, beside its host, the "
+        "loopback's and, beyond the loopback, its addresses",
+    )
     allow_real_aws: str = _setting("", "backend_type aws: the account id, as confirmation")
     step_latency_ms: float = _setting(0.0, "SIMULATED: milliseconds added to every step of a session")
     fault_rate: float = _setting(0.0, "SIMULATED: fraction of the steps of a session that fail")
-    fault_kinds: str = _setting(DEFAULT_KINDS, "SIMULATED: how they fail, with weights: unavailable (an error frame: "
-                                               "the step was not executed), disconnect, hang")  # fmt: skip
+    fault_kinds: str = _setting(
+        DEFAULT_KINDS,
+        "SIMULATED: how they fail, with weights: unavailable (an error frame: "
+        "the step was not executed), disconnect, hang",
+    )
     fault_seed: int = _setting(0, "SIMULATED: seed of the faults")
     allow_file: str = _setting("", "backend_type aws: file with operations that are allowed beside the default reads")
 
@@ -109,12 +133,16 @@ class ServerConfig:
                 raise ConfigError(f"{_named(name)} is {value!r}; allowed: {', '.join(choices)}")
         last = self.ministack_base_port + self.pool_size - 1
         if self.ministack_base_port and last > 65535:
-            raise ConfigError(f"{_named('ministack_base_port')} is {self.ministack_base_port}; there are no "
-                              f"{self.pool_size} ports from there on")  # fmt: skip
+            raise ConfigError(
+                f"{_named('ministack_base_port')} is {self.ministack_base_port}; there are no "
+                f"{self.pool_size} ports from there on"
+            )
         ours = self.web_ministack_port
         if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
-            raise ConfigError(f"{_named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
-                              f"({self.ministack_base_port} to {last})")  # fmt: skip
+            raise ConfigError(
+                f"{_named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
+                f"({self.ministack_base_port} to {last})"
+            )
         if self.may_lack and self.backend_type == "aws":
             raise ConfigError(f"{_named('may_lack')} has no effect with {_named('backend_type')} aws")
         if unknown := self.missing_layers - set(LAYERS):
@@ -123,8 +151,10 @@ class ServerConfig:
             self._check_open_host()
         self._check_simulated()
         if self.backend_type == "aws" and not (self.token and self.allow_real_aws and self.pool_size == 1):
-            raise ConfigError(f"{_named('backend_type')} is aws; it needs {_named('token')}, the account id in "
-                              f"{_named('allow_real_aws')} and {_named('pool_size')} 1")  # fmt: skip
+            raise ConfigError(
+                f"{_named('backend_type')} is aws; it needs {_named('token')}, the account id in "
+                f"{_named('allow_real_aws')} and {_named('pool_size')} 1"
+            )
 
     def _check_open_host(self) -> None:
         where = f"{_named('host')} is {self.host!r}, not a loopback address"

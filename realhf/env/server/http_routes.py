@@ -193,8 +193,9 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, config: ServerConfi
     @app.exception_handler(RequestValidationError)
     async def mistaken(request: Request, error: RequestValidationError) -> Response:
         """Which fields are wrong, without what was sent: it may be long, and may be no text."""
-        problems = [{"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]}
-                    for one in error.errors()[:20]]  # fmt: skip
+        problems = [
+            {"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]} for one in error.errors()[:20]
+        ]
         return Response(json.dumps({"detail": problems, "code": wire.VALIDATION_ERROR}), 422, media_type=_JSON)
 
     @app.exception_handler(TimeoutError)

@@ -56,9 +56,11 @@ class ServerMetrics:
             "realhf_env_reset_seconds", "time of a reset", buckets=_LATENCY_BUCKETS, registry=self._registry
         )
         self.loop_lag_seconds = Histogram(
-            "realhf_env_loop_lag_seconds", "how late the event loop is", buckets=_LATENCY_BUCKETS,
-            registry=self._registry
-        )  # fmt: skip
+            "realhf_env_loop_lag_seconds",
+            "how late the event loop is",
+            buckets=_LATENCY_BUCKETS,
+            registry=self._registry,
+        )
         self.step_seconds = Histogram(
             "realhf_env_step_seconds", "time of a step", buckets=_LATENCY_BUCKETS, registry=self._registry
         )

@@ -53,8 +53,10 @@ class OriginGuard:
     def _problem(self, scope: Mapping[str, Any]) -> str:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         if len(hosts) != 1 or not self._serves(host_of(hosts[0])):
-            return ("this host is not served here; AWS_RL_ENV_ALLOWED_HOSTS (--allowed-hosts) names further ones that "
-                    "clients may use")  # fmt: skip
+            return (
+                "this host is not served here; AWS_RL_ENV_ALLOWED_HOSTS (--allowed-hosts) names further ones that "
+                "clients may use"
+            )
         if origins and (len(origins) > 1 or not _same(origins[0], hosts[0])):
             return "only pages of this server may call it; programs send no Origin"
         if not set(_values(scope, b"sec-fetch-site")) <= _NO_PAGE and not _is_visit(scope):
@@ -69,8 +71,11 @@ class OriginGuard:
 
 def _is_visit(scope: Mapping[str, Any]) -> bool:
     """Whether somebody follows a link from elsewhere: the page that sent them sees nothing of the answer."""
-    return scope.get("method") == "GET" and _values(scope, b"sec-fetch-mode") == ["navigate"] and (
-        _values(scope, b"sec-fetch-dest") == ["document"])
+    return (
+        scope.get("method") == "GET"
+        and _values(scope, b"sec-fetch-mode") == ["navigate"]
+        and (_values(scope, b"sec-fetch-dest") == ["document"])
+    )
 
 
 def _same(origin: str, host: str) -> bool:

@@ -20,8 +20,18 @@ class EnvServerProcess:
     """
 
     def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
-        command = [sys.executable, "-m", "workers.env_worker", "--port", "0", "--ministack-base-port", "0",
-                   "--pool-size", str(pool_size), *arguments]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "workers.env_worker",
+            "--port",
+            "0",
+            "--ministack-base-port",
+            "0",
+            "--pool-size",
+            str(pool_size),
+            *arguments,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self.process.stdout is not None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()

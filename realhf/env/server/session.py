@@ -137,8 +137,10 @@ class Session:
             _LOG.warning("a session was closed: no message for %g s (AWS_RL_ENV_IDLE_TIMEOUT_S)", self._idle_timeout)
             return 1001, "idle timeout"
         self._metrics.sessions_unused.inc()
-        _LOG.warning("a session was closed: no first message within %g s (AWS_RL_ENV_FIRST_MESSAGE_TIMEOUT_S)",
-                     self._first_timeout)  # fmt: skip
+        _LOG.warning(
+            "a session was closed: no first message within %g s (AWS_RL_ENV_FIRST_MESSAGE_TIMEOUT_S)",
+            self._first_timeout,
+        )
         return 1001, "no first message"
 
     async def _fail(self, send: Send) -> tuple[int, str] | None:

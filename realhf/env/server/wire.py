@@ -149,9 +149,7 @@ def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise WireError(VALIDATION_ERROR, "command is not valid Unicode text", field="data.command") from None
     if size > max_command_bytes:
-        raise WireError(
-            VALIDATION_ERROR, f"command of {size} bytes, at most {max_command_bytes}", field="data.command"
-        )
+        raise WireError(VALIDATION_ERROR, f"command of {size} bytes, at most {max_command_bytes}", field="data.command")
     return data
 
 

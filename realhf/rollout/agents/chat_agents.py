@@ -143,8 +143,12 @@ class ChatApiAgent:
         for reply, observation in conversation.turns:
             messages.append({"role": "assistant", "content": reply.text})
             messages.append({"role": "user", "content": observed(reply, observation, self.observation_chars)})
-        request = {"model": self.model, "messages": messages, "temperature": self.temperature,
-                   "max_tokens": self.max_new_tokens}  # fmt: skip
+        request = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": self.temperature,
+            "max_tokens": self.max_new_tokens,
+        }
         if self.chat_template_kwargs:
             request["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         answer = self._post(request)

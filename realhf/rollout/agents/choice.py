@@ -30,5 +30,7 @@ def make_agent(name: str, chat: TemplateChat, args: Mapping[str, Any]) -> Episod
 def check_whole_distribution(gen: GenConfig) -> None:
     """Raises ValueError for sampling options with which no policy gradient can be computed."""
     if cut := gen.truncations():
-        raise ValueError(f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, top_k=0, "
-                         "min_new_tokens=0)")
+        raise ValueError(
+            f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, top_k=0, "
+            "min_new_tokens=0)"
+        )

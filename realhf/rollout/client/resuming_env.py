@@ -164,8 +164,16 @@ def _fingerprint(result: AwsStepResult) -> tuple[Any, ...]:
     seen = result.observation
     text = observation_text(seen.model_dump(), max_chars=_COMPARED_CHARS)
     task = seen.task.description if seen.task else None
-    return (text, task, result.reward, result.done, seen.task_achieved, seen.partial_progress, seen.steps_left,
-            seen.model_extra)
+    return (
+        text,
+        task,
+        result.reward,
+        result.done,
+        seen.task_achieved,
+        seen.partial_progress,
+        seen.steps_left,
+        seen.model_extra,
+    )
 
 
 def _check(what: str, before: AwsStepResult, now: AwsStepResult) -> None:

@@ -18,9 +18,14 @@ OUTCOME_CODES = {"env_error": 3, "policy_error": 5, "env_timeout": 6, "connectio
 FILTERED = 2
 
 _KEYS = {
-    "packed_input_ids": ("i64", "L"), "prompt_mask": ("bool", "L"), "loss_mask": ("bool", "L"),
-    "packed_logprobs": ("f32", "L-1"), "packed_versions": ("i32", "L-1"),
-    "env_rewards": ("f32", "1"), "seq_no_eos_mask": ("bool", "1"), "outcome": ("u8", "1"),
+    "packed_input_ids": ("i64", "L"),
+    "prompt_mask": ("bool", "L"),
+    "loss_mask": ("bool", "L"),
+    "packed_logprobs": ("f32", "L-1"),
+    "packed_versions": ("i32", "L-1"),
+    "env_rewards": ("f32", "1"),
+    "seq_no_eos_mask": ("bool", "1"),
+    "outcome": ("u8", "1"),
 }
 """Dtype and length rule of every key."""
 _ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
@@ -57,8 +62,11 @@ def outcomes_to_sample(
     }
     offsets = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
     values = np.array(packed.lengths, dtype=np.int64)
-    by_rule = {"L": Lengths(values, offsets), "L-1": Lengths(values - 1, offsets),
-               "1": Lengths(np.ones_like(values), offsets)}  # fmt: skip
+    by_rule = {
+        "L": Lengths(values, offsets),
+        "L-1": Lengths(values - 1, offsets),
+        "1": Lengths(np.ones_like(values), offsets),
+    }
     metadata = {
         "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
         "achieved": [
@@ -66,10 +74,13 @@ def outcomes_to_sample(
         ],
     }
     return SequenceSample.from_lengths(
-        tuple(ids), {key: by_rule[rule] for key, (_, rule) in _KEYS.items()},
-        {key: dtype for key, (dtype, _) in _KEYS.items()}, dict.fromkeys(_KEYS, ()),
-        {key: torch.from_numpy(array) for key, array in arrays.items()}, metadata,
-    )  # fmt: skip
+        tuple(ids),
+        {key: by_rule[rule] for key, (_, rule) in _KEYS.items()},
+        {key: dtype for key, (dtype, _) in _KEYS.items()},
+        dict.fromkeys(_KEYS, ()),
+        {key: torch.from_numpy(array) for key, array in arrays.items()},
+        metadata,
+    )
 
 
 class _Packed:

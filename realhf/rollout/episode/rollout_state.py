@@ -101,8 +101,11 @@ class RolloutState:
         if reason != "length":
             self.fail("policy_error", "the engine returned no tokens")
         elif not self.turns:
-            self.fail("policy_error", f"the first prompt of {len(self.tokens.prompt_ids)} tokens fills the engine's "
-                                      "context: it is shorter than rollout.max_total_tokens")
+            self.fail(
+                "policy_error",
+                f"the first prompt of {len(self.tokens.prompt_ids)} tokens fills the engine's "
+                "context: it is shorter than rollout.max_total_tokens",
+            )
         else:
             self.tokens.drop_environment()
             self.status = "token_budget"

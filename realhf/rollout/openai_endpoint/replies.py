@@ -18,9 +18,11 @@ DONE = "data: [DONE]\n\n"
 def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[str, Any]:
     """A whole ``chat.completion``."""
     choice = {
-        "index": 0, "message": {"role": "assistant", "content": turn.text, "refusal": None},
-        "finish_reason": turn.finish_reason, "logprobs": _logprobs(turn, chat) if logprobs else None,
-    }  # fmt: skip
+        "index": 0,
+        "message": {"role": "assistant", "content": turn.text, "refusal": None},
+        "finish_reason": turn.finish_reason,
+        "logprobs": _logprobs(turn, chat) if logprobs else None,
+    }
     return _head("chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
 

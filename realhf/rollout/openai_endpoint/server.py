@@ -30,10 +30,17 @@ class OpenAiServer:
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
         self.url = ""
-        self._server = _Server(uvicorn.Config(
-            build_app(sessions), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
-            timeout_graceful_shutdown=1,
-        ))  # fmt: skip
+        self._server = _Server(
+            uvicorn.Config(
+                build_app(sessions),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
         self._serving: asyncio.Task[None] | None = None
 
     def base_url(self, session: Session) -> str:

@@ -95,9 +95,15 @@ class TokenLedger:
     """
 
     def __init__(
-        self, chat: TemplateChat, *, slot: int, seed: int | None, max_total_tokens: int, turn_tokens: int,
+        self,
+        chat: TemplateChat,
+        *,
+        slot: int,
+        seed: int | None,
+        max_total_tokens: int,
+        turn_tokens: int,
         max_turns: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.branches: list[Branch] = []
         self.slots: list[int] = []
         self.turns = 0
@@ -139,8 +145,11 @@ class TokenLedger:
         interrupted = output.finish_reason == "interrupted"
         full = not count and output.finish_reason == "length"
         if full and not turn.parts:
-            raise self._over("token_budget", "context_length_exceeded",
-                             f"the conversation of {len(turn.prompt)} tokens fills the engine's context")
+            raise self._over(
+                "token_budget",
+                "context_length_exceeded",
+                f"the conversation of {len(turn.prompt)} tokens fills the engine's context",
+            )
         if (not count and not interrupted and not full) or not count == len(output.logprobs) == len(output.versions):
             raise ValueError(
                 f"the engine returned {count} tokens, {len(output.logprobs)} logprobs, {len(output.versions)} versions"

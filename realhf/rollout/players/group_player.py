@@ -139,8 +139,9 @@ class GroupPlayer:
         job = Job(member, reset, int(reset["seed"]), sampling_seed=sampling_seed(self._run_seed, lease.id, member))
         attempts = 1 + self._policy.retries
         for attempt in range(attempts):
-            session = ResumingEnv(env, reset=reset, retries=self._policy.retries, reopen=self._pool.reopen,
-                                  patience_s=self._patience_s)  # fmt: skip
+            session = ResumingEnv(
+                env, reset=reset, retries=self._policy.retries, reopen=self._pool.reopen, patience_s=self._patience_s
+            )
             outcome = await self._agent.play(session, job, tokens, self._first_slot + member)
             played.failures.update(session.failures)
             if session.resumed:

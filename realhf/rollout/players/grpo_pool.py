@@ -208,9 +208,7 @@ class GrpoPool:
             self._generator = ThreadPoolExecutor(1, thread_name_prefix="grpo-generate")
         return await asyncio.get_running_loop().run_in_executor(self._generator, fn, *args)
 
-    def record_group_result(
-        self, task: Any, rewards: Sequence[Any], success_threshold: float = 0.99
-    ) -> GroupSummary:
+    def record_group_result(self, task: Any, rewards: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
         """Tell the curriculum about a group, once; the pool's only write to it. See ``record_group``."""
         return record_group(self._curriculum, task, rewards, success_threshold)
 

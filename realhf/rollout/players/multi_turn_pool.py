@@ -80,8 +80,13 @@ class MultiTurnEnvPool:
         check_on_failure(on_failure)
         self.size = size
         self.timings: dict[str, float] = {
-            "env_s": 0.0, "reset_s": 0.0, "generation_s": 0.0, "rounds": 0.0, "env_steps": 0.0, "episodes": 0.0,
-        }  # fmt: skip
+            "env_s": 0.0,
+            "reset_s": 0.0,
+            "generation_s": 0.0,
+            "rounds": 0.0,
+            "env_steps": 0.0,
+            "episodes": 0.0,
+        }
         self._curriculum = curriculum
         self._limits = Limits(max_turns, max_total_tokens, turn_tokens, observation_chars)
         self._group = SessionGroup(
@@ -127,9 +132,15 @@ class MultiTurnEnvPool:
         self._finalizer = weakref.finalize(self, _shut_down, thread, self._group, _FINALIZE_S)
 
     def run_group(
-        self, task: Any, policy: Policy, *, group_size: int | None = None, seed: int | None = None,
-        mode: str = "lockstep", chaos: bool = False,
-    ) -> list[RolloutOutcome]:  # fmt: skip
+        self,
+        task: Any,
+        policy: Policy,
+        *,
+        group_size: int | None = None,
+        seed: int | None = None,
+        mode: str = "lockstep",
+        chaos: bool = False,
+    ) -> list[RolloutOutcome]:
         """``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or reset arguments. ``seed``
         None: the task's own (0 for reset arguments). See ``run_groups``."""
         arguments = reset_arguments(task, seed, chaos)
@@ -137,9 +148,15 @@ class MultiTurnEnvPool:
         return self.run_groups([arguments], policy, group_size=group_size or self.size, seeds=[wanted], mode=mode)[0]
 
     def run_groups(
-        self, tasks: Sequence[Mapping[str, Any]], policy: Policy, *, group_size: int, seeds: Sequence[int],
-        mode: str = "lockstep", sampling_seeds: Sequence[Sequence[int]] | None = None,
-    ) -> list[list[RolloutOutcome]]:  # fmt: skip
+        self,
+        tasks: Sequence[Mapping[str, Any]],
+        policy: Policy,
+        *,
+        group_size: int,
+        seeds: Sequence[int],
+        mode: str = "lockstep",
+        sampling_seeds: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[RolloutOutcome]]:
         """Play ``group_size`` episodes of every task and return them per task, in order.
 
         ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]`` their seed,
@@ -152,8 +169,12 @@ class MultiTurnEnvPool:
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
         thread = self._ready()
         jobs = [
-            Job(number * group_size + member, task, seed,
-                sampling_seed=sampling_seeds[number][member] if sampling_seeds else None)
+            Job(
+                number * group_size + member,
+                task,
+                seed,
+                sampling_seed=sampling_seeds[number][member] if sampling_seeds else None,
+            )
             for number, (task, seed) in enumerate(zip(tasks, seeds, strict=True))
             for member in range(group_size)
         ]
@@ -180,9 +201,7 @@ class MultiTurnEnvPool:
         with self._alone():
             return thread.call(self._group.step(actions))
 
-    def record_group_result(
-        self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99
-    ) -> GroupSummary:
+    def record_group_result(self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
         """Tell the curriculum about a group, once; the pool's only write to it. See ``record_group``."""
         return record_group(self._curriculum, task, outcomes, success_threshold)
 
@@ -247,9 +266,7 @@ class MultiTurnEnvPool:
     def _independent(self, thread: LoopThread, jobs: Sequence[Job], policy: Policy) -> list[RolloutOutcome | None]:
         retry = self._on_failure == "retry"
         limits = replace(self._limits, reward_mode=self.reward_mode)
-        play = IndependentPlay(
-            self._group.clients, jobs, policy.chat, limits, retry=retry, reopen=self._group.reopen
-        )
+        play = IndependentPlay(self._group.clients, jobs, policy.chat, limits, retry=retry, reopen=self._group.reopen)
         running = asyncio.run_coroutine_threadsafe(play.run(), thread.loop)
         over, round_index = False, 0
         try:

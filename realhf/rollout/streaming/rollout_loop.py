@@ -90,8 +90,9 @@ class RolloutLoop:
             if frames is not None:
                 await self._push(lease, frames)
         finally:
-            self._tracer.record("sample", began, time.time_ns(), line=self._players[id(player)][1],
-                                id=lease.id, attempt=lease.attempt)  # fmt: skip
+            self._tracer.record(
+                "sample", began, time.time_ns(), line=self._players[id(player)][1], id=lease.id, attempt=lease.attempt
+            )
             self._idle.append(player)
             self._freed.set()
 

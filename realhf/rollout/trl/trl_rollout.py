@@ -30,7 +30,7 @@ def task_of_prompt(prompt: Any) -> dict[str, Any]:
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise ValueError(f"a prompt must be JSON of reset arguments such as {{\"task_id\": 1}}, not {text!r:.200}")
+        raise ValueError(f'a prompt must be JSON of reset arguments such as {{"task_id": 1}}, not {text!r:.200}')
     return arguments
 
 
@@ -47,9 +47,7 @@ class PoolRollouts:
     task. A failed rollout is one end token whose mask is 0.
     """
 
-    def __init__(
-        self, pool: MultiTurnEnvPool, task_of: Callable[[Any], Mapping[str, Any]] = task_of_prompt
-    ) -> None:
+    def __init__(self, pool: MultiTurnEnvPool, task_of: Callable[[Any], Mapping[str, Any]] = task_of_prompt) -> None:
         self._pool = pool
         self._task_of = task_of
 

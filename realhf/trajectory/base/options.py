@@ -64,9 +64,17 @@ class StateOptions:
 def strict(options: StateOptions, **chosen: Any) -> StateOptions:
     """The original's behaviour in every row of the strict switch, but for the rows named in ``chosen``."""
     rows: dict[str, Any] = {
-        "reregister": "ignore", "divisor_packing": False, "weighted_fill": False, "recheck_minimums": False,
-        "heartbeat_timeout_s": math.inf, "lease_anonymous": False, "count_others_of_size_one": False,
-        "status_before_registration": False, "fence_epochs": False, "bound_staleness": False, "bound_integers": False,
+        "reregister": "ignore",
+        "divisor_packing": False,
+        "weighted_fill": False,
+        "recheck_minimums": False,
+        "heartbeat_timeout_s": math.inf,
+        "lease_anonymous": False,
+        "count_others_of_size_one": False,
+        "status_before_registration": False,
+        "fence_epochs": False,
+        "bound_staleness": False,
+        "bound_integers": False,
         "forget_on_reset": False,
-    }  # fmt: skip
+    }
     return replace(options, **(rows | chosen))

@@ -10,9 +10,23 @@ from typing import TypeAlias
 
 import msgspec
 
-FIELDS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
-          "inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids",
-          "distill_logprobs", "policy_version")  # fmt: skip
+FIELDS = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+    "policy_version",
+)
 """Fields of a group. All but the last are in every delivered item; ``policy_version`` only where it was sent."""
 N_STOCK_FIELDS = 14
 
@@ -156,6 +170,12 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 Record: TypeAlias = GroupRecord | EnvRecord | LeaseRecord | ClosedLease | Replay | RunRecord
-TABLES: dict[str, type] = {"run": RunRecord, "envs": EnvRecord, "groups": GroupRecord, "leases": LeaseRecord,
-                           "closed": ClosedLease, "replays": Replay}
+TABLES: dict[str, type] = {
+    "run": RunRecord,
+    "envs": EnvRecord,
+    "groups": GroupRecord,
+    "leases": LeaseRecord,
+    "closed": ClosedLease,
+    "replays": Replay,
+}
 """Name of each table and the record of its rows. Keys: "run", env_id, group id, lease_id, lease_id, key."""

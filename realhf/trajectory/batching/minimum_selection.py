@@ -19,7 +19,12 @@ Lanes = dict[int | None, dict[int, list[Unit]]]
 
 
 def select_with_minimums(
-    index: QueueIndex, batch_size: int, fair: FairShare, minimums: Minimums, *, rounding: str = "floor",
+    index: QueueIndex,
+    batch_size: int,
+    fair: FairShare,
+    minimums: Minimums,
+    *,
+    rounding: str = "floor",
     recheck: bool = True,
 ) -> Selected | NotSelected:
     """Minimums first, in order of registration, then everybody by weight. ``minimums``: (env_id, fraction of the
@@ -100,8 +105,9 @@ class _Attempt:
         total = sum(need.values())
         if total <= self.batch_size:
             return need
-        return {env_id: max(min(self.lanes[env_id]), wanted * self.batch_size // total)
-                for env_id, wanted in need.items()}  # fmt: skip
+        return {
+            env_id: max(min(self.lanes[env_id]), wanted * self.batch_size // total) for env_id, wanted in need.items()
+        }
 
     def _take_minimum(self, env_id: int, wanted: int, later: int) -> None:
         """Oldest units of one environment until it has its minimum; ``later`` sequences stay free for the others."""

@@ -37,8 +37,11 @@ def select_batch(
     if batch_size < 1:
         return None, list(groups), "batch_size_not_positive"
     connected = [env for env in envs if env.get("connected", True)]
-    minimums = [(env["registered_id"], min(1e12, max(0.0, env["min_batch_allocation"]))) for env in connected
-                if env.get("min_batch_allocation") is not None]  # fmt: skip
+    minimums = [
+        (env["registered_id"], min(1e12, max(0.0, env["min_batch_allocation"])))
+        for env in connected
+        if env.get("min_batch_allocation") is not None
+    ]
     fair = _fair_share(connected, strict)
     if minimums:
         select = select_strict_with_minimums if strict else select_with_minimums

@@ -41,20 +41,28 @@ def select_strict_with_minimums(
     """Minimums from complete packs of each environment, then the queue in order; groups without an environment are
     not packed."""
     largest, need = index.max_group_size(), needs(batch_size, minimums, "floor")
-    lanes = {key: lane for key, lane in index.lanes.items()
-             if key[0] is not None and key[1] and largest % key[1] == 0 and len(lane) >= largest // key[1]}  # fmt: skip
+    lanes = {
+        key: lane
+        for key, lane in index.lanes.items()
+        if key[0] is not None and key[1] and largest % key[1] == 0 and len(lane) >= largest // key[1]
+    }
     for env_id in need:
         if not any(env_id == key[0] for key in lanes):
             return NotSelected(f"min_unmet:{env_id}")
     total = sum(need.values())
     if total > batch_size:
-        need = {env_id: max(min(size for env, size in lanes if env == env_id), wanted * batch_size // total)
-                for env_id, wanted in need.items()}  # fmt: skip
+        need = {
+            env_id: max(min(size for env, size in lanes if env == env_id), wanted * batch_size // total)
+            for env_id, wanted in need.items()
+        }
     ledger, room = Ledger(fair), batch_size
     chosen: list[Unit] = []
     for env_id, wanted in need.items():
-        own = [chunks(_complete(lane, largest // size), largest // size) for (env, size), lane in lanes.items()
-               if env == env_id]  # fmt: skip
+        own = [
+            chunks(_complete(lane, largest // size), largest // size)
+            for (env, size), lane in lanes.items()
+            if env == env_id
+        ]
         first, got = len(chosen), 0
         for unit in (unit for pack in _by_completion(own) for unit in pack):
             if got >= wanted or not room:
@@ -65,8 +73,10 @@ def select_strict_with_minimums(
         if recheck and sum(unit.size for unit in chosen[first:]) < wanted:
             return NotSelected(f"min_unmet:{env_id}")
     taken = {unit.order for unit in chosen}
-    rest = heapq.merge(*(islice(_complete(lane, largest // size), 2 * batch_size // size)
-                         for (_, size), lane in lanes.items()), key=_order)  # fmt: skip
+    rest = heapq.merge(
+        *(islice(_complete(lane, largest // size), 2 * batch_size // size) for (_, size), lane in lanes.items()),
+        key=_order,
+    )
     for unit in (unit for unit in rest if unit.order not in taken):
         if not room:
             break

@@ -123,7 +123,8 @@ def _detail(response: Response) -> str:
     except (ValueError, KeyError, TypeError):
         return response.body[:_LONGEST_CAUSE].decode("utf-8", "replace") or "no explanation"
     if isinstance(detail, list):
-        parts = [f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}"
-                 for item in detail if isinstance(item, dict)]  # fmt: skip
+        parts = [
+            f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}" for item in detail if isinstance(item, dict)
+        ]
         return "; ".join(parts)[:_LONGEST_CAUSE]
     return str(detail)[:_LONGEST_CAUSE]

@@ -22,11 +22,20 @@ class AsyncTrajectoryClient:
     """A producer, a trainer, or both, for one event loop. See ``TrajectoryClient``, which documents every method."""
 
     def __init__(
-        self, url: str, *, token: str = "", trainer_id: str = "", binary: bool = True, compression: str = "auto",
-        retry_for_s: float = 120.0, request_timeout_s: float = 60.0, explicit_acks: bool = False,
+        self,
+        url: str,
+        *,
+        token: str = "",
+        trainer_id: str = "",
+        binary: bool = True,
+        compression: str = "auto",
+        retry_for_s: float = 120.0,
+        request_timeout_s: float = 60.0,
+        explicit_acks: bool = False,
     ) -> None:
         self._calls = Calls(
-            ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks))
+            ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks)
+        )
         self._http = httpx.AsyncClient(base_url=url.rstrip("/"), timeout=request_timeout_s)
 
     @property
@@ -55,24 +64,36 @@ class AsyncTrajectoryClient:
     # ---- producer
 
     async def register_env(
-        self, name: str, *, group_size: int, max_token_length: int, weight: float = 1.0,
-        min_batch_allocation: float | None = None, wait_s: float = 600.0,
+        self,
+        name: str,
+        *,
+        group_size: int,
+        max_token_length: int,
+        weight: float = 1.0,
+        min_batch_allocation: float | None = None,
+        wait_s: float = 600.0,
     ) -> EnvRegistration:
         return await self._run(
-            self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation, wait_s))
+            self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation, wait_s)
+        )
 
     async def push(
         self, group: Mapping[str, Any], *, policy_version: int | None = None, idempotency_key: str | None = None
     ) -> PushReceipt:
         return await self._run(
-            self._calls.push([group], listed=False, policy_version=policy_version, key=idempotency_key))
+            self._calls.push([group], listed=False, policy_version=policy_version, key=idempotency_key)
+        )
 
     async def push_many(
-        self, groups: Sequence[Mapping[str, Any]], *, policy_version: int | None = None,
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        policy_version: int | None = None,
         idempotency_key: str | None = None,
     ) -> PushReceipt:
         return await self._run(
-            self._calls.push(groups, listed=True, policy_version=policy_version, key=idempotency_key))
+            self._calls.push(groups, listed=True, policy_version=policy_version, key=idempotency_key)
+        )
 
     async def env_status(self) -> EnvStatus:
         return await self._run(self._calls.env_status())
@@ -89,17 +110,33 @@ class AsyncTrajectoryClient:
     # ---- trainer
 
     async def register(
-        self, *, batch_size: int, max_token_len: int, num_steps: int, starting_step: int = 0, wandb_group: str = "",
-        wandb_project: str = "", checkpoint_dir: str = "", save_checkpoint_interval: int = 0,
-        max_staleness: int | None = None, join: bool = False, reset: bool = False,
+        self,
+        *,
+        batch_size: int,
+        max_token_len: int,
+        num_steps: int,
+        starting_step: int = 0,
+        wandb_group: str = "",
+        wandb_project: str = "",
+        checkpoint_dir: str = "",
+        save_checkpoint_interval: int = 0,
+        max_staleness: int | None = None,
+        join: bool = False,
+        reset: bool = False,
         idempotency_key: str | None = None,
     ) -> TrainerRegistration:
         registration = {
-            "wandb_group": wandb_group, "wandb_project": wandb_project, "batch_size": batch_size,
-            "max_token_len": max_token_len, "checkpoint_dir": checkpoint_dir, "num_steps": num_steps,
-            "save_checkpoint_interval": save_checkpoint_interval, "starting_step": starting_step,
-            "max_staleness": max_staleness, "trainer_id": self.trainer_id,
-        }  # fmt: skip
+            "wandb_group": wandb_group,
+            "wandb_project": wandb_project,
+            "batch_size": batch_size,
+            "max_token_len": max_token_len,
+            "checkpoint_dir": checkpoint_dir,
+            "num_steps": num_steps,
+            "save_checkpoint_interval": save_checkpoint_interval,
+            "starting_step": starting_step,
+            "max_staleness": max_staleness,
+            "trainer_id": self.trainer_id,
+        }
         return await self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
 
     async def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
@@ -151,8 +188,9 @@ class AsyncTrajectoryClient:
     async def _perform(self, request: Request) -> Response | Failed:
         headers: dict[str, str] = {}
         try:
-            async with self._http.stream(request.method, request.path, headers=request.headers,
-                                   content=request.body) as response:  # fmt: skip
+            async with self._http.stream(
+                request.method, request.path, headers=request.headers, content=request.body
+            ) as response:
                 headers = lower(response.headers)
                 return Response(response.status_code, headers, await response.aread())
         except httpx.RequestError as error:

@@ -89,12 +89,22 @@ class Calls:
     # ---- producer
 
     def register_env(
-        self, name: str, group_size: int, max_token_length: int, weight: float, min_batch_allocation: float | None,
+        self,
+        name: str,
+        group_size: int,
+        max_token_length: int,
+        weight: float,
+        min_batch_allocation: float | None,
         wait_s: float,
     ) -> Steps[EnvRegistration]:
         url, clock = self._options.url, self._options.retry.clock
-        wanted = {"desired_name": name, "group_size": group_size, "max_token_length": max_token_length,
-                  "weight": weight, "min_batch_allocation": min_batch_allocation}  # fmt: skip
+        wanted = {
+            "desired_name": name,
+            "group_size": group_size,
+            "max_token_length": max_token_length,
+            "weight": weight,
+            "min_batch_allocation": min_batch_allocation,
+        }
         began, told = clock(), clock()
         while True:
             # A key of its own for each question: the answer "wait" must not be repeated for ever.
@@ -104,8 +114,9 @@ class Calls:
                 break
             waited = clock() - began
             if waited >= wait_s:
-                raise NotRegistered(url, f"environment {name!r} waited {waited:.0f} s for the trainer: "
-                                         f"{body.get('status')}")  # fmt: skip
+                raise NotRegistered(
+                    url, f"environment {name!r} waited {waited:.0f} s for the trainer: {body.get('status')}"
+                )
             if clock() - told > _TELL_EVERY_S:
                 told = clock()
                 logger.info("%s: environment %s waits for the trainer, %.0f s so far", url, name, waited)
@@ -113,10 +124,22 @@ class Calls:
         info = yield from self.get("/info")
         self._epoch = epoch_of(response)
         self.env = EnvRegistration(
-            group_size=group_size, min_batch_allocation=min_batch_allocation, epoch=self._epoch,
+            group_size=group_size,
+            min_batch_allocation=min_batch_allocation,
+            epoch=self._epoch,
             batch_size=field_of(info, "batch_size", url),
-            **{key: field_of(body, key, url) for key in ("env_id", "wandb_name", "checkpoint_dir", "starting_step",
-                                                         "checkpoint_interval", "num_steps")})  # fmt: skip
+            **{
+                key: field_of(body, key, url)
+                for key in (
+                    "env_id",
+                    "wandb_name",
+                    "checkpoint_dir",
+                    "starting_step",
+                    "checkpoint_interval",
+                    "num_steps",
+                )
+            },
+        )
         return self.env
 
     def push(
@@ -126,8 +149,12 @@ class Calls:
             return PushReceipt(0, 0, (), replayed=False)
         options = self._options
         body, content = encoding.encode_groups(
-            groups, listed=listed, binary=options.binary, compression=self._compression,
-            env_id=self.env.env_id if self.env else None)  # fmt: skip
+            groups,
+            listed=listed,
+            binary=options.binary,
+            compression=self._compression,
+            env_id=self.env.env_id if self.env else None,
+        )
         headers = self._headers(fenced=True) | content | {"Idempotency-Key": key or uuid.uuid4().hex}
         if policy_version is not None:
             headers["X-Policy-Version"] = str(policy_version)
@@ -136,8 +163,12 @@ class Calls:
         answer = json_object(response, options.url)
         buffered = answer.get("buffered", 0) if listed else int(answer.get("status") == "buffered")
         reasons = response.headers.get("x-quarantined", "")
-        receipt = PushReceipt(len(groups), buffered, tuple(reasons.split(",")) if reasons else (),
-                              replayed=response.headers.get("idempotency-replayed") == "true")  # fmt: skip
+        receipt = PushReceipt(
+            len(groups),
+            buffered,
+            tuple(reasons.split(",")) if reasons else (),
+            replayed=response.headers.get("idempotency-replayed") == "true",
+        )
         if receipt.quarantined:
             logger.warning("%s: pushed groups are in quarantine: %s", options.url, reasons)
         return receipt
@@ -239,9 +270,14 @@ class Calls:
         if groups is None:
             return headers.get("x-batch-reason", "no reason given")
         try:
-            return Batch(groups, headers["x-lease-id"], int(headers["x-batch-step"]),
-                         int(headers["x-min-policy-version"]), int(headers["x-max-policy-version"]),
-                         redelivered=headers.get("x-redelivered") == "1")  # fmt: skip
+            return Batch(
+                groups,
+                headers["x-lease-id"],
+                int(headers["x-batch-step"]),
+                int(headers["x-min-policy-version"]),
+                int(headers["x-max-policy-version"]),
+                redelivered=headers.get("x-redelivered") == "1",
+            )
         except (KeyError, ValueError) as error:
             raise BadAnswer(url, f"a batch without a usable lease ({error})") from None
 

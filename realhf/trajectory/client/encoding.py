@@ -114,8 +114,12 @@ def _encode_json(group: dict[str, Any]) -> bytes:
     return _encoded(group, msgspec.json.encode, rows, lambda value: msgspec.Raw(_finite_plain(value)[1]))
 
 
-def _encoded(group: dict[str, Any], encode: Callable[[Any], bytes], rows: Callable[[list[np.ndarray], str], Any],
-             other: Callable[[Any], Any]) -> bytes:  # fmt: skip
+def _encoded(
+    group: dict[str, Any],
+    encode: Callable[[Any], bytes],
+    rows: Callable[[list[np.ndarray], str], Any],
+    other: Callable[[Any], Any],
+) -> bytes:
     try:
         fields = {}
         for name, value in group.items():
@@ -169,8 +173,12 @@ def _of_numpy(value: Any) -> Any:
 
 
 def _with_arrays(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: _arrays(value) if isinstance(value, dict) and value.get("__t__") == 1 and name in
-            (*INTEGER_ROWS, *FLOAT_ROWS) else value for name, value in group.items()}  # fmt: skip
+    return {
+        name: _arrays(value)
+        if isinstance(value, dict) and value.get("__t__") == 1 and name in (*INTEGER_ROWS, *FLOAT_ROWS)
+        else value
+        for name, value in group.items()
+    }
 
 
 def _arrays(tensor: Mapping[str, Any]) -> list[np.ndarray]:

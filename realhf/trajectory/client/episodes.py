@@ -19,14 +19,14 @@ def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, A
     versions = [version for outcome in valid for version in outcome.versions if version >= 0]
     rows = [_rows(outcome) for outcome in valid]
     return {
-        "tokens": [tokens for tokens, _, _ in rows], "masks": [masks for _, masks, _ in rows],
+        "tokens": [tokens for tokens, _, _ in rows],
+        "masks": [masks for _, masks, _ in rows],
         "inference_logprobs": [logprobs for _, _, logprobs in rows],
         "scores": [float(outcome.reward or 0.0) for outcome in valid],
-        "overrides": [{"truncated": outcome.truncated, "achieved": outcome.achieved}
-                      for outcome in valid],
+        "overrides": [{"truncated": outcome.truncated, "achieved": outcome.achieved} for outcome in valid],
         "group_overrides": {"task_id": valid[0].task_id, "tier": valid[0].tier, "seed": valid[0].seed, **about},
         **({"policy_version": min(versions)} if versions else {}),
-    }  # fmt: skip
+    }
 
 
 def _rows(outcome: RolloutOutcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -102,8 +102,10 @@ def answered(
         wait = retry.wait_s(attempt, outcome)
         cause, now = _cause(outcome), retry.clock()
         if now + wait > began + retry.seconds:
-            raise Unreachable(url, f"{request.method} {request.path}: {cause}; gave up after {attempt} attempts "
-                                   f"in {now - began:.1f} s")  # fmt: skip
+            raise Unreachable(
+                url,
+                f"{request.method} {request.path}: {cause}; gave up after {attempt} attempts in {now - began:.1f} s",
+            )
         if attempt == 1 or now - told > _TELL_EVERY_S:
             told = now
             logger.warning("%s: %s %s: %s; trying again", url, request.method, request.path, cause)

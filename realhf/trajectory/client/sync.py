@@ -44,11 +44,20 @@ class TrajectoryClient:
     """
 
     def __init__(
-        self, url: str, *, token: str = "", trainer_id: str = "", binary: bool = True, compression: str = "auto",
-        retry_for_s: float = 120.0, request_timeout_s: float = 60.0, explicit_acks: bool = False,
+        self,
+        url: str,
+        *,
+        token: str = "",
+        trainer_id: str = "",
+        binary: bool = True,
+        compression: str = "auto",
+        retry_for_s: float = 120.0,
+        request_timeout_s: float = 60.0,
+        explicit_acks: bool = False,
     ) -> None:
         self._calls = Calls(
-            ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks))
+            ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks)
+        )
         self._http = httpx.Client(base_url=url.rstrip("/"), timeout=request_timeout_s)
 
     @property
@@ -78,12 +87,19 @@ class TrajectoryClient:
     # ---- producer
 
     def register_env(
-        self, name: str, *, group_size: int, max_token_length: int, weight: float = 1.0,
-        min_batch_allocation: float | None = None, wait_s: float = 600.0,
+        self,
+        name: str,
+        *,
+        group_size: int,
+        max_token_length: int,
+        weight: float = 1.0,
+        min_batch_allocation: float | None = None,
+        wait_s: float = 600.0,
     ) -> EnvRegistration:
         """Take part as an environment. Waits up to ``wait_s`` for the trainer's first pull (NotRegistered)."""
-        return self._run(self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation,
-                                                  wait_s))  # fmt: skip
+        return self._run(
+            self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation, wait_s)
+        )
 
     def push(
         self, group: Mapping[str, Any], *, policy_version: int | None = None, idempotency_key: str | None = None
@@ -92,7 +108,10 @@ class TrajectoryClient:
         return self._run(self._calls.push([group], listed=False, policy_version=policy_version, key=idempotency_key))
 
     def push_many(
-        self, groups: Sequence[Mapping[str, Any]], *, policy_version: int | None = None,
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        policy_version: int | None = None,
         idempotency_key: str | None = None,
     ) -> PushReceipt:
         """Hand over several groups, all or none."""
@@ -117,20 +136,36 @@ class TrajectoryClient:
     # ---- trainer
 
     def register(
-        self, *, batch_size: int, max_token_len: int, num_steps: int, starting_step: int = 0, wandb_group: str = "",
-        wandb_project: str = "", checkpoint_dir: str = "", save_checkpoint_interval: int = 0,
-        max_staleness: int | None = None, join: bool = False, reset: bool = False,
+        self,
+        *,
+        batch_size: int,
+        max_token_len: int,
+        num_steps: int,
+        starting_step: int = 0,
+        wandb_group: str = "",
+        wandb_project: str = "",
+        checkpoint_dir: str = "",
+        save_checkpoint_interval: int = 0,
+        max_staleness: int | None = None,
+        join: bool = False,
+        reset: bool = False,
         idempotency_key: str | None = None,
     ) -> TrainerRegistration:
         """Begin a run, or go on with the one of the same group, project and batch size; any other one is replaced.
         ``join``: take part in whatever run there is; ``reset``: begin anew in any case. ``batch_size`` in sequences;
         ``max_staleness`` in policy versions."""
         registration = {
-            "wandb_group": wandb_group, "wandb_project": wandb_project, "batch_size": batch_size,
-            "max_token_len": max_token_len, "checkpoint_dir": checkpoint_dir, "num_steps": num_steps,
-            "save_checkpoint_interval": save_checkpoint_interval, "starting_step": starting_step,
-            "max_staleness": max_staleness, "trainer_id": self.trainer_id,
-        }  # fmt: skip
+            "wandb_group": wandb_group,
+            "wandb_project": wandb_project,
+            "batch_size": batch_size,
+            "max_token_len": max_token_len,
+            "checkpoint_dir": checkpoint_dir,
+            "num_steps": num_steps,
+            "save_checkpoint_interval": save_checkpoint_interval,
+            "starting_step": starting_step,
+            "max_staleness": max_staleness,
+            "trainer_id": self.trainer_id,
+        }
         return self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
 
     def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
@@ -192,8 +227,9 @@ class TrajectoryClient:
     def _perform(self, request: Request) -> Response | Failed:
         headers: dict[str, str] = {}
         try:
-            with self._http.stream(request.method, request.path, headers=request.headers,
-                                   content=request.body) as response:  # fmt: skip
+            with self._http.stream(
+                request.method, request.path, headers=request.headers, content=request.body
+            ) as response:
                 headers = lower(response.headers)
                 return Response(response.status_code, headers, response.read())
         except httpx.RequestError as error:

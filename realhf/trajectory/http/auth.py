@@ -46,9 +46,11 @@ class Tokens:
     def __init__(self, config: TrajectoryConfig) -> None:
         self.required = config.has_tokens
         everyone = (
-            (config.secret("token"), Role.PRODUCER | Role.TRAINER), (config.secret("producer_token"), Role.PRODUCER),
-            (config.secret("trainer_token"), Role.TRAINER), (config.secret("admin_token"), Role.ANY),
-        )  # fmt: skip
+            (config.secret("token"), Role.PRODUCER | Role.TRAINER),
+            (config.secret("producer_token"), Role.PRODUCER),
+            (config.secret("trainer_token"), Role.TRAINER),
+            (config.secret("admin_token"), Role.ANY),
+        )
         self._roles = [(token.encode(), role) for token, role in everyone if token]
 
     def roles(self, authorization: str) -> Role:

@@ -19,8 +19,9 @@ _LEAST_BYTES = 64 << 10
 class BatchResponse(Response):
     """An ASGI response. ``report(sent)`` is called exactly once, and must only queue what it does."""
 
-    def __init__(self, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str],
-                 report: Callable[[bool], None]) -> None:  # fmt: skip
+    def __init__(
+        self, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str], report: Callable[[bool], None]
+    ) -> None:
         self.background = None
         self._pieces = pieces
         self._headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

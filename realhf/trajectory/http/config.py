@@ -47,8 +47,11 @@ class TrajectoryConfig:
     store: str = _setting("sqlite:trajectory_data", "sqlite:DIR, memory, or redis://host:port for several instances")
     durable: bool = _setting(False, "sqlite: survive the loss of power too, for a disk flush a commit", bool)
     insecure: bool = _setting(False, "listen on other than loopback without a token", bool)
-    allowed_hosts: str = _setting("", "names (with a dot) by which this server may be addressed without a token, with "
-                                      "commas between them, or *; addresses and local names always may")  # fmt: skip
+    allowed_hosts: str = _setting(
+        "",
+        "names (with a dot) by which this server may be addressed without a token, with "
+        "commas between them, or *; addresses and local names always may",
+    )
     token: str = _setting("", "bearer token of producers and trainers")
     producer_token: str = _setting("", "bearer token that may only push and poll")
     trainer_token: str = _setting("", "bearer token that may only register and pull")
@@ -57,19 +60,28 @@ class TrajectoryConfig:
     producer_token_file: str = _setting("", "file with the producer token")
     trainer_token_file: str = _setting("", "file with the trainer token")
     admin_token_file: str = _setting("", "file with the admin token")
-    reset_policy: str = _setting("", "who may reset: open, token (admin only) or off; default: open without tokens, "
-                                     "token with them")  # fmt: skip
+    reset_policy: str = _setting(
+        "", "who may reset: open, token (admin only) or off; default: open without tokens, token with them"
+    )
     max_body_bytes: int = _setting(512 << 20, "largest body, before and after decompression", int)
-    max_bodies_bytes: int = _setting(0, "bytes of all bodies that are being served, before and after decompression; "
-                                        "more get 503 (0: four times the largest body)", int)  # fmt: skip
+    max_bodies_bytes: int = _setting(
+        0,
+        "bytes of all bodies that are being served, before and after decompression; "
+        "more get 503 (0: four times the largest body)",
+        int,
+    )
     gzip_level: int = _setting(1, "compression of answers, 0 to 3", int)
     tokenizer: str = _setting("", "folder or name of a tokenizer that decodes the latest example on the status page")
-    strict: bool = _setting(False, "the original's behaviour, where the specification lists it; rows below may differ",
-                            bool)  # fmt: skip
+    strict: bool = _setting(
+        False, "the original's behaviour, where the specification lists it; rows below may differ", bool
+    )
 
-    reregister: str | None = _row("a second registration of the same group, project and batch size: continue (the run "
-                                  "and its queue go on), reset (a new epoch) or ignore (the first one wins, as for any "
-                                  "other registration)", str)  # fmt: skip
+    reregister: str | None = _row(
+        "a second registration of the same group, project and batch size: continue (the run "
+        "and its queue go on), reset (a new epoch) or ignore (the first one wins, as for any "
+        "other registration)",
+        str,
+    )
     divisor_packing: bool | None = _row("sizes that divide the batch never jam (else the original's packing rule)")
     weighted_fill: bool | None = _row("batches are filled by the environments' weights (else in order of arrival)")
     recheck_minimums: bool | None = _row("no batch below a minimum allocation")
@@ -84,8 +96,9 @@ class TrajectoryConfig:
     lease_timeout_s: float | None = _row("seconds after which an unacknowledged batch goes to another trainer", float)
     send_timeout_s: float | None = _row("seconds that a response may take to go out", float)
     delivery: str | None = _row("at_least_once, or at_most_once: a batch is gone when it is handed out", str)
-    max_queue_groups: int | None = _row("groups held before pushes get 503 (0: no limit); those in quarantine count, "
-                                        "and go first", int)  # fmt: skip
+    max_queue_groups: int | None = _row(
+        "groups held before pushes get 503 (0: no limit); those in quarantine count, and go first", int
+    )
     max_queue_bytes: int | None = _row("bytes held before pushes get 503 (0: no limit), likewise", int)
     quarantine_bytes: int | None = _row("bytes kept in quarantine; the oldest go first", int)
     max_quarantine_groups: int | None = _row("groups kept in quarantine; the oldest go first", int)
@@ -105,15 +118,19 @@ class TrajectoryConfig:
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; give at least 1024")
         if self.max_bodies_bytes and self.max_bodies_bytes < 2 * self.max_body_bytes:
-            raise ConfigError(f"--max-bodies-bytes is {self.max_bodies_bytes}; give at least twice --max-body-bytes "
-                              f"({self.max_body_bytes}): one body may be held compressed and plain")  # fmt: skip
+            raise ConfigError(
+                f"--max-bodies-bytes is {self.max_bodies_bytes}; give at least twice --max-body-bytes "
+                f"({self.max_body_bytes}): one body may be held compressed and plain"
+            )
         for name in SECRETS:
             self.secret(name)
         if self.reset_policy not in ("", "open", "token", "off"):
             raise ConfigError(f"--reset-policy is {self.reset_policy!r}; give open, token or off")
         if not (self.insecure or self.has_tokens or is_loopback(self.host)):
-            raise ConfigError(f"--host {self.host} is not loopback: set --token (or --producer-token and "
-                              "--trainer-token), or say --insecure")  # fmt: skip
+            raise ConfigError(
+                f"--host {self.host} is not loopback: set --token (or --producer-token and "
+                "--trainer-token), or say --insecure"
+            )
         if self.durable and not self.store.startswith("sqlite:"):
             raise ConfigError(f"--durable needs --store sqlite:DIR; it is {self.store!r}")
         try:
@@ -153,14 +170,20 @@ class TrajectoryConfig:
 
     def state_options(self) -> StateOptions:
         """The rules of the state: strict or not, with the rows that were set alone. Raises ValueError."""
-        chosen = {item.name: value for item in fields(self)
-                  if item.metadata.get("state") and (value := getattr(self, item.name)) is not None}  # fmt: skip
+        chosen = {
+            item.name: value
+            for item in fields(self)
+            if item.metadata.get("state") and (value := getattr(self, item.name)) is not None
+        }
         return strict(StateOptions(), **chosen) if self.strict else StateOptions(**chosen)
 
     def to_environment(self) -> dict[str, str]:
         """Variables that make the same configuration in a child process."""
-        return {PREFIX + item.name.upper(): str(getattr(self, item.name)) for item in fields(self)
-                if getattr(self, item.name) != item.default}  # fmt: skip
+        return {
+            PREFIX + item.name.upper(): str(getattr(self, item.name))
+            for item in fields(self)
+            if getattr(self, item.name) != item.default
+        }
 
 
 def is_loopback(host: str) -> bool:
@@ -197,8 +220,11 @@ def resolve(
     unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
     if unknown:
         raise ConfigError(f"unknown variable {unknown[0]}; known are {', '.join(sorted(known))}")
-    chosen: dict[str, Any] = {item.name: _parsed(name, environment[name], item.metadata["kind"])
-                              for name, item in known.items() if name in environment}  # fmt: skip
+    chosen: dict[str, Any] = {
+        item.name: _parsed(name, environment[name], item.metadata["kind"])
+        for name, item in known.items()
+        if name in environment
+    }
     for item in known.values():
         given = getattr(arguments, item.name, None)
         if given is not None:

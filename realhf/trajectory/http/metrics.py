@@ -26,13 +26,21 @@ class Metrics:
 
     def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
         self._registry = CollectorRegistry()
-        self._latency = Histogram("trajectory_request_seconds", "time to answer", ["kind"], buckets=_SECONDS,
-                                  registry=self._registry)  # fmt: skip
-        self._staleness = Histogram("trajectory_staleness_versions", "policy versions a delivered group lay behind",
-                                    buckets=_VERSIONS, registry=self._registry)  # fmt: skip
+        self._latency = Histogram(
+            "trajectory_request_seconds", "time to answer", ["kind"], buckets=_SECONDS, registry=self._registry
+        )
+        self._staleness = Histogram(
+            "trajectory_staleness_versions",
+            "policy versions a delivered group lay behind",
+            buckets=_VERSIONS,
+            registry=self._registry,
+        )
         self._unavailable = Counter("trajectory_unavailable", "answers with status 503", registry=self._registry)
-        self._lag = Gauge("trajectory_event_loop_lag_seconds", "largest delay of the event loop since the last scrape",
-                          registry=self._registry)  # fmt: skip
+        self._lag = Gauge(
+            "trajectory_event_loop_lag_seconds",
+            "largest delay of the event loop since the last scrape",
+            registry=self._registry,
+        )
         self._registry.register(StateCollector(engine, bodies))
         self._worst_lag = 0.0
 
@@ -99,17 +107,34 @@ class StateCollector(Collector):
     def _totals(self) -> Iterator[Metric]:
         state = self._engine.state
         gauges = {
-            "queue_bytes": state.queue.nbytes, "held_bytes": state.waiting_bytes, "leases": len(state.leases),
-            "step": state.run.step, "epoch": state.run.epoch, "environments": len(state.envs),
-            "quarantine_bytes": state.quarantine_bytes, "resident_bytes": self._process.memory_info().rss,
+            "queue_bytes": state.queue.nbytes,
+            "held_bytes": state.waiting_bytes,
+            "leases": len(state.leases),
+            "step": state.run.step,
+            "epoch": state.run.epoch,
+            "environments": len(state.envs),
+            "quarantine_bytes": state.quarantine_bytes,
+            "resident_bytes": self._process.memory_info().rss,
             "body_bytes": self._bodies.held,
-        }  # fmt: skip
+        }
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=value)
         counters = state.counters
-        for name in ("pushed_groups", "pushed_sequences", "formed", "redelivered", "acked", "nacked", "responses_lost",
-                     "refused_full", "replayed", "resets", "continued", "store_losses",
-                     "replays_forgotten_early"):  # fmt: skip
+        for name in (
+            "pushed_groups",
+            "pushed_sequences",
+            "formed",
+            "redelivered",
+            "acked",
+            "nacked",
+            "responses_lost",
+            "refused_full",
+            "replayed",
+            "resets",
+            "continued",
+            "store_losses",
+            "replays_forgotten_early",
+        ):
             yield CounterMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=counters[name])
         yield CounterMetricFamily("trajectory_bodies_refused", "bodies beyond the budget", value=self._bodies.refused)
         nulls = CounterMetricFamily("trajectory_null_batches", "pulls without a batch", labels=["reason"])

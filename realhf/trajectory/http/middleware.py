@@ -49,8 +49,13 @@ class BodyMiddleware:
             declared = headers.get("content-length", "")
             if declared.isdigit() and int(declared) > self._max_bytes:
                 raise Refusal(413, f"the body is larger than {self._max_bytes} bytes")
-            body = await read_body(_chunks(receive), encoding=encoding, max_bytes=self._max_bytes,
-                                   allow_zstd=is_msgpack(headers.get("content-type")), take=share.take)  # fmt: skip
+            body = await read_body(
+                _chunks(receive),
+                encoding=encoding,
+                max_bytes=self._max_bytes,
+                allow_zstd=is_msgpack(headers.get("content-type")),
+                take=share.take,
+            )
         except Refusal as refusal:
             close = {"Connection": "close"} if refusal.status in (413, 503) else {}
             answer = JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers | close)

@@ -27,8 +27,7 @@ def router(service: Service) -> APIRouter:
         """Take part as a rollout handler; wait until the trainer has asked for its first batch."""
         await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
         key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
-        (body, headers), _ = await engine.write(
-            replays.once, key, fingerprint, registry.register_env, env.model_dump())  # fmt: skip
+        (body, headers), _ = await engine.write(replays.once, key, fingerprint, registry.register_env, env.model_dump())
         return answer(body, headers)
 
     @routes.post("/disconnect-env")
@@ -85,14 +84,19 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
     with service.metrics.timed("push"):
         body = request.scope.get("traj.body", b"")
         key, fingerprint = idempotency(request, body)
-        groups = await parse_groups(body, request.headers.get("content-type"), listed=listed,
-                                    int64=service.engine.state.options.bound_integers,
-                                    offload=service.offload)  # fmt: skip
+        groups = await parse_groups(
+            body,
+            request.headers.get("content-type"),
+            listed=listed,
+            int64=service.engine.state.options.bound_integers,
+            offload=service.offload,
+        )
         groups = _versioned(groups, integer_header(request, "x-policy-version"))
         refs = await service.engine.store.stage([group.data for group in groups])
         try:
             answered, headers = await service.engine.write(
-                push.push, groups, refs, listed, key, fingerprint, request.headers.get("x-epoch"))  # fmt: skip
+                push.push, groups, refs, listed, key, fingerprint, request.headers.get("x-epoch")
+            )
         except Refusal:
             raise
         except Exception:
@@ -105,7 +109,7 @@ def _versioned(groups: list[Incoming], version: int | None) -> list[Incoming]:
     """Groups that say no version themselves get that of the header."""
     if version is None:
         return groups
-    return [group if group.policy_version is not None else msgspec.structs.replace(group, policy_version=version)
-            for group in groups]  # fmt: skip
-
-
+    return [
+        group if group.policy_version is not None else msgspec.structs.replace(group, policy_version=version)
+        for group in groups
+    ]

@@ -35,11 +35,8 @@ def router(service: Service) -> APIRouter:
         join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
         if join and anew:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
-        may_reset = service.config.resets == "open" or (
-            service.config.resets == "token" and Role.ADMIN in request.scope["traj.roles"])  # fmt: skip
-        (body, headers), _ = await engine.write(
-            replays.once, key, fingerprint, registry.register, registration.model_dump(), join, may_reset,
-            anew)  # fmt: skip
+        options = (registration.model_dump(), join, _may_reset(service, request), anew)
+        (body, headers), _ = await engine.write(replays.once, key, fingerprint, registry.register, *options)
         return answer(body, headers | handed_out(request))
 
     @routes.get("/batch")
@@ -85,12 +82,22 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
+def _may_reset(service: Service, request: Request) -> bool:
+    """Whether who asks may replace the run that is going on."""
+    resets = service.config.resets
+    return resets == "open" or (resets == "token" and Role.ADMIN in request.scope["traj.roles"])
+
+
 def _pull_request(request: Request) -> PullRequest:
     name = request.headers.get("x-trainer-id") or request.query_params.get("trainer_id")
     cookie, peer = cookie_name(request), request.client.host if request.client else "unknown"
     identity = name or (f"cookie {cookie}" if cookie else f"peer {peer}")
-    return PullRequest(identity, anonymous=not name, ack=request.headers.get("x-ack"),
-                       explicit=request.headers.get("x-ack-mode", "").lower() == "explicit")  # fmt: skip
+    return PullRequest(
+        identity,
+        anonymous=not name,
+        ack=request.headers.get("x-ack"),
+        explicit=request.headers.get("x-ack-mode", "").lower() == "explicit",
+    )
 
 
 async def _respond(service: Service, request: Request, batch: Batch) -> BatchResponse:
@@ -98,8 +105,9 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
     msgpack, coding = _accepted(request)
     try:
         payloads, data = await _payloads(service, batch)
-        pieces, used = await encode_batch(payloads, data, msgpack=msgpack, coding=coding,
-                                          level=service.config.gzip_level)  # fmt: skip
+        pieces, used = await encode_batch(
+            payloads, data, msgpack=msgpack, coding=coding, level=service.config.gzip_level
+        )
     except PayloadLost:
         raise
     except BaseException:
@@ -110,11 +118,15 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
         for group in batch.groups:
             service.metrics.delivered(service.engine.state.run.current_version - group.policy_version)
     headers = {
-        "Content-Type": MSGPACK_TYPES[0] if msgpack else "application/json", "X-Lease-Id": batch.lease_id,
-        "X-Batch-Step": str(batch.step), "X-Min-Policy-Version": str(oldest), "X-Max-Policy-Version": str(newest),
-        "X-Epoch": str(batch.epoch), "X-Redelivered": "1" if batch.redelivered else "0",
+        "Content-Type": MSGPACK_TYPES[0] if msgpack else "application/json",
+        "X-Lease-Id": batch.lease_id,
+        "X-Batch-Step": str(batch.step),
+        "X-Min-Policy-Version": str(oldest),
+        "X-Max-Policy-Version": str(newest),
+        "X-Epoch": str(batch.epoch),
+        "X-Redelivered": "1" if batch.redelivered else "0",
         "Vary": "Accept-Encoding, Accept",
-    } | ({"Content-Encoding": used} if used else {})  # fmt: skip
+    } | ({"Content-Encoding": used} if used else {})
 
     def report(sent: bool) -> None:
         service.start(service.engine.write(delivery.mark_sent if sent else delivery.mark_lost, batch))

@@ -16,8 +16,17 @@ from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.encode import encode_group
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
 
-_NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "generation_params",
-               "messages", "images")  # fmt: skip
+_NO_EXAMPLE = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "generation_params",
+    "messages",
+    "images",
+)
 
 
 def router(service: Service) -> APIRouter:
@@ -62,8 +71,10 @@ def _stock(routes: APIRouter, service: Service) -> None:
         if found is None:
             return answer({name: [] for name in _NO_EXAMPLE})
         group, data = found
-        return Response(await encode_group(group.payload, data, msgpack=msgpack),
-                        media_type=MSGPACK_TYPES[0] if msgpack else "application/json")  # fmt: skip
+        return Response(
+            await encode_group(group.payload, data, msgpack=msgpack),
+            media_type=MSGPACK_TYPES[0] if msgpack else "application/json",
+        )
 
     @routes.get("/reset_data")
     async def reset_data(request: Request) -> Response:

@@ -73,9 +73,13 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
             sys.setswitchinterval(interval)
 
     app = TrajectoryApp(
-        title="realhf trajectory server", version="1.0", lifespan=lifespan, strict_content_type=False,
-        middleware=_middlewares(service), description="Atropos-compatible buffer of scored trajectories.",
-    )  # fmt: skip
+        title="realhf trajectory server",
+        version="1.0",
+        lifespan=lifespan,
+        strict_content_type=False,
+        middleware=_middlewares(service),
+        description="Atropos-compatible buffer of scored trajectories.",
+    )
     app.state.tokens_required = service.tokens.required
     for module in (routes_producer, routes_trainer, routes_watch, status_page):
         app.include_router(module.router(service))
@@ -87,13 +91,19 @@ def _middlewares(service: Service) -> list[Middleware]:
     config = service.config
     return [
         Middleware(EpochMiddleware, epoch=lambda: service.engine.state.run.epoch),
-        Middleware(CORSMiddleware, allow_origin_regex=".*", allow_credentials=True, allow_methods=["*"],
-                   allow_headers=["*"], expose_headers=["*"]),
+        Middleware(
+            CORSMiddleware,
+            allow_origin_regex=".*",
+            allow_credentials=True,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        ),
         Middleware(WebGuard, config=config),
         Middleware(CompressMiddleware, level=config.gzip_level),
         Middleware(AuthMiddleware, tokens=service.tokens),
         Middleware(BodyMiddleware, max_bytes=config.max_body_bytes, budget=service.bodies),
-    ]  # fmt: skip
+    ]
 
 
 def _handle_errors(app: FastAPI, service: Service) -> None:

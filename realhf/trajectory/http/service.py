@@ -44,8 +44,12 @@ class Service:
         await self.engine.open()
         self.ready = True
         self.start(self.metrics.watch_loop())
-        logger.info("store %s: %d groups, step %d", self.engine.store.name, len(self.engine.state.groups),
-                    self.engine.state.run.step)  # fmt: skip
+        logger.info(
+            "store %s: %d groups, step %d",
+            self.engine.store.name,
+            len(self.engine.state.groups),
+            self.engine.state.run.step,
+        )
 
     async def close(self) -> None:
         self.ready = False

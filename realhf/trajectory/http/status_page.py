@@ -73,13 +73,23 @@ def _load(name: str) -> Any:
 def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
     run, counters = state.run, state.counters
     return {
-        "time": now, **views.status(state, now), **views.info(state, now), **views.envs(state, now),
-        **views.leases(state, now), **views.buffers(state, now), "epoch": run.epoch, "registered": run.registered,
-        "started": run.started, "num_steps": run.num_steps, "policy_version": run.current_version,
-        "queued_sequences": state.queue.sequences, "held_bytes": state.waiting_bytes,
-        "quarantine": views.quarantine(state, now, 0, None)["by_reason"], "quarantine_dropped": run.quarantine_dropped,
+        "time": now,
+        **views.status(state, now),
+        **views.info(state, now),
+        **views.envs(state, now),
+        **views.leases(state, now),
+        **views.buffers(state, now),
+        "epoch": run.epoch,
+        "registered": run.registered,
+        "started": run.started,
+        "num_steps": run.num_steps,
+        "policy_version": run.current_version,
+        "queued_sequences": state.queue.sequences,
+        "held_bytes": state.waiting_bytes,
+        "quarantine": views.quarantine(state, now, 0, None)["by_reason"],
+        "quarantine_dropped": run.quarantine_dropped,
         "counters": dict(counters),
-    }  # fmt: skip
+    }
 
 
 async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -94,6 +104,10 @@ async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: Tokenize
     except ValueError as error:
         texts = [str(error)]
     return {
-        "env_id": group.env_id, "size": group.size, "policy_version": group.policy_version, "texts": texts,
-        "scores": whole["scores"][:64], "lengths": [len(row) for row in whole["tokens"][:64]],
-    }  # fmt: skip
+        "env_id": group.env_id,
+        "size": group.size,
+        "policy_version": group.policy_version,
+        "texts": texts,
+        "scores": whole["scores"][:64],
+        "lengths": [len(row) for row in whole["tokens"][:64]],
+    }

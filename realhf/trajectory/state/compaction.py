@@ -62,8 +62,9 @@ class Compactor:
                 total += used[file]
         found = []
         for start in range(0, len(groups), _LOOKED_AT_ONCE):
-            found += [group for group in groups[start : start + _LOOKED_AT_ONCE]
-                      if files.file_of(group.payload) in chosen]  # fmt: skip
+            found += [
+                group for group in groups[start : start + _LOOKED_AT_ONCE] if files.file_of(group.payload) in chosen
+            ]
             await asyncio.sleep(0)
         return found
 

@@ -178,15 +178,14 @@ def _pull_acks(lease: LeaseRecord, identity: str) -> bool:
 
 def _redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> Iterator[LeaseRecord]:
     """Leases that this puller must get before anything new: its own unsent one, given back ones, expired ones."""
-    leases = sorted((lease for lease in state.leases.values() if lease.mode != "at_most_once"),
-                    key=lambda lease: lease.step)  # fmt: skip
+    leases = sorted(
+        (lease for lease in state.leases.values() if lease.mode != "at_most_once"), key=lambda lease: lease.step
+    )
     if not request.anonymous:
         yield from (lease for lease in leases if lease.owner == request.identity and not lease.sent)
     yield from (lease for lease in leases if lease.returned)
     for lease in leases:
-        if lease.expires_at <= now and (
-            lease.owner != request.identity or lease.mode == "explicit" or not lease.sent
-        ):
+        if lease.expires_at <= now and (lease.owner != request.identity or lease.mode == "explicit" or not lease.sent):
             yield lease
 
 
@@ -198,8 +197,16 @@ def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: 
         lease_id = uuid.uuid4().hex
         state.delete("leases", lease.lease_id)
         state.put("closed", lease.lease_id, ClosedLease(lease.lease_id, "superseded", now))
-    fresh = LeaseRecord(lease_id, request.identity, lease.step, lease.groups, now,
-                        now + state.options.send_timeout_s, mode=mode, attempt=lease.attempt + 1)  # fmt: skip
+    fresh = LeaseRecord(
+        lease_id,
+        request.identity,
+        lease.step,
+        lease.groups,
+        now,
+        now + state.options.send_timeout_s,
+        mode=mode,
+        attempt=lease.attempt + 1,
+    )
     state.put("leases", lease_id, fresh)
     groups = [state.groups[key] for key in lease.groups]
     return Batch(lease_id, lease.step, groups, redelivered=True, attempt=fresh.attempt, epoch=state.run.epoch)
@@ -210,9 +217,19 @@ def _lease(state: TrajectoryState, now: float, groups: list[GroupRecord], reques
     taken = [msgspec.structs.replace(group, place=Place.LEASED, bundle=None, reason="") for group in groups]
     for group in taken:
         state.put("groups", group.id, group)
-    state.put("leases", lease_id, LeaseRecord(
-        lease_id, request.identity, run.step, tuple(group.id for group in taken), now,
-        now + state.options.send_timeout_s, mode=_mode(state, request)))  # fmt: skip
+    state.put(
+        "leases",
+        lease_id,
+        LeaseRecord(
+            lease_id,
+            request.identity,
+            run.step,
+            tuple(group.id for group in taken),
+            now,
+            now + state.options.send_timeout_s,
+            mode=_mode(state, request),
+        ),
+    )
     state.put_run(msgspec.structs.replace(state.run, step=run.step + 1))
     state.counters["formed"] += 1
     return Batch(lease_id, run.step, taken, redelivered=False, epoch=run.epoch)

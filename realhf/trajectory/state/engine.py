@@ -44,8 +44,9 @@ class _Waiting:
 class Engine:
     """One state over one store. ``write`` and ``read`` are called from the event loop that called ``open``."""
 
-    def __init__(self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0,
-                 clock: Callable[[], float] = time.time) -> None:  # fmt: skip
+    def __init__(
+        self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0, clock: Callable[[], float] = time.time
+    ) -> None:
         self.store = store
         self.state = TrajectoryState(options)
         self._clock = clock
@@ -178,8 +179,13 @@ class Engine:
         self.state.load(await self.store.reload())
         self._must_reload = False
         if loss := self.store.take_loss():
-            logger.critical("%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients have to "
-                            "register again", self.store.name, loss, known)  # fmt: skip
+            logger.critical(
+                "%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients have to "
+                "register again",
+                self.store.name,
+                loss,
+                known,
+            )
             self.state.counters["store_losses"] += 1
             self._outlived = known
 
@@ -189,8 +195,11 @@ class Engine:
         failed: dict[int, Exception] = {}
         while True:
             results = self._execute(batch, failed)
-            unexpected = {index: result for index, result in enumerate(results)
-                          if isinstance(result, Exception) and not isinstance(result, Refusal)}  # fmt: skip
+            unexpected = {
+                index: result
+                for index, result in enumerate(results)
+                if isinstance(result, Exception) and not isinstance(result, Refusal)
+            }
             new = {index: error for index, error in unexpected.items() if index not in failed}
             if not new or not self.store.reloads:
                 return results

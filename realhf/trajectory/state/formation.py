@@ -49,8 +49,11 @@ def _set_stale_aside(state: TrajectoryState) -> bool:
         if state.options.stale_policy == "quarantine":
             isolate(state, group, "too_stale")
         else:
-            state.put("groups", group.id, msgspec.structs.replace(
-                group, bundle=None, reason="too_stale", order=state.next_order()))  # fmt: skip
+            state.put(
+                "groups",
+                group.id,
+                msgspec.structs.replace(group, bundle=None, reason="too_stale", order=state.next_order()),
+            )
     return more
 
 
@@ -67,12 +70,16 @@ def _release(state: TrajectoryState, members: list[GroupRecord]) -> None:
 
 def _select(state: TrajectoryState, index: QueueIndex, now: float) -> Selected | NotSelected:
     options, batch_size, fair = state.options, state.run.batch_size, _fair_share(state, now)
-    minimums = [(env.env_id, max(0.0, min(env.min_batch_allocation, 1e12))) for env in state.envs.values()
-                if env.min_batch_allocation is not None and is_alive(state, env, now)]  # fmt: skip
+    minimums = [
+        (env.env_id, max(0.0, min(env.min_batch_allocation, 1e12)))
+        for env in state.envs.values()
+        if env.min_batch_allocation is not None and is_alive(state, env, now)
+    ]
     if options.divisor_packing:
         if minimums:
-            return select_with_minimums(index, batch_size, fair, minimums, rounding=options.min_rounding,
-                                        recheck=options.recheck_minimums)  # fmt: skip
+            return select_with_minimums(
+                index, batch_size, fair, minimums, rounding=options.min_rounding, recheck=options.recheck_minimums
+            )
         return select_exact(index, batch_size, fair)
     if minimums:
         return select_strict_with_minimums(index, batch_size, fair, minimums, recheck=options.recheck_minimums)
@@ -84,8 +91,9 @@ def _fair_share(state: TrajectoryState, now: float) -> FairShare:
         return FairShare(shares={}, times={}, clock=0.0, default_share=math.inf)
     known, other = shares(state, now)
     times: dict[int | None, float] = {env.env_id: env.virtual_time for env in state.envs.values()}
-    return FairShare(shares=known, times=times | {None: max(state.run.other_time, 0.0)}, clock=state.run.clock,
-                     default_share=other)  # fmt: skip
+    return FairShare(
+        shares=known, times=times | {None: max(state.run.other_time, 0.0)}, clock=state.run.clock, default_share=other
+    )
 
 
 def _charge(state: TrajectoryState, selected: Selected) -> None:

@@ -21,8 +21,14 @@ Answer = tuple[dict[str, Any], dict[str, str]]
 
 
 def push(
-    state: TrajectoryState, now: float, groups: Sequence[Incoming], refs: Sequence[PayloadRef], listed: bool,
-    key: str | None = None, fingerprint: str = "", epoch: str | None = None,
+    state: TrajectoryState,
+    now: float,
+    groups: Sequence[Incoming],
+    refs: Sequence[PayloadRef],
+    listed: bool,
+    key: str | None = None,
+    fingerprint: str = "",
+    epoch: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Take groups whose payloads were staged; a list is taken whole or not at all. With an idempotency ``key`` a
     repeat gets the first answer. Raises Refusal 503 (full), 422 (the key belongs to another body) or 409 (``epoch``
@@ -70,14 +76,13 @@ def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
     if full:
         state.counters["refused_full"] += 1
         wait = "1" if random.random() < 0.7 else "2"
-        raise Refusal(503, f"the queue is full: {state.waiting_groups} groups, {state.waiting_bytes} bytes",
-                      {"Retry-After": wait})  # fmt: skip
+        raise Refusal(
+            503, f"the queue is full: {state.waiting_groups} groups, {state.waiting_bytes} bytes", {"Retry-After": wait}
+        )
     make_room(state, groups, nbytes)
 
 
-def _route(
-    state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadRef, reasons: set[str]
-) -> int | None:
+def _route(state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadRef, reasons: set[str]) -> int | None:
     """Place one group. Returns the sequences in its environment's buffer, if it belongs there; else None."""
     payload = Payload(ref, len(incoming.data), incoming.encoding, incoming.present, incoming.crc)
     version = state.run.current_version if incoming.policy_version is None else incoming.policy_version
@@ -151,6 +156,7 @@ def _enqueue(state: TrajectoryState, members: list[GroupRecord], bundle: tuple[i
         order = state.next_order()
         first = first if position else order
         member = msgspec.structs.replace(
-            member, place=Place.QUEUE, order=order, bundle=(first, bundle[1]) if bundle else None)  # fmt: skip
+            member, place=Place.QUEUE, order=order, bundle=(first, bundle[1]) if bundle else None
+        )
         state.put("groups", member.id, member)
         state.put_run(msgspec.structs.replace(state.run, latest=member))

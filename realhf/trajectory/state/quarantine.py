@@ -22,11 +22,17 @@ def unservable_reason(state: TrajectoryState, size: int) -> str | None:
 
 def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
     """Put a group, stored or new, into quarantine; beyond the byte limit the oldest ones are dropped."""
-    state.put("groups", group.id, msgspec.structs.replace(
-        group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason))  # fmt: skip
+    state.put(
+        "groups",
+        group.id,
+        msgspec.structs.replace(group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason),
+    )
     state.counters[f"quarantined:{reason}"] += 1
-    _drop_oldest(state, len(state.quarantine) - state.options.max_quarantine_groups,
-                 state.quarantine_bytes - state.options.quarantine_bytes)  # fmt: skip
+    _drop_oldest(
+        state,
+        len(state.quarantine) - state.options.max_quarantine_groups,
+        state.quarantine_bytes - state.options.quarantine_bytes,
+    )
 
 
 def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
@@ -35,8 +41,11 @@ def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
     options = state.options
     total_groups = state.waiting_groups + len(state.quarantine) + groups
     total_bytes = state.waiting_bytes + state.quarantine_bytes + nbytes
-    _drop_oldest(state, total_groups - options.max_queue_groups if options.max_queue_groups else 0,
-                 total_bytes - options.max_queue_bytes if options.max_queue_bytes else 0)  # fmt: skip
+    _drop_oldest(
+        state,
+        total_groups - options.max_queue_groups if options.max_queue_groups else 0,
+        total_bytes - options.max_queue_bytes if options.max_queue_bytes else 0,
+    )
 
 
 def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
@@ -73,8 +82,11 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
         if reason:
             refused[str(key)] = reason
             continue
-        state.put("groups", key, msgspec.structs.replace(
-            group, place=Place.QUEUE, order=state.next_order(), reason="", arrived_at=now))  # fmt: skip
+        state.put(
+            "groups",
+            key,
+            msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order(), reason="", arrived_at=now),
+        )
         requeued.append(key)
     return {"requeued": requeued, "unknown": unknown, "refused": refused}
 

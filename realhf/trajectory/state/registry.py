@@ -31,7 +31,11 @@ Answer = tuple[dict[str, Any], dict[str, str]]
 
 
 def register(
-    state: TrajectoryState, now: float, request: Mapping[str, Any], join: bool, may_reset: bool = True,
+    state: TrajectoryState,
+    now: float,
+    request: Mapping[str, Any],
+    join: bool,
+    may_reset: bool = True,
     anew: bool = False,
 ) -> Answer:
     """A trainer. One that names the run that is going on, which is a trainer that was started again or another rank
@@ -51,17 +55,26 @@ def register(
             raise Refusal(403, "another run is registered; to replace it, send the admin token (or X-Join: 1 to join)")
         reset(state, now)
     names = ("wandb_group", "wandb_project", "batch_size", "starting_step", *_OF_THE_TRAINER)
-    state.put_run(msgspec.structs.replace(
-        state.run, registered=True, started=False, step=request["starting_step"],
-        max_staleness=request.get("max_staleness"), **{name: request[name] for name in names},
-    ))  # fmt: skip
+    state.put_run(
+        msgspec.structs.replace(
+            state.run,
+            registered=True,
+            started=False,
+            step=request["starting_step"],
+            max_staleness=request.get("max_staleness"),
+            **{name: request[name] for name in names},
+        )
+    )
     quarantine.reconsider_queue(state)
     return {"uuid": number}, headers
 
 
 def _is_same_run(run: RunRecord, request: Mapping[str, Any]) -> bool:
     return (run.wandb_group, run.wandb_project, run.batch_size) == (
-        request["wandb_group"], request["wandb_project"], request["batch_size"])  # fmt: skip
+        request["wandb_group"],
+        request["wandb_project"],
+        request["batch_size"],
+    )
 
 
 def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
@@ -74,8 +87,13 @@ def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     staleness = run.max_staleness if staleness is None else staleness
     state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
     state.counters["continued"] += 1
-    logger.info("the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register with X-Reset: 1",
-                run.wandb_group, run.wandb_project, step, state.queue.groups + len(state.stale))  # fmt: skip
+    logger.info(
+        "the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register with X-Reset: 1",
+        run.wandb_group,
+        run.wandb_project,
+        step,
+        state.queue.groups + len(state.stale),
+    )
 
 
 def reset(state: TrajectoryState, now: float) -> None:
@@ -83,9 +101,13 @@ def reset(state: TrajectoryState, now: float) -> None:
     old = state.run
     run = RunRecord(epoch=old.epoch + 1)
     if not state.options.forget_on_reset:
-        run = msgspec.structs.replace(run, latest=old.latest, max_token_len=old.max_token_len,
-                                      checkpoint_dir=old.checkpoint_dir,
-                                      save_checkpoint_interval=old.save_checkpoint_interval)  # fmt: skip
+        run = msgspec.structs.replace(
+            run,
+            latest=old.latest,
+            max_token_len=old.max_token_len,
+            checkpoint_dir=old.checkpoint_dir,
+            save_checkpoint_interval=old.save_checkpoint_interval,
+        )
     state.clear(run)
     state.counters["resets"] += 1
 
@@ -106,14 +128,27 @@ def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any])
     env_id, wanted = len(state.envs), request["desired_name"]
     name = f"{wanted}_{sum(env.desired_name == wanted for env in state.envs.values())}"
     env = EnvRecord(
-        env_id, wanted, name, request["max_token_length"], request["weight"], request["group_size"],
-        request.get("min_batch_allocation"), connected=True, last_seen=now, virtual_time=run.clock,
-    )  # fmt: skip
+        env_id,
+        wanted,
+        name,
+        request["max_token_length"],
+        request["weight"],
+        request["group_size"],
+        request.get("min_batch_allocation"),
+        connected=True,
+        last_seen=now,
+        virtual_time=run.clock,
+    )
     state.put("envs", env_id, env)
     body = {
-        "status": "success", "env_id": env_id, "wandb_name": name, "checkpoint_dir": run.checkpoint_dir,
-        "starting_step": run.step, "checkpoint_interval": run.save_checkpoint_interval, "num_steps": run.num_steps,
-    }  # fmt: skip
+        "status": "success",
+        "env_id": env_id,
+        "wandb_name": name,
+        "checkpoint_dir": run.checkpoint_dir,
+        "starting_step": run.step,
+        "checkpoint_interval": run.save_checkpoint_interval,
+        "num_steps": run.num_steps,
+    }
     return body, {}
 
 

@@ -181,10 +181,13 @@ class TrajectoryState:
         self._changes = Changes()
         groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
         records: Iterable[Record] = (
-            *snapshot["run"], *snapshot["envs"], *sorted(groups, key=attrgetter("order")),
-            *snapshot["leases"], *sorted(snapshot["closed"], key=attrgetter("closed_at")),
+            *snapshot["run"],
+            *snapshot["envs"],
+            *sorted(groups, key=attrgetter("order")),
+            *snapshot["leases"],
+            *sorted(snapshot["closed"], key=attrgetter("closed_at")),
             *sorted(snapshot["replays"], key=attrgetter("stored_at")),
-        )  # fmt: skip
+        )
         self._recording = False
         try:
             for record in records:
@@ -265,8 +268,10 @@ class TrajectoryState:
     def _run_changed(self, old: RunRecord, new: RunRecord) -> None:
         if new.latest is not None:
             self._next_id = max(self._next_id, new.latest.id)
-        if old.latest is not None and (new.latest is None or new.latest.id != old.latest.id) and (
-            old.latest.id not in self.groups
+        if (
+            old.latest is not None
+            and (new.latest is None or new.latest.id != old.latest.id)
+            and (old.latest.id not in self.groups)
         ):
             self.discard(old.latest.payload.ref)
         if new.max_staleness is not None and old.max_staleness is None and self.max_staleness is not None:

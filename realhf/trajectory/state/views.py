@@ -41,28 +41,40 @@ def envs(state: TrajectoryState, now: float) -> dict[str, Any]:
     groups, sequences = state.queue.env_groups(), state.queue.env_sequences()
     items = [
         {
-            "env_id": env.env_id, "name": env.name,
+            "env_id": env.env_id,
+            "name": env.name,
             "state": "connected" if is_alive(state, env, now) else "stale" if env.connected else "disconnected",
-            "last_seen_age_s": max(0.0, now - env.last_seen), "weight": env.weight, "group_size": env.group_size,
+            "last_seen_age_s": max(0.0, now - env.last_seen),
+            "weight": env.weight,
+            "group_size": env.group_size,
             "min_batch_allocation": env.min_batch_allocation,
-            "queued_groups": groups.get(env.env_id, 0), "queued_sequences": sequences.get(env.env_id, 0),
+            "queued_groups": groups.get(env.env_id, 0),
+            "queued_sequences": sequences.get(env.env_id, 0),
             "served_sequences": env.served,
         }
         for env in state.envs.values()
-    ]  # fmt: skip
+    ]
     foreign = [env_id for env_id in groups if env_id not in state.envs]
-    others = {"queued_groups": sum(groups[env_id] for env_id in foreign),
-              "queued_sequences": sum(sequences[env_id] for env_id in foreign)}  # fmt: skip
+    others = {
+        "queued_groups": sum(groups[env_id] for env_id in foreign),
+        "queued_sequences": sum(sequences[env_id] for env_id in foreign),
+    }
     return {"envs": items, "others": others}
 
 
 def buffers(state: TrajectoryState, now: float) -> dict[str, Any]:
     """The mix buffer of each environment."""
-    return {"buffers": [
-        {"env_id": env_id, "groups": len(held), "sequences": sum(group.size for group in held.values()),
-         "oldest_age_s": max(0.0, now - next(iter(held.values())).arrived_at)}
-        for env_id, held in sorted(state.buffers.items(), key=lambda item: -1 if item[0] is None else item[0])
-    ]}  # fmt: skip
+    return {
+        "buffers": [
+            {
+                "env_id": env_id,
+                "groups": len(held),
+                "sequences": sum(group.size for group in held.values()),
+                "oldest_age_s": max(0.0, now - next(iter(held.values())).arrived_at),
+            }
+            for env_id, held in sorted(state.buffers.items(), key=lambda item: -1 if item[0] is None else item[0])
+        ]
+    }
 
 
 def quarantine(state: TrajectoryState, now: float, limit: int, after: int | None) -> dict[str, Any]:
@@ -73,16 +85,33 @@ def quarantine(state: TrajectoryState, now: float, limit: int, after: int | None
         "total": len(state.quarantine),
         "dropped": state.run.quarantine_dropped,
         "by_reason": dict(Counter(group.reason for group in state.quarantine.values())),
-        "items": [{"id": group.id, "env_id": group.env_id, "size": group.size, "reason": group.reason,
-                   "age_s": max(0.0, now - group.arrived_at)} for group in groups],
-    }  # fmt: skip
+        "items": [
+            {
+                "id": group.id,
+                "env_id": group.env_id,
+                "size": group.size,
+                "reason": group.reason,
+                "age_s": max(0.0, now - group.arrived_at),
+            }
+            for group in groups
+        ],
+    }
 
 
 def leases(state: TrajectoryState, now: float) -> dict[str, Any]:
     """Batches in trainers' hands."""
-    return {"leases": [
-        {"lease_id": lease.lease_id, "owner": lease.owner, "step": lease.step, "groups": len(lease.groups),
-         "age_s": max(0.0, now - lease.created_at), "expires_in_s": lease.expires_at - now,
-         "state": "returned" if lease.returned else "sent" if lease.sent else "sending", "mode": lease.mode}
-        for lease in state.leases.values()
-    ]}  # fmt: skip
+    return {
+        "leases": [
+            {
+                "lease_id": lease.lease_id,
+                "owner": lease.owner,
+                "step": lease.step,
+                "groups": len(lease.groups),
+                "age_s": max(0.0, now - lease.created_at),
+                "expires_in_s": lease.expires_at - now,
+                "state": "returned" if lease.returned else "sent" if lease.sent else "sending",
+                "mode": lease.mode,
+            }
+            for lease in state.leases.values()
+        ]
+    }

@@ -124,8 +124,9 @@ class RedisStore:
         self._url = urlunsplit(parts._replace(query=""))
         self.name = f"{parts.scheme}://{parts.hostname or parts.path}:{parts.port or 6379}"
         # A client that repeated a commit by itself would find the lock gone, and call a commit lost that was made.
-        self._redis: Redis = Redis.from_url(self._url, socket_timeout=5, socket_connect_timeout=2,
-                                            retry=Retry(NoBackoff(), 0))  # fmt: skip
+        self._redis: Redis = Redis.from_url(
+            self._url, socket_timeout=5, socket_connect_timeout=2, retry=Retry(NoBackoff(), 0)
+        )
         self._keys = [f"{self._prefix}:{name}" for name in ("lock", "version", "log", "last")]
         self._scripts = {script: self._redis.register_script(script) for script in (_FOLLOW, _BEGIN, _COMMIT, _SETTLE)}
         self._version = 0
@@ -155,8 +156,10 @@ class RedisStore:
         version, last = int(version or 0), last or b""
         self._loss = self._loss or self._missing(born, version, last, known)
         self._born, self._version, self._last = born, version, last
-        return {table: [self._decoders[table].decode(row) for row in rows]
-                for table, rows in zip(TABLES, tables, strict=True)}  # fmt: skip
+        return {
+            table: [self._decoders[table].decode(row) for row in rows]
+            for table, rows in zip(TABLES, tables, strict=True)
+        }
 
     def take_loss(self) -> str:
         loss, self._loss = self._loss, ""
@@ -204,8 +207,9 @@ class RedisStore:
         except _FAILED as error:
             raise self._failure(error) from error
         whole = [data if isinstance(data, bytes) else b"" for data in found]
-        lost = [payload.ref for payload, data in zip(payloads, whole, strict=True)
-                if isal_zlib.crc32(data) != payload.crc]  # fmt: skip
+        lost = [
+            payload.ref for payload, data in zip(payloads, whole, strict=True) if isal_zlib.crc32(data) != payload.crc
+        ]
         if lost:
             raise PayloadLost(self.name, lost)
         return whole
@@ -232,8 +236,10 @@ class RedisStore:
         await self._run(_SETTLE, self._token, "+")
 
     async def commit(self, changes: Changes) -> None:
-        rows = [(table, key, None if record is None else msgspec.msgpack.encode(record))
-                for (table, key), record in changes.rows.items()]  # fmt: skip
+        rows = [
+            (table, key, None if record is None else msgspec.msgpack.encode(record))
+            for (table, key), record in changes.rows.items()
+        ]
         entry = msgspec.msgpack.encode(LogEntry(changes.cleared, rows))
         puts = [(table, key, row) for table, key, row in rows if row is not None]
         deletes = [(table, key) for table, key, row in rows if row is None]
@@ -298,13 +304,17 @@ class RedisStore:
                 raise StateLost(f"{self.name}: commits after {self._version} are no longer in the log")
             read = _fields(fields)
             entry = msgspec.msgpack.decode(read[b"c"], type=LogEntry)
-            rows = {(table, key): None if row is None else self._decoders[table].decode(row)
-                    for table, key, row in entry.rows}  # fmt: skip
+            rows = {
+                (table, key): None if row is None else self._decoders[table].decode(row)
+                for table, key, row in entry.rows
+            }
             found.append(Changes(rows=rows, cleared=entry.cleared))
             self._version, self._last = number, read[b"t"]
         if (self._version, self._last) != (int(version), last):
-            raise StateLost(f"{self.name} is at version {int(version)}, this server at {self._version} or at another "
-                            "one of that number")  # fmt: skip
+            raise StateLost(
+                f"{self.name} is at version {int(version)}, this server at {self._version} or at another "
+                "one of that number"
+            )
         return found
 
     def _table(self, table: str) -> str:

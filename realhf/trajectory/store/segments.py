@@ -167,8 +167,11 @@ class Segments:
                 self._waiting.pop(ref, None)
             else:
                 self._live[ref >> _OFFSET_BITS] -= 1
-        empty = [segment for segment in self._sizes
-                 if segment != self._active and self._live[segment] <= 0 and self._n_staged[segment] <= 0]  # fmt: skip
+        empty = [
+            segment
+            for segment in self._sizes
+            if segment != self._active and self._live[segment] <= 0 and self._n_staged[segment] <= 0
+        ]
         for segment in empty:
             del self._sizes[segment]
             del self._live[segment], self._n_staged[segment]
@@ -183,8 +186,11 @@ class Segments:
 
     def sparse(self, used: Mapping[int, int]) -> list[int]:
         """Files of which no more than half is in use, the emptiest first, but for the one that is being written."""
-        candidates = (segment for segment, size in self._sizes.items()
-                      if segment != self._active and 0 < used.get(segment, 0) <= size // 2)  # fmt: skip
+        candidates = (
+            segment
+            for segment, size in self._sizes.items()
+            if segment != self._active and 0 < used.get(segment, 0) <= size // 2
+        )
         return sorted(candidates, key=lambda segment: used[segment])
 
     def remove(self, segments: Sequence[int]) -> None:

@@ -156,9 +156,11 @@ class SqliteStore:
         database.execute("PRAGMA wal_autocheckpoint=0")
         for table in TABLES:
             key = "INTEGER PRIMARY KEY" if table in _INTEGER_KEYS else "TEXT PRIMARY KEY"
-            database.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL) WITHOUT ROWID'
-                             if key.startswith("TEXT") else
-                             f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL)')  # fmt: skip
+            database.execute(
+                f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL) WITHOUT ROWID'
+                if key.startswith("TEXT")
+                else f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL)'
+            )
         return database
 
     def _load(self) -> Snapshot:
@@ -177,8 +179,11 @@ class SqliteStore:
 
     def _without_torn(self, snapshot: Snapshot) -> Snapshot:
         """Drop groups whose payload did not reach the disk; only the newest ones can be among them."""
-        groups = sorted((record for record in snapshot["groups"] if isinstance(record, GroupRecord)),
-                        key=lambda group: _position(group.payload), reverse=True)  # fmt: skip
+        groups = sorted(
+            (record for record in snapshot["groups"] if isinstance(record, GroupRecord)),
+            key=lambda group: _position(group.payload),
+            reverse=True,
+        )
         torn, seen = set(), 0
         for group in groups:
             if not self._segments.holds(group.payload):

@@ -42,7 +42,13 @@ class TrajectoryDataset:
     Raises TrajectoryError: no server, no permission, no batch in time."""
 
     def __init__(
-        self, client: TrajectoryClient, renewing: TrajectoryClient, run: StreamRun, limits: RowLimits, *, step: int,
+        self,
+        client: TrajectoryClient,
+        renewing: TrajectoryClient,
+        run: StreamRun,
+        limits: RowLimits,
+        *,
+        step: int,
         consumed: Sequence[str] = (),
     ) -> None:
         self._client, self._limits = client, limits
@@ -72,10 +78,15 @@ class TrajectoryDataset:
         waited = time.perf_counter() - began
         converted = groups_to_sample(ids, batch.groups, self._limits, version=batch.min_version, rescore=rescore)
         stats = {
-            "n_groups": float(len(batch.groups)), "n_sequences": float(batch.n_sequences), "server_step": batch.step,
-            "wait_seconds": waited, "redelivered": float(batch.redelivered), "n_rescored": float(converted.rescored),
-            "staleness_max": float(version - batch.min_version), "staleness_min": float(version - batch.max_version),
-        } | _named(converted.problems)  # fmt: skip
+            "n_groups": float(len(batch.groups)),
+            "n_sequences": float(batch.n_sequences),
+            "server_step": batch.step,
+            "wait_seconds": waited,
+            "redelivered": float(batch.redelivered),
+            "n_rescored": float(converted.rescored),
+            "staleness_max": float(version - batch.min_version),
+            "staleness_min": float(version - batch.max_version),
+        } | _named(converted.problems)
         if converted.problems:
             logger.warning("step %d: sequences that cannot be trained on: %s", version, dict(converted.problems))
         return converted.sample, stats
@@ -105,12 +116,22 @@ class TrajectoryDataset:
 
     def _register(self, run: StreamRun, step: int, *, join: bool) -> None:
         self._client.register(
-            batch_size=run.batch_size, max_token_len=run.max_tokens, num_steps=run.num_steps, starting_step=step,
-            wandb_group=run.group, wandb_project=run.project, max_staleness=run.max_staleness, join=join,
-            reset=run.fresh)  # fmt: skip
+            batch_size=run.batch_size,
+            max_token_len=run.max_tokens,
+            num_steps=run.num_steps,
+            starting_step=step,
+            wandb_group=run.group,
+            wandb_project=run.project,
+            max_staleness=run.max_staleness,
+            join=join,
+            reset=run.fresh,
+        )
         if not self._is_ours(run):
-            raise NotRegistered(self._client.url, f"it keeps the run {self._client.run_names()} and batches of "
-                                f"{self._client.info()['batch_size']} sequences; is it strict?")  # fmt: skip
+            raise NotRegistered(
+                self._client.url,
+                f"it keeps the run {self._client.run_names()} and batches of "
+                f"{self._client.info()['batch_size']} sequences; is it strict?",
+            )
 
     def _settle(self, consumed: Sequence[str]) -> None:
         """After a restart: what a checkpoint holds is acknowledged, what was in hand beyond it comes again."""

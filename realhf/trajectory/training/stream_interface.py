@@ -35,9 +35,21 @@ class TrajectoryStreamInterface:
     """
 
     def __init__(
-        self, *, group: str, project: str, batch_size: int, num_steps: int, max_tokens: int, min_group_size: int,
-        temperature: float, wait_s: float, url: str = "", token_file: str = "", max_staleness: int | None = None,
-        fresh: bool = False, transcripts: int = 2,
+        self,
+        *,
+        group: str,
+        project: str,
+        batch_size: int,
+        num_steps: int,
+        max_tokens: int,
+        min_group_size: int,
+        temperature: float,
+        wait_s: float,
+        url: str = "",
+        token_file: str = "",
+        max_staleness: int | None = None,
+        fresh: bool = False,
+        transcripts: int = 2,
     ) -> None:
         self._run = StreamRun(group, project, batch_size, max_tokens, num_steps, max_staleness, fresh)
         self._min_group_size, self._temperature = min_group_size, temperature
@@ -82,8 +94,9 @@ class TrajectoryStreamInterface:
             if not url:
                 raise RuntimeError("no trajectory server is registered; stream_gen needs one (kind 'trajectory')")
             limits = RowLimits(len(model.tokenizer), self._run.max_tokens, self._min_group_size)
-            self._dataset = TrajectoryDataset(self._client(url), self._client(url), self._run, limits,
-                                              step=context.step, consumed=self._saved)  # fmt: skip
+            self._dataset = TrajectoryDataset(
+                self._client(url), self._client(url), self._run, limits, step=context.step, consumed=self._saved
+            )
         return self._dataset
 
     def _client(self, url: str) -> TrajectoryClient:

@@ -75,8 +75,9 @@ def groups_to_sample(
     [1], ``outcome`` u8 [1]. Metadata ``rewards`` and ``achieved`` are JSON lists; nobody knows what was achieved.
     """
     problems: Counter[str] = Counter()
-    rows = [_rows(group, limits, version, problems) for group in groups
-            if len(group["tokens"]) >= limits.min_group_size]  # fmt: skip
+    rows = [
+        _rows(group, limits, version, problems) for group in groups if len(group["tokens"]) >= limits.min_group_size
+    ]
     if len(rows) < len(groups):
         problems["small_groups"] = len(groups) - len(rows)
     if len(rows) > len(ids):
@@ -127,8 +128,14 @@ def _row(group: Mapping[str, Any], index: int, limits: RowLimits, version: int) 
         if not np.isfinite(logprobs).all():
             raise RowProblem("wrong_logprobs")
     own = group.get("policy_version")
-    return Row(tokens, trained, logprobs, float(group["scores"][index]), bool(overrides.get("truncated")),
-               min(version if own is None else int(own), np.iinfo(np.int32).max))  # fmt: skip
+    return Row(
+        tokens,
+        trained,
+        logprobs,
+        float(group["scores"][index]),
+        bool(overrides.get("truncated")),
+        min(version if own is None else int(own), np.iinfo(np.int32).max),
+    )
 
 
 def _of(group: Mapping[str, Any], name: str, index: int) -> Any:
@@ -162,8 +169,14 @@ def _packed(
         own = SequenceSample.from_tensors(ids, own, dict.fromkeys(own, lengths))
         missing = _joined([np.full(len(row.tokens) - 1, row.logprobs is None) for row in flat], np.bool_)
         tensors["packed_logprobs"] = torch.where(missing, rescore(own).cpu().float(), tensors["packed_logprobs"])
-    seqlens = {name: shifted if name in ("packed_logprobs", "packed_versions") else ones if name in
-               ("env_rewards", "seq_no_eos_mask", "outcome") else lengths for name in tensors}  # fmt: skip
+    seqlens = {
+        name: shifted
+        if name in ("packed_logprobs", "packed_versions")
+        else ones
+        if name in ("env_rewards", "seq_no_eos_mask", "outcome")
+        else lengths
+        for name in tensors
+    }
     rewards = [json.dumps([row.score if row.outcome == VALID else None for row in group]) for group in groups]
     return SequenceSample.from_tensors(ids, tensors, seqlens, {"rewards": rewards, "achieved": ["[]"] * len(ids)})
 

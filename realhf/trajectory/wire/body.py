@@ -58,7 +58,11 @@ class _Pieces:
 
 
 async def read_body(
-    chunks: AsyncIterator[bytes], *, encoding: str = "", max_bytes: int, allow_zstd: bool = False,
+    chunks: AsyncIterator[bytes],
+    *,
+    encoding: str = "",
+    max_bytes: int,
+    allow_zstd: bool = False,
     take: Take = _free,
 ) -> bytes:
     """The plain body. ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. Raises

@@ -32,8 +32,9 @@ class BodyShare:
         with budget.lock:
             if budget.held + nbytes > budget.limit or self._released:
                 budget.refused += 1
-                raise Refusal(503, f"the bodies of all requests together exceed {budget.limit} bytes",
-                              {"Retry-After": "1"})  # fmt: skip
+                raise Refusal(
+                    503, f"the bodies of all requests together exceed {budget.limit} bytes", {"Retry-After": "1"}
+                )
             budget.held += nbytes
             self._held += nbytes
 

@@ -74,5 +74,9 @@ def integer_tensor(values: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 def _tensor(values: Sequence[Sequence[float]], dtype: np.dtype[Any]) -> dict[str, Any]:
     flat = np.fromiter(chain.from_iterable(values), dtype)
-    return {"__t__": 1, "dtype": dtype.str[1:], "lens": np.array([len(row) for row in values], "<u4").tobytes(),
-            "data": flat.tobytes()}  # fmt: skip
+    return {
+        "__t__": 1,
+        "dtype": dtype.str[1:],
+        "lens": np.array([len(row) for row in values], "<u4").tobytes(),
+        "data": flat.tobytes(),
+    }

@@ -137,8 +137,17 @@ def check_json_type(content_type: str | None) -> None:
         return
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise Refusal(422, [{"type": "model_attributes_type", "loc": ["body"], "input": None,
-                             "msg": f"Content-Type is {kind[:80]!r}; send application/json"}])  # fmt: skip
+        raise Refusal(
+            422,
+            [
+                {
+                    "type": "model_attributes_type",
+                    "loc": ["body"],
+                    "input": None,
+                    "msg": f"Content-Type is {kind[:80]!r}; send application/json",
+                }
+            ],
+        )
 
 
 def _read_fast(data: bytes, loc: list[str | int], msgpack: bool, most_nests: int = sys.maxsize) -> Incoming | None:

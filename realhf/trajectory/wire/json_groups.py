@@ -23,8 +23,13 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 WHITE_SPACE = b" \t\r\n"
 _QUOTE = ord('"')
 FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_ROWS = {"tokens": integer_rows, "masks": integer_rows,
-         "advantages": float_rows, "ref_logprobs": float_rows, "inference_logprobs": float_rows}  # fmt: skip
+_ROWS = {
+    "tokens": integer_rows,
+    "masks": integer_rows,
+    "advantages": float_rows,
+    "ref_logprobs": float_rows,
+    "inference_logprobs": float_rows,
+}
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,8 +54,11 @@ class _Group(msgspec.Struct, forbid_unknown_fields=True):
 def _decoders() -> tuple[msgspec.json.Decoder[_Group], dict[str, msgspec.json.Decoder[Any]]]:
     integers, floats = msgspec.json.Decoder(list[list[Int64]]), msgspec.json.Decoder(list[list[float]] | None)
     return msgspec.json.Decoder(_Group), {
-        "tokens": integers, "masks": integers,
-        "advantages": floats, "ref_logprobs": floats, "inference_logprobs": floats,
+        "tokens": integers,
+        "masks": integers,
+        "advantages": floats,
+        "ref_logprobs": floats,
+        "inference_logprobs": floats,
         "messages": msgspec.json.Decoder(list[list[dict[str, Any]]] | None),
         "generation_params": msgspec.json.Decoder(dict[str, Any] | None),
         "overrides": msgspec.json.Decoder(list[dict[str, Any]] | None),
@@ -93,9 +101,14 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
         return None  # a key came twice: then there are more quotes than those of the keys and the free fields
     version = group.policy_version
     return Incoming(
-        data, Encoding.JSON, present, isal_zlib.crc32(data), size,
-        None if group.env_id is UNSET else group.env_id, None if version is UNSET else version,
-    )  # fmt: skip
+        data,
+        Encoding.JSON,
+        present,
+        isal_zlib.crc32(data),
+        size,
+        None if group.env_id is UNSET else group.env_id,
+        None if version is UNSET else version,
+    )
 
 
 def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:

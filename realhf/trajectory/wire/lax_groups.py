@@ -97,15 +97,23 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
     except (OverflowError, ValueError) as error:
         raise invalid(loc, f"a number cannot be kept: {error}") from None
     present = sum(1 << bit for bit, name in enumerate(FIELDS) if name in chosen)
-    return Incoming(data, Encoding.JSON, present, isal_zlib.crc32(data), len(group.tokens), group.env_id,
-                    group.policy_version)  # fmt: skip
+    return Incoming(
+        data, Encoding.JSON, present, isal_zlib.crc32(data), len(group.tokens), group.env_id, group.policy_version
+    )
 
 
 def problems(error: ValidationError, loc: Loc) -> list[dict[str, Any]]:
     """The contract's list of errors; inputs are shown where they are short and JSON-able."""
     found = error.errors(include_url=False, include_context=False)[:MAX_ERRORS]
-    return [{"type": item["type"], "loc": [*loc, *map(shown, item["loc"])], "msg": item["msg"],
-             "input": shown(item["input"])} for item in found]  # fmt: skip
+    return [
+        {
+            "type": item["type"],
+            "loc": [*loc, *map(shown, item["loc"])],
+            "msg": item["msg"],
+            "input": shown(item["input"]),
+        }
+        for item in found
+    ]
 
 
 def shown(value: Any) -> Any:

@@ -67,11 +67,17 @@ def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
     """One decoder for the form of each field."""
     objects = list[dict[str, Any]] | None
     forms = {
-        "scores": list[float], "messages": list[list[dict[str, Any]]] | None, "images": Any,
-        "generation_params": dict[str, Any] | None, "group_overrides": dict[str, Any] | None, "overrides": objects,
-        "env_id": MaybeInt64, "policy_version": MaybeInt64,
-        "distill_token_ids": list[list[list[Int64]]] | None, "distill_logprobs": list[list[list[float]]] | None,
-    }  # fmt: skip
+        "scores": list[float],
+        "messages": list[list[dict[str, Any]]] | None,
+        "images": Any,
+        "generation_params": dict[str, Any] | None,
+        "group_overrides": dict[str, Any] | None,
+        "overrides": objects,
+        "env_id": MaybeInt64,
+        "policy_version": MaybeInt64,
+        "distill_token_ids": list[list[list[Int64]]] | None,
+        "distill_logprobs": list[list[list[float]]] | None,
+    }
     rows = dict.fromkeys(INTEGER_ROWS, RowsDecoder(list[list[Int64]]))
     rows |= dict.fromkeys(FLOAT_ROWS, RowsDecoder(list[list[float]] | None))
     return rows | {name: msgspec.msgpack.Decoder(form) for name, form in forms.items()}
@@ -95,8 +101,9 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
     data = b"".join(parts)
     tokens = values["tokens"]
     size = len(tokens.lens) // 4 if isinstance(tokens, Tensor) else len(tokens)
-    return Incoming(data, Encoding.MSGPACK, present, isal_zlib.crc32(data), size, values.get("env_id"),
-                    values.get("policy_version"))  # fmt: skip
+    return Incoming(
+        data, Encoding.MSGPACK, present, isal_zlib.crc32(data), size, values.get("env_id"), values.get("policy_version")
+    )
 
 
 def check_field(name: str, raw: msgspec.Raw, loc: Loc) -> Any:

@@ -28,8 +28,9 @@ class Request:
     """One request. Answer it once, ``reply`` or ``fail``, from any thread unless the server says otherwise; a client
     that has gone is no error."""
 
-    def __init__(self, server: ServiceListener, identity: bytes, number: int, client: str, method: str,
-                 payload: Any) -> None:  # fmt: skip
+    def __init__(
+        self, server: ServiceListener, identity: bytes, number: int, client: str, method: str, payload: Any
+    ) -> None:
         self.client, self.method, self.payload = client, method, payload
         self._server, self._identity, self._number = server, identity, number
 
@@ -37,8 +38,9 @@ class Request:
         self._server.send(self._identity, "reply", self._number, value)
 
     def fail(self, error: BaseException) -> None:
-        self._server.send(self._identity, "error", self._number,
-                          {"type": type(error).__name__, "message": str(error)[:10_000]})
+        self._server.send(
+            self._identity, "error", self._number, {"type": type(error).__name__, "message": str(error)[:10_000]}
+        )
 
 
 class ServiceListener:
@@ -90,8 +92,14 @@ class ServiceListener:
             text = f"this is run {self._run_id!r}, the request is of run {header.get('run')!r}"
             self.send(identity, "error", number, {"type": "ProtocolError", "message": text})
             return
-        request = Request(self, identity, number, envelope.field(header, "client", str),
-                          envelope.field(header, "method", str), unpack_payload(payload))
+        request = Request(
+            self,
+            identity,
+            number,
+            envelope.field(header, "client", str),
+            envelope.field(header, "method", str),
+            unpack_payload(payload),
+        )
         try:
             self._handle(request)
         except Exception as error:

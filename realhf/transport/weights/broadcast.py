@@ -159,6 +159,7 @@ class Broadcast:
 
     def _gather(self) -> list[_Guest]:
         """Those that wait, once they are as many as expected or the first has waited for a while; none when closed."""
+
         def waiting() -> list[_Guest]:
             return [guest for guest in self._guests if not guest.seated]
 
@@ -191,9 +192,7 @@ class Broadcast:
 
     def _addresses(self, own: bytes, members: list[_Guest]) -> list[bytes] | None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: all(guest.address or guest not in self._guests for guest in members), JOIN_S
-            )
+            self._changed.wait_for(lambda: all(guest.address or guest not in self._guests for guest in members), JOIN_S)
             known = [guest.address for guest in members if guest.address and guest in self._guests]
         return [own, *known] if len(known) == len(members) else None
 

@@ -78,8 +78,7 @@ def loop(current: list[float], part: SequenceSample, options: Any) -> tuple[floa
             w = math.exp(sum(prox[s] - old[s] for s in own) / len(own))
         else:
             w = math.exp(prox[t] - old[t])
-        cap, floor, mode = (options.behav_imp_weight_cap, options.behav_imp_weight_floor,
-                            options.behav_imp_weight_mode)
+        cap, floor, mode = (options.behav_imp_weight_cap, options.behav_imp_weight_floor, options.behav_imp_weight_mode)
         outside = mode != "none" and not floor <= w <= cap
         if mode == "none":
             w = 1.0
@@ -120,12 +119,15 @@ def test_the_weight_is_constant_in_the_gradient(rollout_batch: Any, given: dict[
     against = replace_keys(part, shifted={"packed_logprobs": prox})
     (unweighted,) = torch.autograd.grad(PolicyObjective(plain, STEP)(current, against, None)[0], current)
     tokens = PredictedTokens.of(part)
-    w = (prox - part["packed_logprobs"])
+    w = prox - part["packed_logprobs"]
     if options.behav_imp_weight_level == "sequence":
         w = torch.stack([w[tokens.mask & (tokens.sequence == s)].mean() for s in tokens.sequence])
     w, cap, floor = w.exp(), options.behav_imp_weight_cap, options.behav_imp_weight_floor
-    w = {"mask": torch.where((w <= cap) & (w >= floor), w, 0.0), "truncate": w.clamp(floor, cap),
-         "none": torch.ones_like(w)}[options.behav_imp_weight_mode]
+    w = {
+        "mask": torch.where((w <= cap) & (w >= floor), w, 0.0),
+        "truncate": w.clamp(floor, cap),
+        "none": torch.ones_like(w),
+    }[options.behav_imp_weight_mode]
     torch.testing.assert_close(gradient, torch.where(tokens.mask, w * unweighted, 0.0))
     assert float(gradient.abs().sum()) > 0
 

@@ -62,9 +62,7 @@ def test_loss_equals_an_independent_computation(rollout_batch: Any, tmp_path: Pa
     tokens = PredictedTokens.of(sample)
     per_sequence = []
     for i in range(12):
-        mine = [
-            t for t in range(len(current)) if tokens.sequence[t] == i and tokens.mask[t] and OUTCOME[i] == 0
-        ]
+        mine = [t for t in range(len(current)) if tokens.sequence[t] == i and tokens.mask[t] and OUTCOME[i] == 0]
         group = [REWARDS[j] for j in range(3 * (i // 3), 3 * (i // 3) + 3) if OUTCOME[j] == 0]
         mean = sum(group) / len(group)
         std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
@@ -200,8 +198,11 @@ def test_rounding_of_the_generator_clips_no_sequence(rollout_batch: Any, tmp_pat
         model = tiny_actor()
         sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
         noise = 0.01 * torch.randn(len(sample["packed_logprobs"]), generator=generator)
-        rounded = SequenceSample.from_tensors(sample.ids, {"packed_logprobs": sample["packed_logprobs"] + noise},
-                                              {"packed_logprobs": sample.seqlens["packed_logprobs"]})
+        rounded = SequenceSample.from_tensors(
+            sample.ids,
+            {"packed_logprobs": sample["packed_logprobs"] + noise},
+            {"packed_logprobs": sample.seqlens["packed_logprobs"]},
+        )
         sample = sample.select(sample.keys - {"packed_logprobs"}).update(rounded)
         options = {"algo": "gspo", "recompute_logprob": recompute}
         stats = PolicyGradientInterface(options).train_step(model, sample, context(tmp_path))
@@ -212,8 +213,9 @@ def test_rounding_of_the_generator_clips_no_sequence(rollout_batch: Any, tmp_pat
 
 def test_lengths_and_spread_of_a_batch_are_reported(rollout_batch: Any) -> None:
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
-    cut = SequenceSample.from_tensors(sample.ids, {"seq_no_eos_mask": torch.arange(12) % 4 == 0},
-                                      {"seq_no_eos_mask": [[1] * 3] * 4})
+    cut = SequenceSample.from_tensors(
+        sample.ids, {"seq_no_eos_mask": torch.arange(12) % 4 == 0}, {"seq_no_eos_mask": [[1] * 3] * 4}
+    )
     stats = PolicyGradientInterface({}).prepare(sample.update(cut))[1]
     masks = sample["loss_mask"].split([n for group in GROUPS for n in group])
     sampled = [int(mask[1:].sum()) for mask, outcome in zip(masks, OUTCOME, strict=True) if outcome == 0]

@@ -69,9 +69,7 @@ def test_clip_counters() -> None:
     old = torch.zeros(5)
     ratio = torch.tensor([1.5, 1.5, 0.5, 4.0, 1.0])
     adv = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0])
-    terms = LossTerms(
-        ratio.log(), old, adv, torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64), 1
-    )
+    terms = LossTerms(ratio.log(), old, adv, torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64), 1)
     got = ppo_loss(terms, options)
     assert got.clipped.tolist() == [True, False, True, False, False]
     assert got.dual_clipped.tolist() == [False, False, False, True, False]
@@ -127,21 +125,16 @@ def test_garbage_in_masked_positions_is_harmless(algo: str, junk: float) -> None
 def test_huge_ratio_is_clamped_and_counted() -> None:
     lp = torch.tensor([0.0], requires_grad=True)
     one = torch.ones(1, dtype=torch.bool)
-    terms = LossTerms(
-        lp, torch.tensor([-500.0]), torch.tensor([-1.0]), one, torch.zeros(1, dtype=torch.int64), 1
-    )
+    terms = LossTerms(lp, torch.tensor([-500.0]), torch.tensor([-1.0]), one, torch.zeros(1, dtype=torch.int64), 1)
     got = ppo_loss(terms, resolve({}))
     assert got.clamped == 1 and float(got.loss.detach()) == pytest.approx(math.exp(20.0))
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
-)
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"])
 def test_aggregation_equals_loop(aggregation: str) -> None:
     terms = random_terms(2)
     x = torch.arange(1.0, 15.0)
-    rows = [[float(v) for v, s, m in zip(x, terms.sequence, terms.mask, strict=True) if s == i and m]
-            for i in range(4)]  # fmt: skip
+    rows = [[float(v) for v, s, m in zip(x, terms.sequence, terms.mask, strict=True) if s == i and m] for i in range(4)]
     rows = [row for row in rows if row]
     expected = {
         "token_mean": sum(map(sum, rows)) / sum(map(len, rows)),

@@ -25,8 +25,9 @@ def off_policy(rollout_batch: Any) -> SequenceSample:
     own = scored(tiny_actor(), sample)["proximal_logprobs"]
     g = torch.Generator().manual_seed(1)
     versions = torch.randint(0, 4, (len(own),), generator=g, dtype=torch.int32)
-    return replace_keys(sample, shifted={"packed_logprobs": own + 0.3 * torch.randn(len(own), generator=g),
-                                         "packed_versions": versions})
+    return replace_keys(
+        sample, shifted={"packed_logprobs": own + 0.3 * torch.randn(len(own), generator=g), "packed_versions": versions}
+    )
 
 
 def scored(model: Model, sample: SequenceSample) -> SequenceSample:
@@ -42,9 +43,16 @@ def step(options: dict[str, Any], sample: SequenceSample, *, version: int = 3, *
     return stats, weights(model)
 
 
-@pytest.mark.parametrize("given", [{"use_decoupled_loss": True}, {"recompute_logprob": True},
-                                   {"recompute_logprob": True, "kl_ctl": 0.1},
-                                   {"use_decoupled_loss": True, "kl_loss_coef": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"use_decoupled_loss": True},
+        {"recompute_logprob": True},
+        {"recompute_logprob": True, "kl_ctl": 0.1},
+        {"use_decoupled_loss": True, "kl_loss_coef": 0.1},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("n_minibatches", [1, 3])
 def test_recomputed_in_the_train_call_is_what_actor_inf_says(
     rollout_batch: Any, given: dict[str, Any], n_minibatches: int
@@ -70,9 +78,15 @@ def test_recomputed_logprobs_replace_the_old_ones_in_the_kl_reward_too(rollout_b
     assert not torch.allclose(got, plain.prepare(sample)[0]["advantages"], atol=1e-3)
 
 
-@pytest.mark.parametrize("given", [{"recompute_logprob": True}, {"use_decoupled_loss": True},
-                                   {"use_decoupled_loss": True, "behav_imp_weight_mode": "truncate",
-                                    "behav_imp_weight_cap": 1.1}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"recompute_logprob": True},
+        {"use_decoupled_loss": True},
+        {"use_decoupled_loss": True, "behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 1.1},
+    ],
+    ids=str,
+)
 def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(rollout_batch: Any, given: dict[str, Any]) -> None:
     sample, model = off_policy(rollout_batch), tiny_actor()
     interface = PolicyGradientInterface({"loss_agg": "token_mean", "prox_logp_method": "recompute", **given})
@@ -96,8 +110,11 @@ def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(rollout_batch:
     torch.testing.assert_close(weights(other), weights(model), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("given", [{}, {"behav_imp_weight_level": "sequence"}, {"prox_logp_method": "loglinear"},
-                                   {"prox_logp_method": "recompute"}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"behav_imp_weight_level": "sequence"}, {"prox_logp_method": "loglinear"}, {"prox_logp_method": "recompute"}],
+    ids=str,
+)
 def test_microbatches_and_leaving_out_change_nothing(rollout_batch: Any, given: dict[str, Any]) -> None:
     sample = scored(tiny_actor(), off_policy(rollout_batch))
     options = {"use_decoupled_loss": True, **given}
@@ -158,8 +175,10 @@ def test_staleness_equals_loop() -> None:
         mask = torch.rand(len(sequence), generator=g) < 0.7
         versions = torch.randint(-1, u + 1, (len(sequence),), generator=g, dtype=torch.int32)
         got = staleness_statistics(versions, PredictedTokens(mask, sequence, torch.zeros(20, dtype=torch.int64)), u)
-        rows = [[int(v) for v, s, m in zip(versions, sequence, mask, strict=True) if s == i and m and v >= 0]
-                for i in range(20)]
+        rows = [
+            [int(v) for v, s, m in zip(versions, sequence, mask, strict=True) if s == i and m and v >= 0]
+            for i in range(20)
+        ]
         head = [u - min(row) for row in rows if row]
         tail = [u - max(row) for row in rows if row]
         assert got["staleness/head_mean"] == pytest.approx(sum(head) / len(head))
@@ -182,10 +201,15 @@ def test_the_step_reports_the_staleness_of_valid_sequences(rollout_batch: Any) -
     assert not [name for name in step({}, unknown)[0] if name.startswith("staleness")]
 
 
-@pytest.mark.parametrize(("given", "key"), [({"use_decoupled_loss": True}, "proximal_logprobs"),
-                                            ({"recompute_logprob": True}, "proximal_logprobs"),
-                                            ({"use_decoupled_loss": True, "prox_logp_method": "loglinear"},
-                                             "packed_versions")], ids=str)
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"use_decoupled_loss": True}, "proximal_logprobs"),
+        ({"recompute_logprob": True}, "proximal_logprobs"),
+        ({"use_decoupled_loss": True, "prox_logp_method": "loglinear"}, "packed_versions"),
+    ],
+    ids=str,
+)
 def test_missing_keys_are_named(rollout_batch: Any, given: dict[str, Any], key: str) -> None:
     model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
     before = weights(model)

@@ -35,7 +35,12 @@ def test_rows_without_clipping(algo: str) -> None:
 def test_reinforce_pp_row() -> None:
     got = resolve({"algo": "reinforce_pp"})
     assert (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.loss_agg) == (
-        "reinforce_pp", "token", "ppo", 0.2, "token_mean")
+        "reinforce_pp",
+        "token",
+        "ppo",
+        0.2,
+        "token_mean",
+    )
     assert (got.kl_ctl, got.kl_estimator, got.adv_norm, got.needs_reference) == (0.01, "k1", True, True)
     other = resolve({"algo": "reinforce_pp", "kl_ctl": 0.0, "adv_norm": False, "discount": 0.99})
     assert not other.needs_reference and not other.adv_norm and other.discount == 0.99
@@ -66,51 +71,66 @@ def test_any_cell_may_be_overridden() -> None:
     )
 
 
-@pytest.mark.parametrize(("options", "names"), [
-    ({"algo": "grop"}, "ppo.algo='grop'.*did you mean 'grpo'"),
-    ({"group_sise": 4}, "ppo.group_sise.*group_size"),
-    ({"adv_estimator": "gae"}, "ppo.adv_estimator='gae'"),
-    ({"loss": "pop"}, "ppo.loss='pop'.*'ppo'"),
-    ({"loss_agg": "mean"}, "ppo.loss_agg"),
-    ({"ratio": "word"}, "ppo.ratio"),
-    ({"kl_estimator": "k4", "kl_ctl": 0.1}, "ppo.kl_estimator"),
-    ({"kl_estimator": "k1", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
-    ({"kl_estimator": "k2"}, "ppo.kl_estimator has no effect"),
-    ({"kl_estimator": "k3"}, "ppo.kl_estimator has no effect"),
-    ({"algo": "reinforce_pp", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
-    ({"discount": 0.9}, "ppo.discount has no effect"),
-    ({"algo": "reinforce_pp", "discount": 0.0}, "ppo.discount must be above 0"),
-    ({"algo": "reinforce_pp", "adv_estimator": "reinforce_pp_baseline", "group_size": 1}, "ppo.group_size must be"),
-    ({"use_decoupled_loss": True, "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
-    ({"prox_logp_method": "recompute"}, "ppo.prox_logp_method has no effect"),
-    ({"use_decoupled_loss": True, "prox_logp_method": "recomput"}, "ppo.prox_logp_method.*'recompute'"),
-    ({"recompute_logprob": True, "prox_logp_method": "loglinear"}, "loglinear recomputes nothing"),
-    ({"behav_imp_weight_mode": "mask"}, "ppo.behav_imp_weight_mode has no effect"),
-    ({"recompute_logprob": True, "behav_imp_weight_cap": 2.0}, "ppo.behav_imp_weight_cap has no effect"),
-    ({"use_decoupled_loss": True, "behav_imp_weight_mode": "clip"}, "ppo.behav_imp_weight_mode='clip'"),
-    ({"use_decoupled_loss": True, "behav_imp_weight_level": "word"}, "ppo.behav_imp_weight_level='word'"),
-    ({"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_cap": 2.0},
-     "ppo.behav_imp_weight_cap has no effect"),
-    ({"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_level": "token"},
-     "ppo.behav_imp_weight_level has no effect"),
-    ({"use_decoupled_loss": True, "behav_imp_weight_cap": 0.0}, "ppo.behav_imp_weight_cap must be positive"),
-    ({"use_decoupled_loss": True, "behav_imp_weight_floor": 5.0}, "ppo.behav_imp_weight_floor must be"),
-    ({"algo": "rloo", "use_decoupled_loss": True, "behav_imp_weight_mode": "none"},
-     "ppo.use_decoupled_loss has no effect"),
-    ({"algo": "rloo", "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
-    ({"algo": "reinforce", "eps_clip": 0.2}, "ppo.eps_clip has no effect"),
-    ({"algo": "rloo", "ratio": "sequence"}, "ppo.ratio has no effect"),
-    ({"algo": "cispo", "c_clip": 3.0}, "ppo.c_clip has no effect"),
-    ({"c_clip": 1.0}, "ppo.c_clip must be above 1"),
-    ({"eps_clip": -0.1}, "ppo.eps_clip must not"),
-    ({"group_size": 1}, "ppo.group_size must be at least 2"),
-    ({"ppo_n_minibatches": 0}, "ppo.ppo_n_minibatches"),
-    ({"algo": "drgrpo"}, "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it"),
-    ({"algo": "drgrpo", "loss_scale_len": 0}, "ppo.loss_scale_len must be at least 1"),
-    ({"loss_scale_len": 160}, "ppo.loss_scale_len has no effect with loss_agg 'seq_mean_token_mean'"),
-    ({"algo": "gspo", "use_decoupled_loss": True, "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
-    ({"algo": "gspo", "recompute_logprob": False, "prox_logp_method": "recompute"}, "prox_logp_method has no effect"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"algo": "grop"}, "ppo.algo='grop'.*did you mean 'grpo'"),
+        ({"group_sise": 4}, "ppo.group_sise.*group_size"),
+        ({"adv_estimator": "gae"}, "ppo.adv_estimator='gae'"),
+        ({"loss": "pop"}, "ppo.loss='pop'.*'ppo'"),
+        ({"loss_agg": "mean"}, "ppo.loss_agg"),
+        ({"ratio": "word"}, "ppo.ratio"),
+        ({"kl_estimator": "k4", "kl_ctl": 0.1}, "ppo.kl_estimator"),
+        ({"kl_estimator": "k1", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
+        ({"kl_estimator": "k2"}, "ppo.kl_estimator has no effect"),
+        ({"kl_estimator": "k3"}, "ppo.kl_estimator has no effect"),
+        ({"algo": "reinforce_pp", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
+        ({"discount": 0.9}, "ppo.discount has no effect"),
+        ({"algo": "reinforce_pp", "discount": 0.0}, "ppo.discount must be above 0"),
+        ({"algo": "reinforce_pp", "adv_estimator": "reinforce_pp_baseline", "group_size": 1}, "ppo.group_size must be"),
+        ({"use_decoupled_loss": True, "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
+        ({"prox_logp_method": "recompute"}, "ppo.prox_logp_method has no effect"),
+        ({"use_decoupled_loss": True, "prox_logp_method": "recomput"}, "ppo.prox_logp_method.*'recompute'"),
+        ({"recompute_logprob": True, "prox_logp_method": "loglinear"}, "loglinear recomputes nothing"),
+        ({"behav_imp_weight_mode": "mask"}, "ppo.behav_imp_weight_mode has no effect"),
+        ({"recompute_logprob": True, "behav_imp_weight_cap": 2.0}, "ppo.behav_imp_weight_cap has no effect"),
+        ({"use_decoupled_loss": True, "behav_imp_weight_mode": "clip"}, "ppo.behav_imp_weight_mode='clip'"),
+        ({"use_decoupled_loss": True, "behav_imp_weight_level": "word"}, "ppo.behav_imp_weight_level='word'"),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_cap": 2.0},
+            "ppo.behav_imp_weight_cap has no effect",
+        ),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_level": "token"},
+            "ppo.behav_imp_weight_level has no effect",
+        ),
+        ({"use_decoupled_loss": True, "behav_imp_weight_cap": 0.0}, "ppo.behav_imp_weight_cap must be positive"),
+        ({"use_decoupled_loss": True, "behav_imp_weight_floor": 5.0}, "ppo.behav_imp_weight_floor must be"),
+        (
+            {"algo": "rloo", "use_decoupled_loss": True, "behav_imp_weight_mode": "none"},
+            "ppo.use_decoupled_loss has no effect",
+        ),
+        ({"algo": "rloo", "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
+        ({"algo": "reinforce", "eps_clip": 0.2}, "ppo.eps_clip has no effect"),
+        ({"algo": "rloo", "ratio": "sequence"}, "ppo.ratio has no effect"),
+        ({"algo": "cispo", "c_clip": 3.0}, "ppo.c_clip has no effect"),
+        ({"c_clip": 1.0}, "ppo.c_clip must be above 1"),
+        ({"eps_clip": -0.1}, "ppo.eps_clip must not"),
+        ({"group_size": 1}, "ppo.group_size must be at least 2"),
+        ({"ppo_n_minibatches": 0}, "ppo.ppo_n_minibatches"),
+        ({"algo": "drgrpo"}, "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it"),
+        ({"algo": "drgrpo", "loss_scale_len": 0}, "ppo.loss_scale_len must be at least 1"),
+        ({"loss_scale_len": 160}, "ppo.loss_scale_len has no effect with loss_agg 'seq_mean_token_mean'"),
+        (
+            {"algo": "gspo", "use_decoupled_loss": True, "recompute_logprob": True},
+            "ppo.recompute_logprob has no effect",
+        ),
+        (
+            {"algo": "gspo", "recompute_logprob": False, "prox_logp_method": "recompute"},
+            "prox_logp_method has no effect",
+        ),
+    ],
+)
 def test_refused_options_are_named(options: dict[str, Any], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         resolve(options)

@@ -21,7 +21,7 @@ SETUP = [
     "aws sns create-topic --name alerts",
     "aws logs create-log-group --log-group-name /app/web",
     "aws ssm put-parameter --name /app/mode --value blue --type String",
-    "aws dynamodb put-item --table-name users --item '{\"id\": {\"S\": \"1\"}}'",
+    'aws dynamodb put-item --table-name users --item \'{"id": {"S": "1"}}\'',
 ]
 COMMANDS = [
     "aws s3api list-buckets",
@@ -46,9 +46,9 @@ COMMANDS = [
     "aws dynamodb describe-table --table-name users --query Table.KeySchema",
     "aws dynamodb describe-table --table-name nope",
     "aws dynamodb scan --table-name users",
-    "aws dynamodb put-item --table-name users --item '{\"id\": {\"S\": \"1\"}}'",
+    'aws dynamodb put-item --table-name users --item \'{"id": {"S": "1"}}\'',
     "aws dynamodb put-item --table-name users --item not-json",
-    "aws dynamodb get-item --table-name users --key '{\"id\": {\"S\": \"1\"}}'",
+    'aws dynamodb get-item --table-name users --key \'{"id": {"S": "1"}}\'',
     "aws iam list-users --query Users[].UserName",
     "aws iam get-user --user-name nobody",
     "aws iam list-roles --no-paginate",
@@ -115,8 +115,11 @@ print(json.dumps(results))
 def _aws_program(slot: Slot, commands: list[str]) -> list[list[object]]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, slot.endpoint, json.dumps(commands)],
-        env=worker_environment(), capture_output=True, timeout=150, check=True,
-    )  # fmt: skip
+        env=worker_environment(),
+        capture_output=True,
+        timeout=150,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 

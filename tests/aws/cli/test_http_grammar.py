@@ -71,8 +71,21 @@ def test_a_sound_head_is_read() -> None:
     assert head.field(b"x-amz-meta-a") == b"\xc3\xa4 b" and head.field(b"absent") == b""
 
 
-@pytest.mark.parametrize("path", ["/_ministack/reset", "//_x", "/%5f", "/%255fx", "/%25255fx", "/\\_x", "/a/../b",
-                                  "/a/%2e%2e/b", "/b/_ministack/x", "/.."])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/_ministack/reset",
+        "//_x",
+        "/%5f",
+        "/%255fx",
+        "/%25255fx",
+        "/\\_x",
+        "/a/../b",
+        "/a/%2e%2e/b",
+        "/b/_ministack/x",
+        "/..",
+    ],
+)
 def test_internal_paths_are_known_in_every_spelling(path: str) -> None:
     assert is_internal_path(path)
 
@@ -213,19 +226,33 @@ def test_the_client_sends_what_it_says_and_reads_the_answer() -> None:
     assert peer.connection.send(_request()).status_code == 200
 
 
-@pytest.mark.parametrize("make", [
-    lambda: _request(**{"x: 1\r\nContent-Length: 0\r\n\r\nPOST /x HTTP/1.1\r\nX": "1"}),
-    lambda: _request(**{"a b": "1"}), lambda: _request(**{"a:b": "1"}), lambda: _request(**{"": "1"}),
-    lambda: _request(**{"ä": "1"}), lambda: _request(a="b\nc"), lambda: _request(a="b\rc"), lambda: _request(a="b\0c"),
-    lambda: _request("http://localhost:4566/a b"),
-    lambda: _request("http://localhost:4566/a\r\nb"), lambda: _request("http://localhost:4566/a?b\nc"),
-    lambda: _request("http://localhost:4566/a\tb"), lambda: _request("http://localhost:4566/ä"),
-    lambda: _request("http://localhost:4566/a#b"), lambda: _request("http://localhost:4566/a%2Fb"),
-    lambda: _request("http://localhost:4566.evil/"), lambda: _request("http://a@localhost:4566/"),
-    lambda: _request("http://localhost:45667/"), lambda: _request("https://localhost:4566/"),
-    lambda: _request("http://localhost:4566\\@evil/"), lambda: _request("http://[/"),
-    lambda: _request(method="GET / HTTP/1.1\r\nX: y\r\n\r\nPUT"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _request(**{"x: 1\r\nContent-Length: 0\r\n\r\nPOST /x HTTP/1.1\r\nX": "1"}),
+        lambda: _request(**{"a b": "1"}),
+        lambda: _request(**{"a:b": "1"}),
+        lambda: _request(**{"": "1"}),
+        lambda: _request(**{"ä": "1"}),
+        lambda: _request(a="b\nc"),
+        lambda: _request(a="b\rc"),
+        lambda: _request(a="b\0c"),
+        lambda: _request("http://localhost:4566/a b"),
+        lambda: _request("http://localhost:4566/a\r\nb"),
+        lambda: _request("http://localhost:4566/a?b\nc"),
+        lambda: _request("http://localhost:4566/a\tb"),
+        lambda: _request("http://localhost:4566/ä"),
+        lambda: _request("http://localhost:4566/a#b"),
+        lambda: _request("http://localhost:4566/a%2Fb"),
+        lambda: _request("http://localhost:4566.evil/"),
+        lambda: _request("http://a@localhost:4566/"),
+        lambda: _request("http://localhost:45667/"),
+        lambda: _request("https://localhost:4566/"),
+        lambda: _request("http://localhost:4566\\@evil/"),
+        lambda: _request("http://[/"),
+        lambda: _request(method="GET / HTTP/1.1\r\nX: y\r\n\r\nPUT"),
+    ],
+)
 def test_the_client_sends_nothing_that_could_be_read_otherwise(make: Callable[[], AWSPreparedRequest]) -> None:
     peer = _Peer(OK)
     with pytest.raises(RefusedRequest):
@@ -242,12 +269,20 @@ def test_nothing_is_sent_while_something_waits_to_be_read() -> None:
     assert peer.received == [] and not peer.connection.usable
 
 
-@pytest.mark.parametrize("answer", [
-    OK + OK, OK + b"z", b"HTTP/1.1 200 OK\r\n\r\ny", b"HTTP/1.1 100 Continue\r\n\r\n" + OK,
-    b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\ny",
-    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"HTTP/1.1 2x OK\r\nContent-Length: 0\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\nContent-Length: 0\nX: y\r\n\r\n", b"hello\r\n\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        OK + OK,
+        OK + b"z",
+        b"HTTP/1.1 200 OK\r\n\r\ny",
+        b"HTTP/1.1 100 Continue\r\n\r\n" + OK,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\ny",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 2x OK\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\nX: y\r\n\r\n",
+        b"hello\r\n\r\n",
+    ],
+)
 def test_the_client_takes_one_whole_answer_or_none(answer: bytes) -> None:
     peer = _Peer(answer)
     with pytest.raises(ConnectionClosedError):

@@ -62,9 +62,11 @@ def test_errors_carry_their_code(slot: Slot, service: str, operation: str, param
 
 
 def test_agent_and_grader_see_the_same_world(slot: Slot) -> None:
-    slot.executor.run("aws dynamodb create-table --table-name tab --billing-mode PAY_PER_REQUEST "
-                      "--attribute-definitions AttributeName=k,AttributeType=S "
-                      "--key-schema AttributeName=k,KeyType=HASH")  # fmt: skip
+    slot.executor.run(
+        "aws dynamodb create-table --table-name tab --billing-mode PAY_PER_REQUEST "
+        "--attribute-definitions AttributeName=k,AttributeType=S "
+        "--key-schema AttributeName=k,KeyType=HASH"
+    )
     assert slot.state.call("dynamodb", "ListTables")["TableNames"] == ["tab"]
 
 

@@ -151,10 +151,19 @@ def test_idle_steps_are_not_rolled(slot: Slot) -> None:
 BUCKET, TABLE, FUNCTION, QUEUE = {"Bucket": "abc"}, {"TableName": "abc"}, {"FunctionName": "a"}, {"QueueName": "a"}
 ROLE = {"RoleName": "a", "AssumeRolePolicyDocument": '{"Version": "2012-10-17", "Statement": []}'}
 ARN = "arn:aws:iam::aws:policy/ReadOnlyAccess"
-MAKE_TABLE = {**TABLE, "KeySchema": [{"AttributeName": "id", "KeyType": "HASH"}], "BillingMode": "PAY_PER_REQUEST",
-              "AttributeDefinitions": [{"AttributeName": "id", "AttributeType": "S"}]}  # fmt: skip
-MAKE_FUNCTION = {**FUNCTION, "Runtime": "python3.12", "Role": "arn:aws:iam::000000000000:role/a", "Handler": "a.b",
-                 "Code": {"ZipFile": "PK\x05\x06" + "\0" * 18}}  # fmt: skip
+MAKE_TABLE = {
+    **TABLE,
+    "KeySchema": [{"AttributeName": "id", "KeyType": "HASH"}],
+    "BillingMode": "PAY_PER_REQUEST",
+    "AttributeDefinitions": [{"AttributeName": "id", "AttributeType": "S"}],
+}
+MAKE_FUNCTION = {
+    **FUNCTION,
+    "Runtime": "python3.12",
+    "Role": "arn:aws:iam::000000000000:role/a",
+    "Handler": "a.b",
+    "Code": {"ZipFile": "PK\x05\x06" + "\0" * 18},
+}
 QUEUE_URL = "http://localhost/000000000000/a"
 TOPIC_ARN = "arn:aws:sns:us-east-1:000000000000:a"
 WORLDS: dict[str, list[tuple[str, dict]]] = {

@@ -1,6 +1,5 @@
 """Episodes on a real simulator: the shape of what is returned, endings, failures, hints."""
 
-
 import pytest
 
 from realhf.aws.episode.episode import FINISHED, Episode, EpisodeError, masked_task

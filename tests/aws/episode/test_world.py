@@ -182,8 +182,12 @@ def test_a_drift_that_fails_fails_the_reset(episode: Episode) -> None:
 def test_acceptance_names_a_drift_that_breaks_nothing(episode: Episode) -> None:
     task = drifting_task()
     data = task.to_json()
-    harmless = {"service": "sqs", "operation": "TagQueue", "description": "harmless",
-                "params": {"QueueUrl": "http://localhost/000000000000/jobs", "Tags": {"a": "b"}}}  # fmt: skip
+    harmless = {
+        "service": "sqs",
+        "operation": "TagQueue",
+        "description": "harmless",
+        "params": {"QueueUrl": "http://localhost/000000000000/jobs", "Tags": {"a": "b"}},
+    }
     data["possible_drifts"] = [harmless, harmless | {"params": {**harmless["params"], "Tags": {"c": "d"}}}]
     found = " ".join(_thorough(episode, Task.from_json(data)))
     assert "every state check" in found

@@ -26,8 +26,11 @@ def pool() -> Iterator[MiniStackPool]:
 
 
 def starter_tasks(per_tier: int) -> list:
-    chosen = [t for tier in ("warmup", "beginner", "intermediate")
-              for t in load_templates([tier], tags=["starter"])[:per_tier]]
+    chosen = [
+        t
+        for tier in ("warmup", "beginner", "intermediate")
+        for t in load_templates([tier], tags=["starter"])[:per_tier]
+    ]
     return [instantiate(template.task_id, 5, "heldout") for template in chosen]
 
 
@@ -61,8 +64,9 @@ def test_turns_without_a_command_count_and_end(pool: MiniStackPool) -> None:
 
 
 def record(**values) -> EpisodeRecord:
-    return EpisodeRecord(**{"task_id": 1, "template": "t", "tier": "warmup", "drift": False, "seed": 0,
-                            "status": "finished", **values})
+    return EpisodeRecord(
+        **{"task_id": 1, "template": "t", "tier": "warmup", "drift": False, "seed": 0, "status": "finished", **values}
+    )
 
 
 def test_figures_by_hand() -> None:

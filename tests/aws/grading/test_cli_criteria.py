@@ -20,9 +20,7 @@ _TRUST = (
 
 
 def task(success: dict[str, Any], tier: str = "warmup", **rest: Any) -> Task:
-    return Task.from_json(
-        {"task_id": 9, "difficulty": tier, "description": "...", "success_criteria": success, **rest}
-    )
+    return Task.from_json({"task_id": 9, "difficulty": tier, "description": "...", "success_criteria": success, **rest})
 
 
 def reward(episode: Episode, one: Task, *commands: str) -> tuple[float, bool]:
@@ -37,8 +35,10 @@ SOLVED = [
     ({"command_contains": "rds", "operation": "describe-db-instances"}, ["aws rds describe-db-instances"]),
     (
         {"operation": "create-policy", "resource_exists": {"service": "iam", "name": "read-only"}},
-        ['aws iam create-policy --policy-name read-only --policy-document \'{"Version":"2012-10-17","Statement":'
-         '[{"Effect":"Allow","Action":"s3:GetObject","Resource":"*"}]}\''],
+        [
+            'aws iam create-policy --policy-name read-only --policy-document \'{"Version":"2012-10-17","Statement":'
+            '[{"Effect":"Allow","Action":"s3:GetObject","Resource":"*"}]}\''
+        ],
     ),
     (
         {

@@ -190,8 +190,11 @@ def test_lists_are_searched_for_the_exact_name() -> None:
         ("kms", {"KeyId": "arn:aws:kms:us-east-1:000000000000:alias/k"}, "alias/k"),
         ("route53", {"Name": "X.example.com."}, "x.example.com"),
         ("route53", {"HostedZoneId": "/hostedzone/Z1"}, "Z1"),
-        ("lambda", {"FunctionName": "arn:aws:lambda:eu-west-1:000000000000:function:f"},
-         "arn:aws:lambda:eu-west-1:000000000000:function:f"),
+        (
+            "lambda",
+            {"FunctionName": "arn:aws:lambda:eu-west-1:000000000000:function:f"},
+            "arn:aws:lambda:eu-west-1:000000000000:function:f",
+        ),
         ("sqs", {"QueueUrl": "arn:aws:sqs:us-east-1:111122223333:q"}, "arn:aws:sqs:us-east-1:111122223333:q"),
     ],
 )

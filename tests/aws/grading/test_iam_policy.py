@@ -54,7 +54,7 @@ def test_equivalent_policies_are_one_policy(statements: Any) -> None:
         ([ALLOW, {**ALLOW, "Action": "s3:PutObject", "Condition": {"StringEquals": {"aws:x": ["y", "z"]}}}], True),
         ([{**ALLOW, "Action": "s3:*"}, {"Effect": "Deny", "NotAction": "s3:Get*", "Resource": "*"}], True),
     ],
-)  # fmt: skip
+)
 def test_what_is_too_wide_is_found(statements: Any, given: bool) -> None:
     assert grants_exactly(statements, READ) == (given, False)
 
@@ -110,8 +110,12 @@ def test_an_account_is_its_root() -> None:
 
 
 QUEUE, TOPIC = "arn:aws:sqs:us-east-1:000000000000:q", "arn:aws:sns:us-east-1:000000000000:t"
-SEND = {"principal": "sns.amazonaws.com", "action": "sqs:SendMessage", "resource": QUEUE,
-        "context": {"aws:SourceArn": TOPIC, "aws:SourceAccount": "000000000000"}}  # fmt: skip
+SEND = {
+    "principal": "sns.amazonaws.com",
+    "action": "sqs:SendMessage",
+    "resource": QUEUE,
+    "context": {"aws:SourceArn": TOPIC, "aws:SourceAccount": "000000000000"},
+}
 
 
 @pytest.mark.parametrize(
@@ -142,14 +146,24 @@ def test_nothing_wanted_means_that_nothing_may_be_allowed() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        None, [], "x", "{}", {"Statement": []}, {"Statement": "x"}, {"Statement": ["x"]},
-        {"Statement": {**ALLOW, "Effect": "allow"}}, {"Statement": {**ALLOW, "Action": []}},
-        {"Statement": {**ALLOW, "NotAction": "*"}}, {"Statement": {"Effect": "Allow", "Resource": "*"}},
-        {"Statement": {**ALLOW, "Actions": "*"}}, {"Statement": {**ALLOW, "Principal": {"Everyone": "*"}}},
-        {"Statement": {**ALLOW, "Resource": "r" * 3000}}, "[" * 20_000,
+        None,
+        [],
+        "x",
+        "{}",
+        {"Statement": []},
+        {"Statement": "x"},
+        {"Statement": ["x"]},
+        {"Statement": {**ALLOW, "Effect": "allow"}},
+        {"Statement": {**ALLOW, "Action": []}},
+        {"Statement": {**ALLOW, "NotAction": "*"}},
+        {"Statement": {"Effect": "Allow", "Resource": "*"}},
+        {"Statement": {**ALLOW, "Actions": "*"}},
+        {"Statement": {**ALLOW, "Principal": {"Everyone": "*"}}},
+        {"Statement": {**ALLOW, "Resource": "r" * 3000}},
+        "[" * 20_000,
         {"Statement": [{**ALLOW, "Action": ["a" * 99 + str(i) for i in range(300)]}]},
     ],
-)  # fmt: skip
+)
 def test_what_is_no_policy_is_refused(document: Any) -> None:
     with pytest.raises(PolicyError):
         parse_policy(document)
@@ -157,10 +171,22 @@ def test_what_is_no_policy_is_refused(document: Any) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "text", "fits"),
-    [("a*", "a", True), ("a*c", "abc", True), ("a?c", "abc", True), ("a?c", "ac", False), ("*", "", True),
-     ("a*b*c", "axbxxc", True), ("ab*bc", "abc", False), ("a.c", "abc", False), ("a", "ab", False), ("", "a", False),
-     ("*a", "ba\n", False), ("a*", "a\nb", True), ("?*", "", False)],
-)  # fmt: skip
+    [
+        ("a*", "a", True),
+        ("a*c", "abc", True),
+        ("a?c", "abc", True),
+        ("a?c", "ac", False),
+        ("*", "", True),
+        ("a*b*c", "axbxxc", True),
+        ("ab*bc", "abc", False),
+        ("a.c", "abc", False),
+        ("a", "ab", False),
+        ("", "a", False),
+        ("*a", "ba\n", False),
+        ("a*", "a\nb", True),
+        ("?*", "", False),
+    ],
+)
 def test_patterns(pattern: str, text: str, fits: bool) -> None:
     assert matches(pattern, text) is fits
 

@@ -67,8 +67,13 @@ def test_what_cannot_be_read_any_more_is_harmed_and_no_success(after: Any) -> No
 
 @pytest.mark.sim
 def test_a_trust_policy_that_nobody_can_read_costs_what_harm_costs(episode: Episode) -> None:
-    setup = [{"service": "iam", "operation": "CreateRole",
-              "params": {"RoleName": "kept", "AssumeRolePolicyDocument": json.dumps(TRUST)}}]  # fmt: skip
+    setup = [
+        {
+            "service": "iam",
+            "operation": "CreateRole",
+            "params": {"RoleName": "kept", "AssumeRolePolicyDocument": json.dumps(TRUST)},
+        }
+    ]
     data = {"task_id": 9000, "difficulty": "expert", "description": "a queue", "setup_commands": setup}
     episode.reset(Task.from_json(data | {"success_criteria": {"state_checks": [QUEUE], "protected": [ROLE]}}))
     step = episode.step(f"aws iam update-assume-role-policy --role-name kept --policy-document '{DEEP}'")

@@ -83,8 +83,13 @@ FROM_TOPIC = {**SEND, "context": {"aws:SourceArn": TOPIC, "aws:SourceAccount": A
 def test_what_is_refused_without_a_context_is_refused_under_a_condition_that_is_always_met(
     condition: Any, right: bool
 ) -> None:
-    statement = {"Effect": "Allow", "Principal": {"Service": "sns.amazonaws.com"}, "Action": "sqs:SendMessage",
-                 "Resource": QUEUE, "Condition": condition}  # fmt: skip
+    statement = {
+        "Effect": "Allow",
+        "Principal": {"Service": "sns.amazonaws.com"},
+        "Action": "sqs:SendMessage",
+        "Resource": QUEUE,
+        "Condition": condition,
+    }
     source = CallCheck("sqs", "GetQueueAttributes", {}, Expectation())
     check = PolicyCheck(source, "Policy", (parse_grant(FROM_TOPIC),), (parse_grant(SEND),))
     assert check._right(json.dumps({"Statement": statement})) is right
@@ -93,8 +98,11 @@ def test_what_is_refused_without_a_context_is_refused_under_a_condition_that_is_
 @pytest.mark.parametrize("shape", ["conditions", "patterns"])
 def test_a_policy_that_takes_long_is_too_wide(shape: str) -> None:
     """Were each of these tried out, it would take tens of millions of comparisons."""
-    statement: dict[str, Any] = {**MODEST, "Action": [f"s3:{i}" for i in range(60)],
-                                 "Resource": [f"arn:aws:s3:::{i}" for i in range(60)]}  # fmt: skip
+    statement: dict[str, Any] = {
+        **MODEST,
+        "Action": [f"s3:{i}" for i in range(60)],
+        "Resource": [f"arn:aws:s3:::{i}" for i in range(60)],
+    }
     if shape == "conditions":
         keys = {f"k{i}": [str(n) for n in range(40)] for i in range(40)}
         statement = {**MODEST, "Condition": {"StringEquals": keys}}

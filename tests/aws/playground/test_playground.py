@@ -82,8 +82,9 @@ def test_agents_and_people_obey_the_same_policy(visit: Visit) -> None:
     assert client.post("/web/step", content=b"{}").status_code == 415
 
 
-@pytest.mark.parametrize("order", [{"task_id": 987654}, {"tier": "master"}, {"seed": -1}, {"seed": "x"},
-                                   {"seed": 1 << 60}])
+@pytest.mark.parametrize(
+    "order", [{"task_id": 987654}, {"tier": "master"}, {"seed": -1}, {"seed": "x"}, {"seed": 1 << 60}]
+)
 def test_a_reset_that_makes_no_sense_is_422(visit: Visit, order: dict) -> None:
     assert visit().post("/web/reset", json=order).status_code == 422
     assert not visit().get("/web/state").json()["busy"], "who starts nothing keeps nobody out"
@@ -122,6 +123,7 @@ def test_the_solution_is_told_command_by_command_until_the_end(visit: Visit) -> 
 def test_it_shares_nothing_with_a_pool_session(web_server: EnvServerProcess, visit: Visit) -> None:
     client = visit()
     with connect(web_server.url.replace("http", "ws") + "/ws", proxy=None) as session:
+
         def ask(message: dict) -> dict:
             session.send(json.dumps(message))
             return json.loads(session.recv(timeout=20))["data"]

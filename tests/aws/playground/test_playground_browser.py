@@ -146,8 +146,14 @@ def test_what_it_shows_is_text(page: Chromium, tmp_path: Path) -> None:
     log = page.js("fetch('/web/log').then((reply) => reply.json())")
     log["task"] |= {"description": MARKUP, "desired_state_spec": MARKUP, "difficulty": MARKUP}
     log["names"] = ["<img", "("]
-    log["steps"][0] |= {"command_output": MARKUP, "error": MARKUP, "hint_text": MARKUP, "refusal": MARKUP,
-                        "reward": "x", "infra_state": {MARKUP: {MARKUP: [MARKUP]}, "s3": 7}}  # fmt: skip
+    log["steps"][0] |= {
+        "command_output": MARKUP,
+        "error": MARKUP,
+        "hint_text": MARKUP,
+        "refusal": MARKUP,
+        "reward": "x",
+        "infra_state": {MARKUP: {MARKUP: [MARKUP]}, "s3": 7},
+    }
     forged = tmp_path / "forged.json"
     forged.write_text(json.dumps(log))
     open_log(page, forged)

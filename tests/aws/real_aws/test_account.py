@@ -117,7 +117,7 @@ def test_another_account_is_not_touched() -> None:
         "aws --output json s3api delete-bucket --bucket kept",
         "aws --query list-buckets s3api delete-bucket --bucket kept",
         "aws s3api --query list-buckets delete-bucket --bucket kept",
-        "aws dynamodb batch-write-item --request-items '{\"t\":[{\"DeleteRequest\":{\"Key\":{\"a\":{\"S\":\"x\"}}}}]}'",
+        'aws dynamodb batch-write-item --request-items \'{"t":[{"DeleteRequest":{"Key":{"a":{"S":"x"}}}}]}\'',
         "aws route53 change-resource-record-sets --hosted-zone-id Z --change-batch '{\"Changes\":[]}'",
         "aws iam create-access-key --user-name root",
         "aws iam attach-user-policy --user-name u --policy-arn arn:aws:iam::aws:policy/AdministratorAccess",
@@ -161,8 +161,9 @@ def test_urls_and_files_are_not_read_for_a_parameter(
     pool = fake_cloud.state.call("cognito-idp", "ListUserPools", {"MaxResults": 1})["UserPools"][0]["Id"]
     url = f"http://127.0.0.1:{canary.getsockname()[1]}/"
     shell = executor(("cognito-idp", "create-user-pool-client"), ("ssm", "put-parameter"))
-    made = shell.run(f"aws cognito-idp create-user-pool-client --user-pool-id {pool} --client-name c "
-                     f"--callback-urls {url}")  # fmt: skip
+    made = shell.run(
+        f"aws cognito-idp create-user-pool-client --user-pool-id {pool} --client-name c --callback-urls {url}"
+    )
     assert made.success, made.stderr
     assert made.requests[0].params["CallbackURLs"] == [url]
     (tmp_path / "secret").write_text("content")
@@ -227,8 +228,14 @@ def test_default_reads_are_operations_that_agents_have() -> None:
     for service, operations in DEFAULT_READS.items():
         assert operations <= ALLOWED[service]
         assert all(name.startswith(("get-", "list-", "describe-", "head-", "ls")) for name in operations)
-    secrets = {("secretsmanager", "get-secret-value"), ("ssm", "get-parameter"), ("s3api", "get-object"),
-               ("dynamodb", "scan"), ("lambda", "get-function"), ("cognito-idp", "describe-user-pool-client")}
+    secrets = {
+        ("secretsmanager", "get-secret-value"),
+        ("ssm", "get-parameter"),
+        ("s3api", "get-object"),
+        ("dynamodb", "scan"),
+        ("lambda", "get-function"),
+        ("cognito-idp", "describe-user-pool-client"),
+    }
     assert not any(Permissions().permits(*pair) for pair in secrets)
 
 
@@ -296,6 +303,10 @@ def _slot(fake_cloud: Slot, tmp_path: Path) -> RealAwsSlot:
 
 
 def _task(**fields: object) -> Task:
-    data = {"task_id": 9200, "difficulty": "expert", "description": "List the buckets.",
-            "success_criteria": {"state_checks": [{"service": "s3", "type": "bucket", "name": "b"}]}}  # fmt: skip
+    data = {
+        "task_id": 9200,
+        "difficulty": "expert",
+        "description": "List the buckets.",
+        "success_criteria": {"state_checks": [{"service": "s3", "type": "bucket", "name": "b"}]},
+    }
     return Task.from_json(data | fields)

@@ -49,8 +49,9 @@ print(json.dumps([
 def test_only_the_named_endpoint_is_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as good, socket.create_server(("127.0.0.1", 0)) as bad:
         ports = [str(listener.getsockname()[1]) for listener in (good, bad)]
-        done = subprocess.run([sys.executable, "-c", _CHILD, *ports], capture_output=True, text=True, timeout=60,
-                              check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, *ports], capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == ["done"] + ["denied"] * 7
         assert not select.select([bad], [], [], 0)[0]

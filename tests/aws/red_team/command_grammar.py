@@ -197,12 +197,22 @@ class CommandGrammar:
     def _globals(self) -> list[str]:
         if self._random.random() < 0.85:
             return []
-        return self._random.choice([
-            ["--query", self._hostile()], ["--output", self._random.choice(("text", "table", self._hostile()))],
-            ["--region", self._hostile()], ["--endpoint-url", self._filled("http://{sibling}")], ["--no-paginate"],
-            ["--max-items", "3"], ["--page-size", "1"], ["--starting-token", self._hostile()], ["--debug"],
-            ["--generate-cli-skeleton", "output"], ["--profile", self._hostile()], ["--no-cli-pager"],
-        ])  # fmt: skip
+        return self._random.choice(
+            [
+                ["--query", self._hostile()],
+                ["--output", self._random.choice(("text", "table", self._hostile()))],
+                ["--region", self._hostile()],
+                ["--endpoint-url", self._filled("http://{sibling}")],
+                ["--no-paginate"],
+                ["--max-items", "3"],
+                ["--page-size", "1"],
+                ["--starting-token", self._hostile()],
+                ["--debug"],
+                ["--generate-cli-skeleton", "output"],
+                ["--profile", self._hostile()],
+                ["--no-cli-pager"],
+            ]
+        )
 
 
 def _location(shape: Shape) -> str:

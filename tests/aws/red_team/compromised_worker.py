@@ -30,8 +30,16 @@ def framed(message: Any) -> bytes:
 
 def forged(stdout: str = "", requests: list[dict[str, Any]] | None = None, **other: Any) -> dict[str, Any]:
     """A well-formed reply that says that all went well."""
-    return {"exit_code": 0, "stdout": stdout, "stderr": "", "refusal": None, "requests": requests or [], "last": False,
-            "truncated": False, **other}  # fmt: skip
+    return {
+        "exit_code": 0,
+        "stdout": stdout,
+        "stderr": "",
+        "refusal": None,
+        "requests": requests or [],
+        "last": False,
+        "truncated": False,
+        **other,
+    }
 
 
 class CompromisedWorker:

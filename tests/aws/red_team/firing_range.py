@@ -116,8 +116,13 @@ class FiringRange:
             self.slot.executor.run(self._fill(command))
 
     def _fill(self, command: str) -> str:
-        places = {"secret": self.secret, "marker": self.marker, "url": self.url, "sibling": self.sibling.endpoint,
-                  "answers": _ANSWERS}  # fmt: skip
+        places = {
+            "secret": self.secret,
+            "marker": self.marker,
+            "url": self.url,
+            "sibling": self.sibling.endpoint,
+            "answers": _ANSWERS,
+        }
         for name, value in places.items():
             command = command.replace(f"{{{name}}}", str(value))
         return command.replace("{{", "{").replace("}}", "}")
@@ -125,8 +130,11 @@ class FiringRange:
     def _malicious_code(self) -> bytes:
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w") as packed:
-            packed.writestr("index.py", f"open({str(self.marker)!r}, 'w').write('x')\n"
-                                        f"def handler(e, c): open({str(self.marker)!r}, 'w').write('x')\n")  # fmt: skip
+            packed.writestr(
+                "index.py",
+                f"open({str(self.marker)!r}, 'w').write('x')\n"
+                f"def handler(e, c): open({str(self.marker)!r}, 'w').write('x')\n",
+            )
         return archive.getvalue()
 
     def _past_policy(self, words: Sequence[str]) -> CommandResult:
@@ -196,12 +204,22 @@ def main() -> int:
                 attacks = [attack for attack in ATTACKS if attack.row == row]
                 observed = [target.attempt(attack) for attack in attacks]
                 effects = [effect for one in observed for effect in one.effects]
-                bad = [(attack, one) for attack, one in zip(attacks, observed, strict=True)
-                       if one.door != attack.expected or one.effects]  # fmt: skip
+                bad = [
+                    (attack, one)
+                    for attack, one in zip(attacks, observed, strict=True)
+                    if one.door != attack.expected or one.effects
+                ]
                 wrong += len(bad)
-                table.add_row(str(row), title, str(len(attacks)), _tally(a.expected for a in attacks),
-                              _tally(o.door for o in observed), _tally(o.behind for o in observed if o.behind),
-                              ", ".join(effects) or "none", style="red" if bad else "")  # fmt: skip
+                table.add_row(
+                    str(row),
+                    title,
+                    str(len(attacks)),
+                    _tally(a.expected for a in attacks),
+                    _tally(o.door for o in observed),
+                    _tally(o.behind for o in observed if o.behind),
+                    ", ".join(effects) or "none",
+                    style="red" if bad else "",
+                )
                 for attack, one in bad:
                     print(f"row {row}: {attack.command[:150]!r}: {one}", file=sys.stderr)
             target.close()
@@ -222,16 +240,26 @@ def _play_pages(pool: MiniStackPool, table: Table) -> int:
         for row, title in WEB_ROWS.items():
             attacks = [attack for attack in WEB_ATTACKS if attack.row == row]
             observed = [target.attempt(attack) for attack in attacks]
-            bad = [(attack, *seen) for attack, seen in zip(attacks, observed, strict=True)
-                   if seen != (attack.expected, ())]  # fmt: skip
+            bad = [
+                (attack, *seen) for attack, seen in zip(attacks, observed, strict=True) if seen != (attack.expected, ())
+            ]
             wrong += len(bad)
             effects = ", ".join(effect for _, found in observed for effect in found)
-            table.add_row(str(row), title, str(len(attacks)), _tally(f"HTTP {a.expected}" for a in attacks),
-                          _tally(f"HTTP {status}" for status, _ in observed), "", effects or "none",
-                          style="red" if bad else "")  # fmt: skip
+            table.add_row(
+                str(row),
+                title,
+                str(len(attacks)),
+                _tally(f"HTTP {a.expected}" for a in attacks),
+                _tally(f"HTTP {status}" for status, _ in observed),
+                "",
+                effects or "none",
+                style="red" if bad else "",
+            )
             for attack, status, found in bad:
-                print(f"row {row}: {attack.method} {attack.to}{attack.path} {attack.headers}: {status} {found}",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"row {row}: {attack.method} {attack.to}{attack.path} {attack.headers}: {status} {found}",
+                    file=sys.stderr,
+                )
     finally:
         target.close()
     return wrong
@@ -243,9 +271,16 @@ def _play_inside(pool: MiniStackPool, table: Table) -> tuple[int, int]:
     for row, title in INSIDE_ROWS.items():
         attempts = [one for one in tried if one.row == row]
         effects = ", ".join(effect for one in attempts for effect in one.effects)
-        table.add_row(str(row), title, str(len(attempts)), _tally(one.expected for one in attempts),
-                      _tally(one.observed for one in attempts), "", effects or "none",
-                      style="red" if not_as_expected(attempts) else "")  # fmt: skip
+        table.add_row(
+            str(row),
+            title,
+            str(len(attempts)),
+            _tally(one.expected for one in attempts),
+            _tally(one.observed for one in attempts),
+            "",
+            effects or "none",
+            style="red" if not_as_expected(attempts) else "",
+        )
     for one in not_as_expected(tried):
         print(f"row {one.row}: {one}", file=sys.stderr)
     return len(tried), len(not_as_expected(tried))

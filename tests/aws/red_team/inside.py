@@ -52,8 +52,13 @@ def play_inside(pool: MiniStackPool) -> Iterator[Tried]:
         pool.release(slot)
 
 
-_SENT = {"service": "s3", "operation": "PutBucketVersioning", "params": {"Bucket": "ledger"}, "status": 200,
-         "error_code": ""}  # fmt: skip
+_SENT = {
+    "service": "s3",
+    "operation": "PutBucketVersioning",
+    "params": {"Bucket": "ledger"},
+    "status": 200,
+    "error_code": "",
+}
 _LIES = {
     "says that the goal is reached": framed(forged('{"Status": "Enabled"}', [_SENT])),
     "answers twice": framed(forged("1", [_SENT])) + framed(forged('{"Status": "Enabled"}', [_SENT])),
@@ -69,11 +74,20 @@ _NOISE = {
 
 
 def _taken_over(slot: Slot) -> Iterator[Tried]:
-    versioning = {"command": "aws s3api get-bucket-versioning --bucket ledger", "json_path": "Status",
-                  "expected": "Enabled"}  # fmt: skip
-    task = Task.from_json({"task_id": 9001, "difficulty": "expert", "description": "Turn on versioning.",
-                           "setup_commands": ["aws s3 mb s3://ledger"],
-                           "success_criteria": {"state_checks": [versioning]}})  # fmt: skip
+    versioning = {
+        "command": "aws s3api get-bucket-versioning --bucket ledger",
+        "json_path": "Status",
+        "expected": "Enabled",
+    }
+    task = Task.from_json(
+        {
+            "task_id": 9001,
+            "difficulty": "expert",
+            "description": "Turn on versioning.",
+            "setup_commands": ["aws s3 mb s3://ledger"],
+            "success_criteria": {"state_checks": [versioning]},
+        }
+    )
     limits, slot.executor._limits = slot.executor._limits, OutputLimits(timeout_s=1.0)
     try:
         for name, answer in (_LIES | _NOISE).items():

@@ -16,8 +16,11 @@ pytestmark = pytest.mark.sim
 
 def test_options_of_the_second_version_change_nothing(slot: Slot) -> None:
     plain = slot.executor.run("aws s3api list-buckets")
-    for command in ("aws --no-cli-pager s3api list-buckets", "aws s3api list-buckets --no-cli-pager",
-                    "aws --cli-binary-format raw-in-base64-out s3api list-buckets --no-cli-auto-prompt"):  # fmt: skip
+    for command in (
+        "aws --no-cli-pager s3api list-buckets",
+        "aws s3api list-buckets --no-cli-pager",
+        "aws --cli-binary-format raw-in-base64-out s3api list-buckets --no-cli-auto-prompt",
+    ):
         result = slot.executor.run(command)
         assert result.success and result.stdout == plain.stdout, result.stderr
 
@@ -86,8 +89,21 @@ def test_urls_and_underscores_are_texts_like_any_other(slot: Slot) -> None:
 def test_the_cli_sends_what_the_policy_read(slot: Slot) -> None:
     """However global options stand around them, service and operation are those that the CLI finds."""
     draw = random.Random(8)
-    globals_ = ("--region us-east-1", "--output json", "--output=text", "--query Buckets", "--query list-queues",
-                "--no-paginate", "--no-cli-pager", "--reg=us-east-1", "--quer Names", "-x", "-1", "--unknown", "-")
+    globals_ = (
+        "--region us-east-1",
+        "--output json",
+        "--output=text",
+        "--query Buckets",
+        "--query list-queues",
+        "--no-paginate",
+        "--no-cli-pager",
+        "--reg=us-east-1",
+        "--quer Names",
+        "-x",
+        "-1",
+        "--unknown",
+        "-",
+    )
     operations = (("s3api", "list-buckets"), ("sqs", "list-queues"), ("iam", "list-users"), ("dynamodb", "list-tables"))
     names = {"s3api": "s3"}
     sent = 0

@@ -22,16 +22,25 @@ VERSIONING = {
     "json_path": "Status",
     "expected": "Enabled",
 }
-_SENT = {"service": "s3", "operation": "PutBucketVersioning", "params": {"Bucket": "ledger"}, "status": 200,
-         "error_code": ""}  # fmt: skip
+_SENT = {
+    "service": "s3",
+    "operation": "PutBucketVersioning",
+    "params": {"Bucket": "ledger"},
+    "status": 200,
+    "error_code": "",
+}
 Compromise = Callable[[bytes], CompromisedWorker]
 
 
 def versioning_task(**fields: object) -> Task:
     """Turn versioning on; graded by a command."""
-    data = {"task_id": 9100, "difficulty": "expert", "description": "Turn on versioning of the bucket ledger.",
-            "setup_commands": ["aws s3 mb s3://ledger"],
-            "success_criteria": {"state_checks": [VERSIONING]}}  # fmt: skip
+    data = {
+        "task_id": 9100,
+        "difficulty": "expert",
+        "description": "Turn on versioning of the bucket ledger.",
+        "setup_commands": ["aws s3 mb s3://ledger"],
+        "success_criteria": {"state_checks": [VERSIONING]},
+    }
     return Task.from_json(data | fields)
 
 
@@ -48,9 +57,7 @@ def compromise(slot: Slot) -> Iterator[Compromise]:
         worker.close()
 
 
-def test_forged_replies_do_not_change_a_grade_by_command(
-    slot: Slot, episode: Episode, compromise: Compromise
-) -> None:
+def test_forged_replies_do_not_change_a_grade_by_command(slot: Slot, episode: Episode, compromise: Compromise) -> None:
     """The bucket has no versioning, however often the agent's worker says that it has."""
     episode.reset(versioning_task())
     compromise(framed(forged('{"Status": "Enabled"}', [_SENT])))

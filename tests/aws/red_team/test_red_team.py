@@ -228,5 +228,3 @@ def test_simulator_listens_on_loopback_only(slot: Slot) -> None:
         line.split()[1] for line in lines if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes
     }
     assert addresses == {f"0100007F:{slot.port:04X}"}
-
-

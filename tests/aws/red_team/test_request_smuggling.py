@@ -68,8 +68,15 @@ def test_a_header_value_has_no_control_characters(slot: Slot, option: str, value
     assert option == "--tagging" or _parsed(slot) == before
 
 
-@pytest.mark.parametrize("option", ["--response-content-type", "--response-content-disposition",
-                                    "--response-cache-control", "--response-content-language"])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--response-content-type",
+        "--response-content-disposition",
+        "--response-cache-control",
+        "--response-content-language",
+    ],
+)
 def test_an_answer_is_not_split(slot: Slot, option: str) -> None:
     """What a query asks to be answered with comes back as a header, and must not become an answer of its own."""
     _stage(slot)
@@ -81,12 +88,15 @@ def test_an_answer_is_not_split(slot: Slot, option: str) -> None:
     assert [sent.status for sent in missing.requests] == [404]
 
 
-@pytest.mark.parametrize("line", [
-    "aws lambda delete-function --function-name f/concurrency",
-    "aws lambda get-function --function-name f/policy",
-    "aws lambda delete-function --function-name arn:aws:lambda:us-east-1:000000000000:function:f/concurrency",
-    "aws apigateway get-stages --rest-api-id a/../b",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "aws lambda delete-function --function-name f/concurrency",
+        "aws lambda get-function --function-name f/policy",
+        "aws lambda delete-function --function-name arn:aws:lambda:us-east-1:000000000000:function:f/concurrency",
+        "aws apigateway get-stages --rest-api-id a/../b",
+    ],
+)
 def test_a_name_in_a_path_stays_one_segment(slot: Slot, line: str) -> None:
     """Decoded, its slash would make another operation of it than the one that is recorded."""
     slot.reset()
@@ -98,10 +108,15 @@ def test_every_request_that_is_parsed_was_recorded(slot: Slot) -> None:
     """Also those that left before another one of the same command was refused."""
     slot.reset()
     for line in (
-        "aws s3 mb s3://first", "aws iam create-user --user-name u", "aws s3api head-bucket --bucket none",
-        "aws s3 cp f s3://first/f", "aws s3 sync . s3://first/deep", "aws s3 ls s3://first",
-        "aws s3 mv s3://first/f s3://first/x", "aws sqs create-queue --queue-name q",
-    ):  # fmt: skip
+        "aws s3 mb s3://first",
+        "aws iam create-user --user-name u",
+        "aws s3api head-bucket --bucket none",
+        "aws s3 cp f s3://first/f",
+        "aws s3 sync . s3://first/deep",
+        "aws s3 ls s3://first",
+        "aws s3 mv s3://first/f s3://first/x",
+        "aws sqs create-queue --queue-name q",
+    ):
         (slot.files.path / "f").write_bytes(b"x")
         before = slot.ministack.requests()["count"]
         result = slot.executor.run(line)
@@ -122,9 +137,21 @@ def test_what_left_before_a_refusal_is_recorded(slot: Slot) -> None:
     assert len(result.requests) == len(_parsed(slot)) - len(before)
 
 
-@pytest.mark.parametrize("path", ["/_ministack/reset", "/_ministack/config", "/_realhf/reset", "/%5fministack/reset",
-                                  "//_ministack/reset", "/%255Fministack/reset", "/_ministack/health",
-                                  "/_realhf/requests", "/_localstack/health", "/x/../_ministack/reset"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/_ministack/reset",
+        "/_ministack/config",
+        "/_realhf/reset",
+        "/%5fministack/reset",
+        "//_ministack/reset",
+        "/%255Fministack/reset",
+        "/_ministack/health",
+        "/_realhf/requests",
+        "/_localstack/health",
+        "/x/../_ministack/reset",
+    ],
+)
 def test_control_paths_are_the_owners(slot: Slot, path: str) -> None:
     """Over the connection that an agent's worker has, they do not exist, whatever the worker sends."""
     _stage(slot)
@@ -135,8 +162,16 @@ def test_control_paths_are_the_owners(slot: Slot, path: str) -> None:
     assert slot.ministack.switches() == switches
 
 
-@pytest.mark.parametrize("header", ["Origin: http://evil.example", "Origin: null", "Sec-Fetch-Site: cross-site",
-                                    "Host: evil.example", "Host: localhost.evil.example:4566"])  # fmt: skip
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Origin: http://evil.example",
+        "Origin: null",
+        "Sec-Fetch-Site: cross-site",
+        "Host: evil.example",
+        "Host: localhost.evil.example:4566",
+    ],
+)
 def test_web_pages_do_not_reach_a_simulator(slot: Slot, header: str) -> None:
     """Its port is open to every browser of this machine, and a form can carry a call of IAM."""
     _stage(slot)
@@ -161,8 +196,14 @@ def test_a_reset_restores_the_switches_of_modules(slot: Slot) -> None:
     """MiniStack's own reset does not: neither switches nor the counter behind the sequence numbers of Kinesis."""
     slot.reset()
     before = slot.ministack.switches()
-    config = json.dumps({"cloudtrail._recording_enabled": "1", "stepfunctions._SFN_WAIT_SCALE": 7.5,
-                         "stepfunctions._sfn_mock_config": {"a": 1}, "athena.ATHENA_ENGINE": "x"})  # fmt: skip
+    config = json.dumps(
+        {
+            "cloudtrail._recording_enabled": "1",
+            "stepfunctions._SFN_WAIT_SCALE": 7.5,
+            "stepfunctions._sfn_mock_config": {"a": 1},
+            "athena.ATHENA_ENGINE": "x",
+        }
+    )
     slot.ministack.ask("POST", "/_ministack/config", "s3", body=config.encode())
     slot.state.call("kinesis", "CreateStream", {"StreamName": "s", "ShardCount": 1})
     put = {"StreamName": "s", "Data": b"x", "PartitionKey": "k"}

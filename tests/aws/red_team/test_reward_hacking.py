@@ -99,8 +99,18 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
         shown.append(episode.state())
         assert set(masked_task(task) or {}) == {"task_id", "difficulty", "description"}
     text = json.dumps(shown)
-    for secret in ("success_criteria", "verify", "retentionInDays", "setup_commands", "solution", '"seed"',
-                   "state_checks", "GetBucketPolicy", "Versioning.Status", "json_path"):  # fmt: skip
+    for secret in (
+        "success_criteria",
+        "verify",
+        "retentionInDays",
+        "setup_commands",
+        "solution",
+        '"seed"',
+        "state_checks",
+        "GetBucketPolicy",
+        "Versioning.Status",
+        "json_path",
+    ):
         assert secret not in text
 
 

@@ -19,8 +19,14 @@ from realhf.env.server.config import ServerConfig
 from realhf.env.server.server import EnvServer, listen
 
 WEB_ROWS = {20: "web pages"}
-_CALL = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call",
-                    "params": {"name": "aws", "arguments": {"command": "aws s3 mb s3://made-by-a-page"}}})  # fmt: skip
+_CALL = json.dumps(
+    {
+        "jsonrpc": "2.0",
+        "id": 1,
+        "method": "tools/call",
+        "params": {"name": "aws", "arguments": {"command": "aws s3 mb s3://made-by-a-page"}},
+    }
+)
 _STEP = json.dumps({"action": {"command": "aws s3 mb s3://made-by-a-page"}})
 _FORM = "Action=CreateUser&UserName=ghost&Version=2010-05-08"
 _PAGES = (
@@ -110,8 +116,12 @@ def _send(port: int, attack: WebAttack) -> int:
     headers = {"Host": f"127.0.0.1:{port}", "Connection": "close", "Content-Length": str(len(attack.body))}
     if attack.opens:
         key = base64.b64encode(b"0123456789abcdef").decode()
-        headers |= {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
-                    "Sec-WebSocket-Key": key}  # fmt: skip
+        headers |= {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": key,
+        }
         del headers["Content-Length"]
     lines = [f"{name}: {value}" for name, value in (headers | dict(attack.headers)).items()]
     head = "\r\n".join([f"{attack.method} {attack.path} HTTP/1.1", *lines, "", ""])

@@ -26,9 +26,10 @@ BWRAP = bubblewrap.find()
 needs_bubblewrap = pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not installed or not permitted here")
 
 
-@pytest.mark.parametrize(("mode", "lambda_mode", "name"), [("bwrap", "stub", "SANDBOX=bwrap"),
-                                                              ("auto", "sandbox", "LAMBDA=sandbox"),
-                                                              ("plain", "sandbox", "LAMBDA=sandbox")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "lambda_mode", "name"),
+    [("bwrap", "stub", "SANDBOX=bwrap"), ("auto", "sandbox", "LAMBDA=sandbox"), ("plain", "sandbox", "LAMBDA=sandbox")],
+)
 def test_what_needs_bubblewrap_does_not_start_without(
     monkeypatch: pytest.MonkeyPatch, mode: str, lambda_mode: str, name: str
 ) -> None:
@@ -130,9 +131,7 @@ def test_a_simulator_that_is_slow_at_start_is_waited_for(slot: Slot, tmp_path: P
         waking.join()
 
 
-def test_a_simulator_that_never_answers_is_named(
-    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_simulator_that_never_answers_is_named(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_ANSWER_S", 0.2)
     os.kill(slot.ministack.pid, signal.SIGSTOP)
     try:
@@ -143,8 +142,9 @@ def test_a_simulator_that_never_answers_is_named(
     slot.respawn()
 
 
-@pytest.mark.parametrize(("effect", "message"), [("marker", "wrote"), ("connect", "connected out"),
-                                                 ("answer", "should answer")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("effect", "message"), [("marker", "wrote"), ("connect", "connected out"), ("answer", "should answer")]
+)
 def test_an_effect_stops_the_start(
     slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str, message: str
 ) -> None:
@@ -185,17 +185,20 @@ def _invoke(slot: Slot, source: str) -> object:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(("body", "expected"), [
-    ("return event['n'] + 1", 21),
-    ("import os; return sorted(set(os.environ) - {'LC_CTYPE'})", ["LANG", "LD_LIBRARY_PATH", "PWD"]),
-    ("import os; os.fork()", "PermissionError"),
-    ("import socket; socket.create_connection(('127.0.0.1', 22))", "PermissionError"),
-    ("open('/usr/lib/x', 'w')", "OSError"),
-    ("open('/etc/passwd')", "FileNotFoundError"),
-    ("return len(bytearray(300 << 20))", "MemoryError"),
-    ("print('x' * 100000)", "Runtime.OutputTooLarge"),
-    ("while True: pass", "Sandbox.CpuExceeded"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return event['n'] + 1", 21),
+        ("import os; return sorted(set(os.environ) - {'LC_CTYPE'})", ["LANG", "LD_LIBRARY_PATH", "PWD"]),
+        ("import os; os.fork()", "PermissionError"),
+        ("import socket; socket.create_connection(('127.0.0.1', 22))", "PermissionError"),
+        ("open('/usr/lib/x', 'w')", "OSError"),
+        ("open('/etc/passwd')", "FileNotFoundError"),
+        ("return len(bytearray(300 << 20))", "MemoryError"),
+        ("print('x' * 100000)", "Runtime.OutputTooLarge"),
+        ("while True: pass", "Sandbox.CpuExceeded"),
+    ],
+)
 def test_lambda_code_runs_in_a_sandbox(lambda_slot: Slot, body: str, expected: object) -> None:
     answer = _invoke(lambda_slot, f"def handler(event, context):\n    {body}\n")
     assert (answer.get("errorType") if isinstance(answer, dict) else answer) == expected, answer

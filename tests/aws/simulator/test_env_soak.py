@@ -40,8 +40,13 @@ def test_a_short_soak_with_kills(tmp_path: Path) -> None:
     figures = tmp_path / "soak.json"
     words = ["--episodes", "90", "--slots", "2", "--kill-every", "15", "--samples", "30", "--json", str(figures)]
     words += ["--plot", str(tmp_path / "soak.png")]
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "env_soak.py"), *words], capture_output=True, text=True,
-                          timeout=150, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "env_soak.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
     assert figures.exists(), done.stderr[-2000:]
     result = json.loads(figures.read_text())
     assert result["kills"] == {"client": 2, "worker": 2, "simulator": 2} and result["episodes"] >= 86

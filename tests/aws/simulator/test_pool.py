@@ -312,9 +312,11 @@ def test_leftovers_are_seen(small_pool: MiniStackPool) -> None:
     slot = small_pool.acquire()
     assert slot.ministack.leftovers() == ""
     slot.executor.run("aws s3 mb s3://left-behind")
-    slot.executor.run("aws dynamodb create-table --table-name left-table --billing-mode PAY_PER_REQUEST "
-                      "--attribute-definitions AttributeName=k,AttributeType=S "
-                      "--key-schema AttributeName=k,KeyType=HASH")  # fmt: skip
+    slot.executor.run(
+        "aws dynamodb create-table --table-name left-table --billing-mode PAY_PER_REQUEST "
+        "--attribute-definitions AttributeName=k,AttributeType=S "
+        "--key-schema AttributeName=k,KeyType=HASH"
+    )
     assert slot.ministack.leftovers() == "left-behind, left-table"
     small_pool.release(slot)
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from realhf.aws.simulator.xml_repair import repaired, well_formed
 
-ANSWER = ('<?xml version="1.0" encoding="UTF-8"?><GetGroupResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/">'
-          "<Group><Path>/ops/{}/</Path><Name>n</Name></Group><Users></Users><More/></GetGroupResponse>")  # fmt: skip
+ANSWER = (
+    '<?xml version="1.0" encoding="UTF-8"?><GetGroupResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/">'
+    "<Group><Path>/ops/{}/</Path><Name>n</Name></Group><Users></Users><More/></GetGroupResponse>"
+)
 SPACE = "{https://iam.amazonaws.com/doc/2010-05-08/}"
 
 
@@ -21,9 +23,18 @@ def path_of(body: bytes) -> str | None:
 
 @pytest.mark.parametrize(
     ("name", "read"),
-    [("op<|user|>", "op<|user|>"), ("a\x14b", "a\ufffdb"), ("a&b", "a&b"), ("a<b>c", "a<b>c"), ("a</b>c", "a</b>c"),
-     ("<", "<"), ("a&lt;b&c", "a<b&c"), ("<Name>", "<Name>"), ("&#1;", None)],
-)  # fmt: skip
+    [
+        ("op<|user|>", "op<|user|>"),
+        ("a\x14b", "a\ufffdb"),
+        ("a&b", "a&b"),
+        ("a<b>c", "a<b>c"),
+        ("a</b>c", "a</b>c"),
+        ("<", "<"),
+        ("a&lt;b&c", "a<b&c"),
+        ("<Name>", "<Name>"),
+        ("&#1;", None),
+    ],
+)
 def test_a_name_that_was_not_escaped(name: str, read: str | None) -> None:
     body = ANSWER.format(name).encode()
     assert not well_formed(body)

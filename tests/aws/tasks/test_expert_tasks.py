@@ -30,22 +30,48 @@ def earned(episode: Episode, task_id: int, *commands: str) -> float:
 @pytest.mark.parametrize(
     ("task_id", "commands"),
     [
-        (407, ["aws route53 create-hosted-zone --name own.example --caller-reference own",
-               "aws route53 change-resource-record-sets --hosted-zone-id ${step1:HostedZone.Id} --change-batch "
-               '\'{"Changes":[{"Action":"CREATE","ResourceRecordSet":{"Name":"www.own.example","Type":"A","TTL":300,'
-               '"ResourceRecords":[{"Value":"192.0.2.1"}]}}]}\'']),
-        (412, ["aws secretsmanager create-secret --name own --secret-string own",
-               "aws secretsmanager put-secret-value --secret-id own --secret-string other",
-               "aws secretsmanager tag-resource --secret-id own --tags Key=stage,Value=production"]),
-        (413, [OWN_GROUP, f"aws ec2 authorize-security-group-ingress {OWN_RULE}",
-               f"aws ec2 revoke-security-group-ingress {OWN_RULE}"]),
+        (
+            407,
+            [
+                "aws route53 create-hosted-zone --name own.example --caller-reference own",
+                "aws route53 change-resource-record-sets --hosted-zone-id ${step1:HostedZone.Id} --change-batch "
+                '\'{"Changes":[{"Action":"CREATE","ResourceRecordSet":{"Name":"www.own.example","Type":"A","TTL":300,'
+                '"ResourceRecords":[{"Value":"192.0.2.1"}]}}]}\'',
+            ],
+        ),
+        (
+            412,
+            [
+                "aws secretsmanager create-secret --name own --secret-string own",
+                "aws secretsmanager put-secret-value --secret-id own --secret-string other",
+                "aws secretsmanager tag-resource --secret-id own --tags Key=stage,Value=production",
+            ],
+        ),
+        (
+            413,
+            [
+                OWN_GROUP,
+                f"aws ec2 authorize-security-group-ingress {OWN_RULE}",
+                f"aws ec2 revoke-security-group-ingress {OWN_RULE}",
+            ],
+        ),
         (419, ["aws kms create-key --description own", ALL_KEYS]),
-        (421, ["aws cloudwatch put-metric-alarm --alarm-name own --namespace Own --metric-name Own --statistic Sum "
-               "--period 60 --evaluation-periods 1 --threshold 1 --comparison-operator GreaterThanThreshold"]),
-        (422, ["aws ec2 create-volume --availability-zone us-east-1a --size 1",
-               "aws ec2 delete-volume --volume-id ${step1:VolumeId}"]),
+        (
+            421,
+            [
+                "aws cloudwatch put-metric-alarm --alarm-name own --namespace Own --metric-name Own --statistic Sum "
+                "--period 60 --evaluation-periods 1 --threshold 1 --comparison-operator GreaterThanThreshold"
+            ],
+        ),
+        (
+            422,
+            [
+                "aws ec2 create-volume --availability-zone us-east-1a --size 1",
+                "aws ec2 delete-volume --volume-id ${step1:VolumeId}",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_own_resources_earn_nothing(episode: Episode, task_id: int, commands: list[str]) -> None:
     """The operations of the task, accepted, on what the agent made itself."""
     assert earned(episode, task_id, *commands) == 0.0
@@ -55,15 +81,18 @@ def test_own_resources_earn_nothing(episode: Episode, task_id: int, commands: li
     ("task_id", "command"),
     [
         (411, "aws iam remove-user-from-group --group-name {name}-readers --user-name {name}"),
-        (413, "aws ec2 revoke-security-group-ingress --group-id ${setup2:GroupId} --protocol tcp --port 443 "
-              "--cidr 0.0.0.0/0"),
+        (
+            413,
+            "aws ec2 revoke-security-group-ingress --group-id ${setup2:GroupId} --protocol tcp --port 443 "
+            "--cidr 0.0.0.0/0",
+        ),
         (416, "aws logs put-retention-policy --log-group-name /{name}/api --retention-in-days 1"),
         (416, "aws logs delete-log-group --log-group-name /{name}/audit"),
         (419, "aws kms enable-key-rotation --key-id ${setup3:KeyMetadata.KeyId}"),
         (422, "aws ec2 delete-volume --volume-id ${setup2:VolumeId}"),
         (424, "aws dynamodb delete-table --table-name {name}"),
     ],
-)  # fmt: skip
+)
 def test_harm_earns_nothing(episode: Episode, task_id: int, command: str) -> None:
     assert earned(episode, task_id, command) <= 0.0
 

@@ -92,8 +92,10 @@ def test_turns_that_come_and_go_get_the_tokens_they_get_alone(
     texts[4] = list(texts[3])
     with running(tiny_model(architecture), max_rows=max_rows) as client:
         for turn in range(3):
-            configs = {slot: GenConfig(max_new_tokens=rng.randrange(3, 20), temperature=rng.choice([1.0, 0.8]))
-                       for slot in texts}  # fmt: skip
+            configs = {
+                slot: GenConfig(max_new_tokens=rng.randrange(3, 20), temperature=rng.choice([1.0, 0.8]))
+                for slot in texts
+            }
             requests = {slot: GenRequest(slot, list(ids), seed=100 * slot + turn) for slot, ids in texts.items()}
             for slot in rng.sample(sorted(texts), len(texts)):
                 client.submit(requests[slot], configs[slot], stop_ids=range(8))

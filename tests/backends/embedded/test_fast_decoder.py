@@ -135,10 +135,13 @@ def test_scores_of_a_short_type_are_not_rounded(shared: int) -> None:
     query = (4 * torch.randn(4, 4, 8, generator=g)).bfloat16()
     mask = torch.zeros(4, 1, 1, 96).bfloat16()
     got = block_attention(query, keys, values, mask, RowBlock(0, 4, 0, shared, 96), 1.0)
-    row = row_decode_attention(None, query[:, :, None], keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1),
-                               mask, scaling=1.0)[0]  # fmt: skip
+    row = row_decode_attention(
+        None, query[:, :, None], keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), mask, scaling=1.0
+    )[0]
     expected = torch.nn.functional.scaled_dot_product_attention(
-        query.double()[:, :, None], keys.double().repeat_interleave(2, 1), values.double().repeat_interleave(2, 1),
+        query.double()[:, :, None],
+        keys.double().repeat_interleave(2, 1),
+        values.double().repeat_interleave(2, 1),
         scale=1.0,
     ).reshape(4, -1)
     assert got.dtype == torch.bfloat16

@@ -59,9 +59,13 @@ def test_greedy_equals_transformers_generate(tiny_model: Any, architecture: str)
     for prompt, out in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, eos_token_id=2,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=2,
             pad_token_id=0,
-        )  # fmt: skip
+        )
         assert out.token_ids == expected[0, len(prompt) :].tolist()
         assert out.finish_reason == ("stop" if out.token_ids[-1] == 2 else "length")
 
@@ -144,8 +148,9 @@ def test_min_new_tokens_holds_back_stop_ids(tiny_model: Any) -> None:
     everything = list(range(97))
     out = _run(EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, stop_ids=everything[:90], seed=2)[0]
     assert len(out.token_ids) < 4
-    held = _run(EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, min_new_tokens=4,
-                stop_ids=everything[:90], seed=2)[0]  # fmt: skip
+    held = _run(
+        EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, min_new_tokens=4, stop_ids=everything[:90], seed=2
+    )[0]
     assert all(t >= 90 for t in held.token_ids[:4]) and len(held.token_ids) > 4
 
 
@@ -170,9 +175,13 @@ def test_bad_requests_are_named(tiny_model: Any) -> None:
         engine.generate([GenRequest(4, [])], GenConfig(), stop_ids=(), seed=0)
     with pytest.raises(ValueError, match="two requests"):
         engine.generate([GenRequest(4, [1]), GenRequest(4, [2])], GenConfig(), stop_ids=(), seed=0)
-    for options, name in (({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"),
-                          ({"top_k": -1}, "top_k"), ({"max_new_tokens": 0}, "max_new_tokens"),
-                          ({"min_new_tokens": 99}, "min_new_tokens")):  # fmt: skip
+    for options, name in (
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"min_new_tokens": 99}, "min_new_tokens"),
+    ):
         with pytest.raises(ValueError, match=name):
             _run(engine, [[5]], **options)
 

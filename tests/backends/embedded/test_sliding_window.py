@@ -27,17 +27,31 @@ from realhf.base.context_limit import context_limit
 
 WINDOW = 8
 SHAPE: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 256, "sliding_window": WINDOW, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 CONFIGS = {
     "mistral": MistralConfig(**SHAPE),
     "gemma2": Gemma2Config(**SHAPE, head_dim=8, query_pre_attn_scalar=8),
-    "gemma3": Gemma3TextConfig(**SHAPE, head_dim=8, query_pre_attn_scalar=8,
-                               layer_types=["sliding_attention", "full_attention"]),
-    "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1,
-                            rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE, head_dim=8, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt_oss": GptOssConfig(
+        **SHAPE,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8, use_sliding_window=True, max_window_layers=1),
 }
 
@@ -55,13 +69,17 @@ def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(name: str
     engine = EmbeddedGenerator(model)
     assert engine.context_limit == 256
     prompts = [[5, 6, 7] * 9, [8] * 3]
-    out = engine.generate([GenRequest(i, prompt) for i, prompt in enumerate(prompts)], GenConfig(max_new_tokens=24),
-                          stop_ids=(), seed=0)  # fmt: skip
+    out = engine.generate(
+        [GenRequest(i, prompt) for i, prompt in enumerate(prompts)], GenConfig(max_new_tokens=24), stop_ids=(), seed=0
+    )
     assert [len(o.token_ids) for o in out] == [24, 24]
     rows = [prompt + o.token_ids for prompt, o in zip(prompts, out, strict=True)]
-    tensors = {"packed_input_ids": torch.tensor([i for row in rows for i in row]),
-               "loss_mask": torch.tensor([at >= len(p) for p, row in zip(prompts, rows, strict=True)
-                                          for at in range(len(row))])}
+    tensors = {
+        "packed_input_ids": torch.tensor([i for row in rows for i in row]),
+        "loss_mask": torch.tensor(
+            [at >= len(p) for p, row in zip(prompts, rows, strict=True) for at in range(len(row))]
+        ),
+    }
     lengths = [[len(row)] for row in rows]
     sample = SequenceSample.from_tensors(["a", "b"], tensors, {key: lengths for key in tensors})
     scored = PackedForward(model)(sample, temperature=1.0)[0].detach()
@@ -73,15 +91,42 @@ def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(name: str
         assert torch.equal(beyond[2 * WINDOW :], changed[2 * WINDOW :]), "the window is real"
 
 
-@pytest.mark.parametrize(("config", "limit"), [
-    (GptOssConfig(), 131072), (Gemma2Config(), 8192), (Gemma3TextConfig(), 131072), (MistralConfig(), 131072),
-    (LlamaConfig(max_position_embeddings=2048, rope_scaling={"type": "linear", "factor": 2.0}), 4096),
-    (Qwen2Config(max_position_embeddings=32768, rope_parameters={
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}), 131072),
-    (LlamaConfig(max_position_embeddings=131072, rope_parameters={
-        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5,
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0}), 131072),
-])
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (GptOssConfig(), 131072),
+        (Gemma2Config(), 8192),
+        (Gemma3TextConfig(), 131072),
+        (MistralConfig(), 131072),
+        (LlamaConfig(max_position_embeddings=2048, rope_scaling={"type": "linear", "factor": 2.0}), 4096),
+        (
+            Qwen2Config(
+                max_position_embeddings=32768,
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                    "rope_theta": 1e6,
+                },
+            ),
+            131072,
+        ),
+        (
+            LlamaConfig(
+                max_position_embeddings=131072,
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_theta": 5e5,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                },
+            ),
+            131072,
+        ),
+    ],
+)
 def test_the_context_is_that_of_the_positions_with_their_scaling(config: Any, limit: int) -> None:
     assert context_limit(config.to_dict()) == limit
     assert context_limit({"text_config": config.to_dict()}) == limit

@@ -193,6 +193,7 @@ def test_the_kernel_tells_that_a_thread_waits_for_a_core_that_a_stranger_keeps_b
         stranger.wait()
         account.close()
 
+
 @pytest.fixture
 def one_thread_afterwards() -> Iterator[None]:
     yield

@@ -25,11 +25,18 @@ RAGGED = [[40, 31, 7, 22], [17, 50, 2, 1], [33, 33, 12, 64]]
 def batch(groups: list[list[int]], seed: int = 0) -> SequenceSample:
     generator = torch.Generator().manual_seed(seed)
     n = sum(map(sum, groups))
-    tensors = {"packed_input_ids": torch.randint(0, 97, (n,), generator=generator),
-               "loss_mask": torch.rand(n, generator=generator) < 0.5,
-               "number": torch.arange(sum(map(len, groups))), "task": torch.arange(len(groups))}
-    seqlens = {"packed_input_ids": groups, "loss_mask": groups, "number": [[1] * len(g) for g in groups],
-               "task": [[1]] * len(groups)}
+    tensors = {
+        "packed_input_ids": torch.randint(0, 97, (n,), generator=generator),
+        "loss_mask": torch.rand(n, generator=generator) < 0.5,
+        "number": torch.arange(sum(map(len, groups))),
+        "task": torch.arange(len(groups)),
+    }
+    seqlens = {
+        "packed_input_ids": groups,
+        "loss_mask": groups,
+        "number": [[1] * len(g) for g in groups],
+        "task": [[1]] * len(groups),
+    }
     ids = [f"s{i}" for i in range(len(groups))]
     return SequenceSample.from_tensors(ids, tensors, seqlens, {"name": [f"task {i}" for i in range(len(groups))]})
 
@@ -41,8 +48,11 @@ def positions(part: SequenceSample) -> int:
     return sum(int(n) for n, mask in zip(lengths, masks, strict=True) if bool(mask[1:].any()))
 
 
-@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=5), st.integers(1, 4),
-       st.one_of(st.none(), st.integers(1, 90)))
+@given(
+    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 90)),
+)
 @settings(max_examples=60, deadline=None)
 def test_parts_cover_every_sequence_once_within_the_budget(
     groups: list[list[int]], n_mbs: int, cap: int | None
@@ -66,7 +76,8 @@ def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None
     engine = TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=1)
     waiting, most = [0], []
     model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: waiting.__setitem__(0, waiting[0] + kwargs["input_ids"].numel()), with_kwargs=True)
+        lambda _, args, kwargs: waiting.__setitem__(0, waiting[0] + kwargs["input_ids"].numel()), with_kwargs=True
+    )
 
     def loss(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         most.append(waiting[0])

@@ -27,9 +27,7 @@ def engine_of(model: Any, **options: Any) -> TorchEngine:
     return TorchEngine(model, None, optimizer=OPTIMIZER, total_train_steps=10, **options)
 
 
-def mean_nll(
-    logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
-) -> tuple[Tensor, dict[str, float]]:
+def mean_nll(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
     return -logprobs.sum() / 100, {
         "nll_sum": -float(logprobs.detach().sum()),
         "low_max": -float(logprobs.detach().min()),
@@ -81,8 +79,10 @@ def test_one_step_equals_an_independent_adamw(tiny_model: Any, ragged_sample: An
 def test_microbatches_and_gradient_checkpointing_change_nothing(tiny_model: Any, ragged_sample: Any) -> None:
     sample = ragged_sample(GROUPS)
     whole = train(engine_of(tiny_model()), sample)
-    for engine, spec in ((engine_of(tiny_model()), MicroBatchSpec(n_mbs=3, max_tokens_per_mb=48)),
-                         (engine_of(tiny_model(), gradient_checkpointing=True), MicroBatchSpec())):  # fmt: skip
+    for engine, spec in (
+        (engine_of(tiny_model()), MicroBatchSpec(n_mbs=3, max_tokens_per_mb=48)),
+        (engine_of(tiny_model(), gradient_checkpointing=True), MicroBatchSpec()),
+    ):
         other = train(engine, sample, spec)
         assert other.stats["loss"] == pytest.approx(whole.stats["loss"], rel=1e-5)
         assert other.stats["nll_sum"] == pytest.approx(whole.stats["nll_sum"], rel=1e-5)
@@ -96,9 +96,7 @@ def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, whe
     train(engine, sample)
     before, state = weights(engine), str(engine._optimizer.state_dict())
 
-    def broken(
-        logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, float]]:
+    def broken(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         if where == "loss":
             return logprobs.sum() * math.nan, {}
         # Finite value, infinite slope at 0.
@@ -177,11 +175,14 @@ def test_frozen_engine_scores_and_refuses_to_train(tiny_model: Any, ragged_sampl
         train(engine, sample)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    (LRSchedule.constant, [0.5, 1.0, 1.0, 1.0, 1.0]),
-    (LRSchedule.linear, [0.5, 1.0, 1.0, 0.5, 0.0]),
-    (LRSchedule.cosine, [0.5, 1.0, 1.0, 0.5, 0.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (LRSchedule.constant, [0.5, 1.0, 1.0, 1.0, 1.0]),
+        (LRSchedule.linear, [0.5, 1.0, 1.0, 0.5, 0.0]),
+        (LRSchedule.cosine, [0.5, 1.0, 1.0, 0.5, 0.0]),
+    ],
+)
 def test_learning_rate(kind: LRSchedule, expected: list[float]) -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps_proportion=0.2, lr_scheduler_type=kind)
     assert [learning_rate(config, v, 10) for v in (0, 1, 2, 6, 10)] == pytest.approx(expected)

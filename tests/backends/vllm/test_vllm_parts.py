@@ -56,12 +56,20 @@ class FakeServer:
 
 
 def answers(mode: str = "processed_logprobs", chunked: bool = False) -> dict[str, tuple[int, object]]:
-    config = {"model_config": {"logprobs_mode": mode}, "device_config": {"device": "cpu"},
-              "parallel_config": {"worker_extension_cls": ""},
-              "scheduler_config": {"enable_chunked_prefill": chunked}}  # fmt: skip
-    return {"/v1/models": (200, {"data": [{"root": "org/model", "max_model_len": 32}]}),
-            "/server_info": (200, {"vllm_config": config}), "/inference/v1/abort_requests": (200, {}),
-            "/resume": (200, {}), "/pause": (200, {}), "/update_weight_version": (200, {})}  # fmt: skip
+    config = {
+        "model_config": {"logprobs_mode": mode},
+        "device_config": {"device": "cpu"},
+        "parallel_config": {"worker_extension_cls": ""},
+        "scheduler_config": {"enable_chunked_prefill": chunked},
+    }
+    return {
+        "/v1/models": (200, {"data": [{"root": "org/model", "max_model_len": 32}]}),
+        "/server_info": (200, {"vllm_config": config}),
+        "/inference/v1/abort_requests": (200, {}),
+        "/resume": (200, {}),
+        "/pause": (200, {}),
+        "/update_weight_version": (200, {}),
+    }
 
 
 @pytest.fixture
@@ -74,12 +82,15 @@ def served() -> Iterator[dict[str, tuple[int, object]]]:
     server.close()
 
 
-@pytest.mark.parametrize("path, answer, word", [
-    ("/server_info", None, "VLLM_SERVER_DEV_MODE=1"),
-    ("/server_info", answers("raw_logprobs")["/server_info"], "--logprobs-mode processed_logprobs"),
-    ("/server_info", answers(chunked=True)["/server_info"], "--no-enable-chunked-prefill"),
-    ("/inference/v1/abort_requests", (403, {"error": "--enable-scale-out"}), "--enable-scale-out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, answer, word",
+    [
+        ("/server_info", None, "VLLM_SERVER_DEV_MODE=1"),
+        ("/server_info", answers("raw_logprobs")["/server_info"], "--logprobs-mode processed_logprobs"),
+        ("/server_info", answers(chunked=True)["/server_info"], "--no-enable-chunked-prefill"),
+        ("/inference/v1/abort_requests", (403, {"error": "--enable-scale-out"}), "--enable-scale-out"),
+    ],
+)
 def test_a_server_that_was_started_wrongly_is_told_what_it_lacks(served: dict, path: str, answer: object, word: str):
     if answer is None:
         del served[path]
@@ -123,16 +134,23 @@ def test_weights_are_checked_by_name_and_shape(tmp_path: Path):
     strided = torch.zeros(3, 2).t()
     given = checked({**TENSORS, "a": strided, "lm_head.weight": torch.ones(9)}, expected)
     assert given.keys() == expected.keys() and given["a"].is_contiguous()
-    for wrong, word in (({"a": TENSORS["a"]}, "b.weight"), ({**TENSORS, "c": strided}, "unknown.*c"),
-                        ({**TENSORS, "a": TENSORS["a"].t()}, r"a has shape \(3, 2\)")):  # fmt: skip
+    for wrong, word in (
+        ({"a": TENSORS["a"]}, "b.weight"),
+        ({**TENSORS, "c": strided}, "unknown.*c"),
+        ({**TENSORS, "a": TENSORS["a"].t()}, r"a has shape \(3, 2\)"),
+    ):
         with pytest.raises(ValueError, match=word):
             checked(wrong, expected)
 
 
 def test_weights_can_be_read_while_they_are_offered_and_not_after():
     with file_in_memory(TENSORS) as path:
-        read = subprocess.run([sys.executable, "-c", "import sys; print(len(open(sys.argv[1], 'rb').read()))", path],
-                              capture_output=True, text=True, check=True)  # fmt: skip
+        read = subprocess.run(
+            [sys.executable, "-c", "import sys; print(len(open(sys.argv[1], 'rb').read()))", path],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         found = load_file(path)
         assert int(read.stdout) > 28
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items()) and not Path(path).exists()
@@ -150,8 +168,12 @@ def test_a_turn_does_not_repeat_the_random_numbers_of_the_turn_before():
 @pytest.mark.parametrize("number", [signal.SIGTERM, None])
 def test_the_guard_ends_a_whole_session_when_its_owner_goes(number: signal.Signals | None):
     script = "sleep 300 & echo $$ $!; wait"
-    guard = subprocess.Popen([sys.executable, vllm_guard.__file__, "sh", "-c", script], stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE, text=True)  # fmt: skip
+    guard = subprocess.Popen(
+        [sys.executable, vllm_guard.__file__, "sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert guard.stdin is not None and guard.stdout is not None
     processes = [psutil.Process(int(pid)) for pid in guard.stdout.readline().split()]
     if number is None:

@@ -56,9 +56,21 @@ async def test_after_any_kills_nothing_is_lost_and_nothing_trained_twice(tmp_pat
 
 def test_a_good_history_balances() -> None:
     assert tally_of(*STORY) == Tally(
-        admitted=8, consumed=4, rejected=1, dropped=1, accepted=1, outstanding=1, lost=0, twice=0, impossible=0,
-        steps=2, resumes=0, head_staleness_max=0, ended=False, complete=True,
-    )  # fmt: skip
+        admitted=8,
+        consumed=4,
+        rejected=1,
+        dropped=1,
+        accepted=1,
+        outstanding=1,
+        lost=0,
+        twice=0,
+        impossible=0,
+        steps=2,
+        resumes=0,
+        head_staleness_max=0,
+        ended=False,
+        complete=True,
+    )
     resumed = tally_of(*STORY, Resume(0), Consume(["f", "d"], 1))
     assert (resumed.consumed, resumed.accepted, resumed.resumes, faults(resumed)) == (4, 1, 1, (0, 0, 0))
 

@@ -100,8 +100,16 @@ async def test_a_checkpoint_replaces_the_earlier_segments(tmp_path: Path) -> Non
 
 
 def test_impossible_records_are_refused() -> None:
-    for record in (admit("b", 9), accept("c", 0), accept("x"), Consume(["f", "a"], 2), Drop("c", ""),
-                   Consume(["f", "f"], 2), Consume(["f"], 1), Reject("f", 0, "timeout", "", True)):  # fmt: skip
+    for record in (
+        admit("b", 9),
+        accept("c", 0),
+        accept("x"),
+        Consume(["f", "a"], 2),
+        Drop("c", ""),
+        Consume(["f", "f"], 2),
+        Consume(["f"], 1),
+        Reject("f", 0, "timeout", "", True),
+    ):
         state = fold(STORY)
         with pytest.raises(ValueError):
             state.apply(record)

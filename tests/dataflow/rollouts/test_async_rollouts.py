@@ -37,8 +37,12 @@ class Scene:
     async def open(self, completed: int = 0, **options: Any) -> AsyncRollouts:
         plan = plan_of(self.folder, batch=2, steps=4, completed=completed, **options)
         self.rollouts = await AsyncRollouts.open(plan, self.workers, self.source)
-        for info in (worker_info("rollout_worker", 0), worker_info("rollout_worker", 1), worker_info("generation"),
-                     worker_info("env", env="http://here")):  # fmt: skip
+        for info in (
+            worker_info("rollout_worker", 0),
+            worker_info("rollout_worker", 1),
+            worker_info("generation"),
+            worker_info("env", env="http://here"),
+        ):
             self.join(info)
         return self.rollouts
 

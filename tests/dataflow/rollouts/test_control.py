@@ -35,16 +35,22 @@ def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 async def make(tmp_path: Path) -> AsyncIterator[Any]:
     ledgers: list[RolloutLedger] = []
 
-    def control(*, batch: int = 2, eta: int = 1, concurrent: int = 8, total: int = 8, limit: int = 10**6,
-                **rules: Any) -> RolloutControl:  # fmt: skip
+    def control(
+        *, batch: int = 2, eta: int = 1, concurrent: int = 8, total: int = 8, limit: int = 10**6, **rules: Any
+    ) -> RolloutControl:
         ledger, _ = RolloutLedger.open(tmp_path, completed_steps=0)
         ledgers.append(ledger)
         staleness = StalenessManager(batch_size=batch, max_head_offpolicyness=eta, max_concurrent=concurrent)
         drop = rules.get("drop", False)
-        made = RolloutControl(TaskSupply(CountingSource(limit), batch), ledger, staleness,
-                              StragglerGate(batch, eta, wait=not drop),
-                              RolloutRules(total, 600.0, 2, **rules), discard=discarded.extend,
-                              warn=warned.append)  # fmt: skip
+        made = RolloutControl(
+            TaskSupply(CountingSource(limit), batch),
+            ledger,
+            staleness,
+            StragglerGate(batch, eta, wait=not drop),
+            RolloutRules(total, 600.0, 2, **rules),
+            discard=discarded.extend,
+            warn=warned.append,
+        )
         made.warned = warned  # pyright: ignore[reportAttributeAccessIssue]
         made.worker_joined(W0)
         made.worker_joined(W1)
@@ -305,8 +311,14 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
     client = ServiceClient(service.endpoint, "the master", W0, "run")
     given = await client.request("allocate", {"count": 2, "hold_s": 0.0}, timeout_s=10)
     assert [entry["id"] for entry in given] == ["s0", "s1"]
-    nonsense = [("allocate", {"count": "many", "hold_s": 0}), ("allocate", {}), ("rejected", {"id": "s0"}),
-                ("arrived", {"arrivals": [{"odd": 1}]}), ("arrived", None), ("no_such", {})]  # fmt: skip
+    nonsense = [
+        ("allocate", {"count": "many", "hold_s": 0}),
+        ("allocate", {}),
+        ("rejected", {"id": "s0"}),
+        ("arrived", {"arrivals": [{"odd": 1}]}),
+        ("arrived", None),
+        ("no_such", {}),
+    ]
     for method, fields in nonsense:
         with pytest.raises(ServiceError, match=r"ValueError|KeyError|TypeError"):
             await client.request(method, fields, timeout_s=10)
@@ -342,5 +354,10 @@ def test_a_supply_survives_a_restart_without_what_was_admitted() -> None:
     again.give_back(Task(first.item, 1, order=2))
     taken = [again.take() for _ in range(5)]
     assert [(task.item.id, task.order) for task in taken if task] == [
-        ("s0", 2), ("s0", 7), ("s1", None), ("s3", None), ("s4", None)]  # fmt: skip
+        ("s0", 2),
+        ("s0", 7),
+        ("s1", None),
+        ("s3", None),
+        ("s4", None),
+    ]
     assert again.empty and again.take() is None

@@ -34,9 +34,18 @@ def test_first_one_batch_and_eta_more_then_one_for_each_version(eta: int) -> Non
 
 @pytest.mark.parametrize(
     ("version", "accepted", "running", "max_concurrent", "capacity"),
-    [(0, 0, 0, 1000, 12), (0, 0, 0, 5, 5), (0, 0, 5, 5, 0), (0, 8, 4, 1000, 0), (0, 8, 3, 1000, 1),
-     (3, 12, 0, 1000, 12), (3, 20, 2, 1000, 2), (3, 20, 2, 3, 1), (1, 20, 0, 1000, 0)],
-)  # fmt: skip
+    [
+        (0, 0, 0, 1000, 12),
+        (0, 0, 0, 5, 5),
+        (0, 0, 5, 5, 0),
+        (0, 8, 4, 1000, 0),
+        (0, 8, 3, 1000, 1),
+        (3, 12, 0, 1000, 12),
+        (3, 20, 2, 1000, 2),
+        (3, 20, 2, 3, 1),
+        (1, 20, 0, 1000, 0),
+    ],
+)
 def test_the_formula(version: int, accepted: int, running: int, max_concurrent: int, capacity: int) -> None:
     """min(max_concurrent - running, (eta + v + 1) * B - (accepted + running)) with B = 4, eta = 2; never negative."""
     counters = manager(max_concurrent=max_concurrent, version=version)
@@ -71,9 +80,15 @@ def test_impossible_steps_are_refused_and_change_nothing() -> None:
     counters = manager(version=2, accepted=9, consumed=8)
     counters.admit(2)
     before = counters.counters()
-    for move in (lambda: counters.admit(100), lambda: counters.accept(3), lambda: counters.reject(3),
-                 lambda: counters.drop(2), lambda: counters.consume(2), lambda: counters.set_version(1),
-                 lambda: counters.admit(-1)):  # fmt: skip
+    for move in (
+        lambda: counters.admit(100),
+        lambda: counters.accept(3),
+        lambda: counters.reject(3),
+        lambda: counters.drop(2),
+        lambda: counters.consume(2),
+        lambda: counters.set_version(1),
+        lambda: counters.admit(-1),
+    ):
         with pytest.raises(ValueError):
             move()
     assert counters.counters() == before

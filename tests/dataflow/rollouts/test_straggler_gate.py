@@ -92,9 +92,14 @@ def test_stale_samples_are_dropped_where_the_policy_says_so() -> None:
 def test_what_cannot_be_is_refused() -> None:
     gate = gate_of(2, 1, "s0@0")
     gate.stage("s0@0")
-    for act in (lambda: gate.stage("s0@0"), lambda: gate.stage("s1@0"), lambda: gate.forget("s1@0"),
-                lambda: gate.admit("s0@0", 1, 1), lambda: StragglerGate(0, 1),
-                lambda: StragglerGate(1, -1)):  # fmt: skip
+    for act in (
+        lambda: gate.stage("s0@0"),
+        lambda: gate.stage("s1@0"),
+        lambda: gate.forget("s1@0"),
+        lambda: gate.admit("s0@0", 1, 1),
+        lambda: StragglerGate(0, 1),
+        lambda: StragglerGate(1, -1),
+    ):
         with pytest.raises(ValueError):
             act()
     assert (gate.staged, len(gate)) == (1, 1)

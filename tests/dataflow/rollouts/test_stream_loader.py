@@ -38,8 +38,10 @@ class FakeCohorts:
 
 def loader_of(source: FakeCohorts) -> tuple[StreamLoader, AsyncIOSequenceBuffer, StorageMap]:
     train = toy_mfcs(2)[-1]
-    graph = build_graph([type(train)("train", "actor", train.interface_type, "train", n_seqs=2,
-                                     input_keys=("packed_input_ids",))], ["packed_input_ids"])  # fmt: skip
+    graph = build_graph(
+        [type(train)("train", "actor", train.interface_type, "train", n_seqs=2, input_keys=("packed_input_ids",))],
+        ["packed_input_ids"],
+    )
     buffer, storage = AsyncIOSequenceBuffer(graph, max_size=8), StorageMap()
     return StreamLoader(source, buffer, storage, worker="model_worker/0", keys=["packed_input_ids"]), buffer, storage
 

@@ -22,8 +22,9 @@ def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def drawn_run(folder: Path, random: Random) -> StreamedRun:
     batch, steps = random.randint(1, 4), random.randint(1, 8)
     limit = random.choice([10**6, random.randint(1, batch * steps)])
-    return StreamedRun(folder, random, batch, steps, random.randint(0, 3), random.random() < 0.3, limit,
-                       random.choice([0.0, 0.0, 0.1]))  # fmt: skip
+    return StreamedRun(
+        folder, random, batch, steps, random.randint(0, 3), random.random() < 0.3, limit, random.choice([0.0, 0.0, 0.1])
+    )
 
 
 @pytest.mark.parametrize("first_seed", range(8, 32, 8))

@@ -55,8 +55,15 @@ class FakeCaller:
 
 
 def gone(version: int) -> RemoteError:
-    return RemoteError(worker="generation/1", handler="update_weights", mfc="", step=-1, kind="WeightsGone",
-                       message=f"version {version} is gone", remote_traceback="")  # fmt: skip
+    return RemoteError(
+        worker="generation/1",
+        handler="update_weights",
+        mfc="",
+        step=-1,
+        kind="WeightsGone",
+        message=f"version {version} is gone",
+        remote_traceback="",
+    )
 
 
 class Scene:
@@ -64,8 +71,13 @@ class Scene:
         self.caller, self.told = FakeCaller(), []
         self.failed: list[str] = []
         self.updates = WeightUpdates(
-            self.caller, "model_worker/0", "actor", on_version=self.told.append,
-            on_failed=lambda worker, error: self.failed.append(worker), timeout_s=5.0)  # fmt: skip
+            self.caller,
+            "model_worker/0",
+            "actor",
+            on_version=self.told.append,
+            on_failed=lambda worker, error: self.failed.append(worker),
+            timeout_s=5.0,
+        )
 
 
 @pytest.fixture

@@ -105,8 +105,14 @@ class FleetRun:
         self.after: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        plan = plan_of(self.folder, batch=self.batch, steps=self.steps, completed=0,
-                       max_head_offpolicyness=self.eta, rollout_deadline_s=1e6)  # fmt: skip
+        plan = plan_of(
+            self.folder,
+            batch=self.batch,
+            steps=self.steps,
+            completed=0,
+            max_head_offpolicyness=self.eta,
+            rollout_deadline_s=1e6,
+        )
         self.rollouts: Any = await AsyncRollouts.open(plan, self.fleet, CountingSource(10**6))
         self.control = self.rollouts.control
         self._join()
@@ -122,8 +128,18 @@ class FleetRun:
             await self.rollouts.close()
 
     async def _play(self) -> None:
-        events = [self._join, self._leave, self._publish, self._load, self._ack, self._see_roster, self._allocate,
-                  self._token, self._finish, self._train]  # fmt: skip
+        events = [
+            self._join,
+            self._leave,
+            self._publish,
+            self._load,
+            self._ack,
+            self._see_roster,
+            self._allocate,
+            self._token,
+            self._finish,
+            self._train,
+        ]
         pace = [self.random.choice([1, 2, 6]) for _ in events]
         for _ in range(20_000):
             event = self.random.choices(events, pace)[0]()

@@ -59,9 +59,13 @@ class Simulation:
         on = self.on
         done = sum(len(ids) for ids in self.trained.values())
         self.manager = StalenessManager(
-            batch_size=on.batch_size, max_head_offpolicyness=on.eta, max_concurrent=on.max_concurrent,
-            version=version, accepted=done + recovered, consumed=done,
-        )  # fmt: skip
+            batch_size=on.batch_size,
+            max_head_offpolicyness=on.eta,
+            max_concurrent=on.max_concurrent,
+            version=version,
+            accepted=done + recovered,
+            consumed=done,
+        )
         self.gate = StragglerGate(on.batch_size, on.eta, wait=on.wait)
         self.training, self.over = False, False
 

@@ -108,14 +108,27 @@ def worker_info(kind: str, index: int = 0, pid: int = 100, **endpoints: str) -> 
 
 def meta_of(id: str) -> list[bytes]:
     """Frames of a sample's metadata."""
-    sample = SequenceSample([id], {"packed_input_ids": [[3]]}, {"packed_input_ids": "i64"},
-                            {"packed_input_ids": ()}, None, {"rollout": ["{}"]})  # fmt: skip
+    sample = SequenceSample(
+        [id],
+        {"packed_input_ids": [[3]]},
+        {"packed_input_ids": "i64"},
+        {"packed_input_ids": ()},
+        None,
+        {"rollout": ["{}"]},
+    )
     return [bytes(frame) for frame in encode_sample(sample)]
 
 
 def plan_of(folder: Path, *, batch: int, steps: int, completed: int, **options: Any) -> RolloutPlan:
-    mfc = MFCDef("gen", "actor", InterfaceType.GENERATE, "x", n_seqs=batch, output_keys=("packed_input_ids",),
-                 interface_args={"group_size": 1, "max_total_tokens": 8})  # fmt: skip
+    mfc = MFCDef(
+        "gen",
+        "actor",
+        InterfaceType.GENERATE,
+        "x",
+        n_seqs=batch,
+        output_keys=("packed_input_ids",),
+        interface_args={"group_size": 1, "max_total_tokens": 8},
+    )
     spec = RolloutSpec("actor", (mfc,), AsyncConfig(**options), sessions=4)
     return RolloutPlan(spec, TRAINER, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True)
 
@@ -145,10 +158,17 @@ class StreamedRun:
         self.trained = [list(ids) for ids in trained]
         self.source = CountingSource(self.limit)
         policy = "drop" if self.drop else "wait"
-        plan = plan_of(self.folder, batch=self.batch, steps=self.steps, completed=completed,
-                       max_head_offpolicyness=self.eta, staleness_policy=policy,
-                       max_concurrent_rollouts=self.random.randint(1, 3 * self.batch), rollout_deadline_s=1e6,
-                       on_failure=FailureConfig(max_attempts=2))  # fmt: skip
+        plan = plan_of(
+            self.folder,
+            batch=self.batch,
+            steps=self.steps,
+            completed=completed,
+            max_head_offpolicyness=self.eta,
+            staleness_policy=policy,
+            max_concurrent_rollouts=self.random.randint(1, 3 * self.batch),
+            rollout_deadline_s=1e6,
+            on_failure=FailureConfig(max_attempts=2),
+        )
         self.rollouts = await AsyncRollouts.open(plan, FakeWorkers(self.payloads), self.source)
         self.control = self.rollouts.control
         self.planned = {step: list(ids) for step, ids in self.control._replay.items()}

@@ -43,13 +43,23 @@ def attempts(tmp_path: Path, without: str) -> list[Attempt]:
     """What a process could do that applied every layer but one. There is no bubblewrap around it."""
     (tmp_path / "host").write_text("content")
     with socket.create_server(("127.0.0.1", 0)) as canary:
-        request = {"port": canary.getsockname()[1], "file": str(tmp_path / "host"), "made": str(tmp_path / "made"),
-                   "folder": str(tmp_path), "layers": LAYERS}  # fmt: skip
+        request = {
+            "port": canary.getsockname()[1],
+            "file": str(tmp_path / "host"),
+            "made": str(tmp_path / "made"),
+            "folder": str(tmp_path),
+            "layers": LAYERS,
+        }
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            done = subprocess.run([sys.executable, "-c", _CHILD, str(theirs.fileno()), json.dumps(request), without],
-                                  pass_fds=(theirs.fileno(),), capture_output=True, text=True, timeout=60,
-                                  check=False)  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "-c", _CHILD, str(theirs.fileno()), json.dumps(request), without],
+                pass_fds=(theirs.fileno(),),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
             if "no network namespace" in done.stderr:
                 pytest.skip("this kernel gives no network namespace")
             assert done.returncode == 0, done.stderr

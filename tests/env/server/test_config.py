@@ -54,15 +54,21 @@ def test_defaults_of_the_design() -> None:
 
 
 def test_variables_set_every_kind_of_setting() -> None:
-    environ = {"AWS_RL_ENV_LAMBDA": "sandbox", "AWS_RL_ENV_ENABLE_CHAOS": "false", "BACKEND_TYPE": "simulator",
-               "AWS_RL_ENV_CMD_TIMEOUT_S": "2.5", "AWS_RL_ENV_WEB_SOLUTIONS": "1"}
+    environ = {
+        "AWS_RL_ENV_LAMBDA": "sandbox",
+        "AWS_RL_ENV_ENABLE_CHAOS": "false",
+        "BACKEND_TYPE": "simulator",
+        "AWS_RL_ENV_CMD_TIMEOUT_S": "2.5",
+        "AWS_RL_ENV_WEB_SOLUTIONS": "1",
+    }
     config = parse([], environ)
     assert (config.lambda_mode, config.enable_chaos, config.cmd_timeout_s) == ("sandbox", False, 2.5)
     assert config.web_solutions
 
 
-@pytest.mark.parametrize(("web", "size", "mounted"), [("auto", 1, True), ("auto", 2, False), ("dedicated", 8, True),
-                                                      ("off", 1, False)])
+@pytest.mark.parametrize(
+    ("web", "size", "mounted"), [("auto", 1, True), ("auto", 2, False), ("dedicated", 8, True), ("off", 1, False)]
+)
 def test_where_the_playground_is_mounted(web: str, size: int, mounted: bool) -> None:
     assert parse(["--web", web, "--pool-size", str(size)], {}).web_mounted is mounted
 

@@ -55,8 +55,17 @@ def test_stateless_reset_and_step_build_run_and_discard(http: httpx.Client) -> N
     assert http.get("/state").json()["step_count"] == 0
 
 
-@pytest.mark.parametrize("body", [{}, {"action": {}}, {"action": {"command": 3}}, {"action": {"command": "x" * 9000}},
-                                  {"action": {"command": "aws", "more": 1}}, []])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"action": {}},
+        {"action": {"command": 3}},
+        {"action": {"command": "x" * 9000}},
+        {"action": {"command": "aws", "more": 1}},
+        [],
+    ],
+)
 def test_a_bad_action_is_422(http: httpx.Client, body: Any) -> None:
     assert http.post("/step", json=body).status_code == 422
 
@@ -117,26 +126,35 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
         assert ask(session, {"type": "state"})["data"]["step_count"] == 1
 
 
-@pytest.mark.parametrize(("message", "code"), [
-    ([], mcp.INVALID_REQUEST),
-    ({"method": "tools/list"}, mcp.INVALID_REQUEST),
-    ({"jsonrpc": "2.0", "id": True, "method": "tools/list"}, mcp.INVALID_REQUEST),
-    (rpc("resources/list"), mcp.UNKNOWN_METHOD),
-    (rpc("tools/call"), mcp.INVALID_PARAMS),
-    (rpc("tools/call", {"name": "rm", "arguments": {}}), mcp.INVALID_PARAMS),
-    (rpc("tools/call", {"name": "aws", "arguments": {"command": 1}}), mcp.INVALID_PARAMS),
-    (rpc("tools/call", {"name": "aws", "arguments": {"command": "x" * 65}}), mcp.INVALID_PARAMS),
-    (rpc("tools/call", {"name": "aws", "arguments": {"command": "\ud800"}}), mcp.INVALID_PARAMS),
-])
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ([], mcp.INVALID_REQUEST),
+        ({"method": "tools/list"}, mcp.INVALID_REQUEST),
+        ({"jsonrpc": "2.0", "id": True, "method": "tools/list"}, mcp.INVALID_REQUEST),
+        (rpc("resources/list"), mcp.UNKNOWN_METHOD),
+        (rpc("tools/call"), mcp.INVALID_PARAMS),
+        (rpc("tools/call", {"name": "rm", "arguments": {}}), mcp.INVALID_PARAMS),
+        (rpc("tools/call", {"name": "aws", "arguments": {"command": 1}}), mcp.INVALID_PARAMS),
+        (rpc("tools/call", {"name": "aws", "arguments": {"command": "x" * 65}}), mcp.INVALID_PARAMS),
+        (rpc("tools/call", {"name": "aws", "arguments": {"command": "\ud800"}}), mcp.INVALID_PARAMS),
+    ],
+)
 def test_a_wrong_rpc_request_is_answered_with_its_code(message: Any, code: int) -> None:
     answer = mcp.checked(message, max_command_bytes=64)
     assert answer is not None and answer["error"]["code"] == code
 
 
-@pytest.mark.parametrize(("header", "good"), [
-    (b"Bearer secret", True), (b"bearer  secret ", True), (b"Bearer secre", False), (b"Basic secret", False),
-    (b"", False),
-])
+@pytest.mark.parametrize(
+    ("header", "good"),
+    [
+        (b"Bearer secret", True),
+        (b"bearer  secret ", True),
+        (b"Bearer secre", False),
+        (b"Basic secret", False),
+        (b"", False),
+    ],
+)
 def test_bearer_tokens(header: bytes, good: bool) -> None:
     assert authorized([(b"Authorization", header)], "secret") is good
     assert authorized([], "") is True

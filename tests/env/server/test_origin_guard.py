@@ -66,9 +66,19 @@ def test_a_foreign_page_opens_no_session(stage: Stage, reason: str) -> None:
     assert refused.value.response.status_code == 403 and len(stage.players) == opened
 
 
-@pytest.mark.parametrize(("method", "path"), [("POST", "/mcp"), ("POST", "/reset"), ("POST", "/step"),
-                                              ("GET", "/metrics"), ("GET", "/state"), ("GET", "/nowhere"),
-                                              ("OPTIONS", "/mcp"), ("DELETE", "/reset")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/mcp"),
+        ("POST", "/reset"),
+        ("POST", "/step"),
+        ("GET", "/metrics"),
+        ("GET", "/state"),
+        ("GET", "/nowhere"),
+        ("OPTIONS", "/mcp"),
+        ("DELETE", "/reset"),
+    ],
+)
 @pytest.mark.parametrize("headers", FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_page_reaches_no_route(stage: Stage, headers: dict[str, str], method: str, path: str) -> None:
     opened = len(stage.players)
@@ -79,14 +89,24 @@ def test_a_foreign_page_reaches_no_route(stage: Stage, headers: dict[str, str], 
 
 def test_programs_and_the_servers_own_pages_are_served(stage: Stage) -> None:
     url, port = stage.server.url, stage.server.url.rpartition(":")[2]
-    for headers in ({}, {"Host": "localhost"}, {"Host": f"localhost:{port}"}, {"Host": "LOCALHOST"},
-                    {"Host": "[::1]:8"}, {"Host": "127.0.0.2"}, {"Origin": url}, {"Host": "localhost:1", "Origin": "http://localhost:1"},
-                    {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):  # fmt: skip
+    for headers in (
+        {},
+        {"Host": "localhost"},
+        {"Host": f"localhost:{port}"},
+        {"Host": "LOCALHOST"},
+        {"Host": "[::1]:8"},
+        {"Host": "127.0.0.2"},
+        {"Origin": url},
+        {"Host": "localhost:1", "Origin": "http://localhost:1"},
+        {"Sec-Fetch-Site": "same-origin"},
+        {"Sec-Fetch-Site": "none"},
+    ):
         assert httpx.get(url + "/metadata", headers=headers).status_code == 200, headers
         assert httpx.post(url + "/mcp", headers=headers, json=CALL).status_code == 200, headers
     for headers in ({}, {"Host": f"localhost:{port}"}, {"Origin": url}):
-        with connect(url.replace("http", "ws") + "/ws", additional_headers={"Origin": headers.get("Origin", url)},
-                     proxy=None) as session:  # fmt: skip
+        with connect(
+            url.replace("http", "ws") + "/ws", additional_headers={"Origin": headers.get("Origin", url)}, proxy=None
+        ) as session:
             session.send('{"type":"state"}')
             assert json.loads(session.recv(timeout=5))["type"] == "state"
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
@@ -94,8 +114,17 @@ def test_programs_and_the_servers_own_pages_are_served(stage: Stage) -> None:
     assert httpx.post(url + "/reset", headers=link, json={}).status_code == 403
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "",
-                                  "text/plain; application/json", "application/jsonp"])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "",
+        "text/plain; application/json",
+        "application/jsonp",
+    ],
+)
 @pytest.mark.parametrize("path", ["/mcp", "/reset", "/step"])
 def test_a_body_is_json_and_says_so(stage: Stage, path: str, kind: str) -> None:
     """A page may send the other kinds anywhere without asking."""
@@ -134,12 +163,21 @@ def test_every_field_of_the_wire_has_a_bound(stage: Stage, message: dict[str, An
         assert json.loads(session.recv(timeout=5))["type"] == "state"
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/reset", {"episode_id": LONG}), ("/reset", {"episode_id": BROKEN}), ("/reset", {"seed": BIG}),
-    ("/reset", {"task_id": BIG}), ("/reset", {"task_id": LONG}), ("/reset", {"task": "x" * 100_000}),
-    ("/step", {"action": {"command": BROKEN}}), ("/step", {"action": {"command": "aws"}, "request_id": LONG}),
-    ("/step", {"action": {"command": "aws"}, "timeout_s": 1e9}), ("/step", {"action": {"x" * 100_000: 1}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/reset", {"episode_id": LONG}),
+        ("/reset", {"episode_id": BROKEN}),
+        ("/reset", {"seed": BIG}),
+        ("/reset", {"task_id": BIG}),
+        ("/reset", {"task_id": LONG}),
+        ("/reset", {"task": "x" * 100_000}),
+        ("/step", {"action": {"command": BROKEN}}),
+        ("/step", {"action": {"command": "aws"}, "request_id": LONG}),
+        ("/step", {"action": {"command": "aws"}, "timeout_s": 1e9}),
+        ("/step", {"action": {"x" * 100_000: 1}}),
+    ],
+)
 def test_every_field_over_http_has_a_bound(stage: Stage, path: str, body: dict[str, Any]) -> None:
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(stage.server.url + path, content=json.dumps(body), headers=headers)
@@ -148,19 +186,29 @@ def test_every_field_over_http_has_a_bound(stage: Stage, path: str, body: dict[s
 
 def test_the_id_of_a_call_has_a_bound(stage: Stage) -> None:
     for request_id in (LONG, BIG, BROKEN):
-        answer = httpx.post(stage.server.url + "/mcp", content=json.dumps({**CALL, "id": request_id}),
-                            headers={"Content-Type": "application/json"})  # fmt: skip
+        answer = httpx.post(
+            stage.server.url + "/mcp",
+            content=json.dumps({**CALL, "id": request_id}),
+            headers={"Content-Type": "application/json"},
+        )
         assert "id" in answer.json()["error"]["message"] and len(answer.content) < 1000
 
 
-@pytest.mark.parametrize(("settings", "host", "served"), [
-    ({"host": "0.0.0.0"}, "192.0.2.7:8000", True), ({"host": "0.0.0.0"}, "[2001:db8::1]:8000", True),
-    ({"host": "0.0.0.0"}, "gpu-box.example:8000", False), ({"host": "gpu-box.example"}, "gpu-box.example:8000", True),
-    ({"host": "0.0.0.0", "allowed_hosts": "gpu-box.example, other"}, "GPU-box.example", True),
-    ({"host": "0.0.0.0", "allowed_hosts": "gpu-box.example, other"}, "third", False),
-    ({"host": "0.0.0.0"}, "localhost:8000", True), ({"host": "10.0.0.3"}, "10.0.0.3:8000", True),
-    ({}, "192.0.2.7:8000", False), ({"allowed_hosts": "proxy.example"}, "proxy.example", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "host", "served"),
+    [
+        ({"host": "0.0.0.0"}, "192.0.2.7:8000", True),
+        ({"host": "0.0.0.0"}, "[2001:db8::1]:8000", True),
+        ({"host": "0.0.0.0"}, "gpu-box.example:8000", False),
+        ({"host": "gpu-box.example"}, "gpu-box.example:8000", True),
+        ({"host": "0.0.0.0", "allowed_hosts": "gpu-box.example, other"}, "GPU-box.example", True),
+        ({"host": "0.0.0.0", "allowed_hosts": "gpu-box.example, other"}, "third", False),
+        ({"host": "0.0.0.0"}, "localhost:8000", True),
+        ({"host": "10.0.0.3"}, "10.0.0.3:8000", True),
+        ({}, "192.0.2.7:8000", False),
+        ({"allowed_hosts": "proxy.example"}, "proxy.example", True),
+    ],
+)
 async def test_hosts_beyond_the_loopback(settings: dict[str, Any], host: str, served: bool) -> None:
     """Addresses cannot be made to resolve elsewhere; names are served when they were told. With a token, which is
     needed there, a browser's request still has to come from a page of the server."""

@@ -71,8 +71,10 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
         assert set(first["observation"]) == OBSERVATION_KEYS
         assert first["observation"]["episode_id"] == "mine" and first["observation"]["steps_left"] == 4
         assert first["observation"]["task"] == {
-            "task_id": 201, "difficulty": "intermediate", "description": task.description
-        }  # fmt: skip
+            "task_id": 201,
+            "difficulty": "intermediate",
+            "description": task.description,
+        }
         rewards = []
         for command in solve(task):
             reply = step(session, command)
@@ -113,10 +115,13 @@ def test_malformed_input_keeps_the_session(server: EnvServerProcess) -> None:
     with open_session(server) as session:
         reset(session, instantiate(101, seed=1))
         for message, code in (
-            ("{", "INVALID_JSON"), ("[1]", "VALIDATION_ERROR"), (b"\x00", "VALIDATION_ERROR"),
-            ('{"type":"mcp"}', "VALIDATION_ERROR"), ('{"type":"step","data":{}}', "VALIDATION_ERROR"),
+            ("{", "INVALID_JSON"),
+            ("[1]", "VALIDATION_ERROR"),
+            (b"\x00", "VALIDATION_ERROR"),
+            ('{"type":"mcp"}', "VALIDATION_ERROR"),
+            ('{"type":"step","data":{}}', "VALIDATION_ERROR"),
             (json.dumps({"type": "step", "data": {"command": "aws " + "x" * 9000}}), "VALIDATION_ERROR"),
-        ):  # fmt: skip
+        ):
             assert ask(session, message)["data"]["code"] == code
         refused = step(session, "rm -rf /")
         assert refused["observation"]["refusal"] and not refused["observation"]["command_success"]
@@ -223,8 +228,13 @@ def test_a_dead_simulator_is_an_environment_failure_until_the_next_reset(server:
 def test_no_frame_reveals_the_criteria(server: EnvServerProcess) -> None:
     task = instantiate(206, seed=4)
     with open_session(server) as session:
-        frames = [reset(session, task), ask(session, {"type": "state"}), step(session, "aws s3api list-buckets"),
-                  step(session, "aws nonsense"), ask(session, {"type": "state"})]  # fmt: skip
+        frames = [
+            reset(session, task),
+            ask(session, {"type": "state"}),
+            step(session, "aws s3api list-buckets"),
+            step(session, "aws nonsense"),
+            ask(session, {"type": "state"}),
+        ]
     text = json.dumps(frames)
     for secret in ("success_criteria", "solution", "setup", "json_path", "DescribeLogStreams", *solve(task)):
         assert secret not in text

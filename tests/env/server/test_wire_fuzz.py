@@ -103,9 +103,23 @@ def exchange(session: Any, frame: str | bytes) -> dict[str, Any]:
     return json.loads(session.recv(timeout=20))
 
 
-COMMANDS = ["", "aws", "aws s3", "aws 'unbalanced", 'aws "', "aws s3 ls \x00", "aws s3 ls; id", "aws\ns3 ls",
-            "aws s3api create-bucket --bucket " + "é" * 300, "\u202eaws s3 ls", "aws " * 900, "aws s3 ls \ud800",
-            "x" * 100_000, "aws sts get-caller-identity --query '" + "[" * 500 + "'", "🦊" * 2000]  # fmt: skip
+COMMANDS = [
+    "",
+    "aws",
+    "aws s3",
+    "aws 'unbalanced",
+    'aws "',
+    "aws s3 ls \x00",
+    "aws s3 ls; id",
+    "aws\ns3 ls",
+    "aws s3api create-bucket --bucket " + "é" * 300,
+    "\u202eaws s3 ls",
+    "aws " * 900,
+    "aws s3 ls \ud800",
+    "x" * 100_000,
+    "aws sts get-caller-identity --query '" + "[" * 500 + "'",
+    "🦊" * 2000,
+]
 
 
 @pytest.mark.sim

@@ -118,8 +118,12 @@ async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
         await ask(base_url)
         return float("nan")
 
-    for function, words in [(raises, "KeyError"), (hangs, "not done after 0.3 s"), (is_silent, "asked for nothing"),
-                            (is_vague, "not a reward")]:
+    for function, words in [
+        (raises, "KeyError"),
+        (hangs, "not done after 0.3 s"),
+        (is_silent, "asked for nothing"),
+        (is_vague, "not a reward"),
+    ]:
         outcome = await play(fake, function, FakeTokens(commands), timeout_s=0.3)
         assert outcome.status == "policy_error" and outcome.reward is None and words in outcome.message, outcome
 

@@ -77,8 +77,9 @@ def test_the_interpreter_ends_without_close() -> None:
     )
     for misbehave in (lambda number, message: None, deaf):
         with FakeEnvServer(misbehave) as fake:
-            done = subprocess.run([sys.executable, "-c", code, fake.url], capture_output=True, text=True, timeout=60,
-                                  check=False)  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "-c", code, fake.url], capture_output=True, text=True, timeout=60, check=False
+            )
             assert (done.returncode, done.stdout, done.stderr) == (0, "connected\n", "")
 
 

@@ -24,10 +24,12 @@ from tests.rollout.fake_env_server import FakeEnvServer
 @pytest.mark.parametrize(
     ("address", "url"),
     [
-        ("http://h:1", "ws://h:1/ws"), ("https://h/", "wss://h/ws"), ("ws://h:1/ws", "ws://h:1/ws"),
+        ("http://h:1", "ws://h:1/ws"),
+        ("https://h/", "wss://h/ws"),
+        ("ws://h:1/ws", "ws://h:1/ws"),
         ("http://[::1]:8", "ws://[::1]:8/ws"),
     ],
-)  # fmt: skip
+)
 def test_addresses(address: str, url: str) -> None:
     assert websocket_url(address) == url
 

@@ -187,7 +187,12 @@ def test_an_aborted_turn_is_one_to_go_on_with() -> None:
 def test_a_request_that_makes_no_sense_is_refused() -> None:
     request = request_of([3, [1, 2], 1, 7, 5], slot=12)
     assert request == GenRequest(12, [1, 2], 1, 7, 5)
-    for fields in ([3, [1, -2], 0, None, -1], [3, ["a"], 0, None, -1], [3, [1]], [3, 5, 0, None, -1],
-                   [3, [1], 0, None, None]):  # fmt: skip
+    for fields in (
+        [3, [1, -2], 0, None, -1],
+        [3, ["a"], 0, None, -1],
+        [3, [1]],
+        [3, 5, 0, None, -1],
+        [3, [1], 0, None, None],
+    ):
         with pytest.raises((ValueError, TypeError)):
             request_of(fields, slot=0)

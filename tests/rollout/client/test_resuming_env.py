@@ -31,8 +31,11 @@ class Script:
 
 
 def sent(fake: FakeEnvServer) -> list[tuple[int, str]]:
-    return [(number, message["data"].get("command", "reset")) for number, message in fake.messages
-            if message["type"] in ("reset", "step")]
+    return [
+        (number, message["data"].get("command", "reset"))
+        for number, message in fake.messages
+        if message["type"] in ("reset", "step")
+    ]
 
 
 async def test_a_step_that_was_not_executed_is_sent_again() -> None:
@@ -45,8 +48,9 @@ async def test_a_step_that_was_not_executed_is_sent_again() -> None:
         await env.env.close()
 
 
-@pytest.mark.parametrize(("trick", "kind"), [("drop", "connection_lost"), ("hang", "env_timeout"),
-                                             ("error", "env_error")])
+@pytest.mark.parametrize(
+    ("trick", "kind"), [("drop", "connection_lost"), ("hang", "env_timeout"), ("error", "env_error")]
+)
 async def test_a_lost_session_is_resumed_by_replay(trick: str, kind: str) -> None:
     with FakeEnvServer(Script({(0, 2): trick})) as fake:
         env = ResumingEnv(AwsEnv(fake.url, message_timeout_s=0.3), reset={"seed": 1}, retries=1)
@@ -79,8 +83,10 @@ async def test_the_retries_are_bounded_and_the_failure_is_named() -> None:
 
 
 async def test_another_answer_in_the_replay_is_a_failure_of_the_environment() -> None:
-    stranger = ('{"type":"observation","data":{"observation":{"command_output":"another world","step_count":1},'
-                '"reward":0.5,"done":false}}')
+    stranger = (
+        '{"type":"observation","data":{"observation":{"command_output":"another world","step_count":1},'
+        '"reward":0.5,"done":false}}'
+    )
     with FakeEnvServer(Script({(0, 2): "drop", (1, 1): stranger})) as fake:
         env = ResumingEnv(AwsEnv(fake.url), reset={"seed": 1}, retries=1)
         await env.reset()

@@ -15,10 +15,19 @@ def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env:
     mask = [True] * sampled + [False] * env + [True] * sampled
     failed = status == "env_error"
     return RolloutOutcome(
-        status=status, prompt_ids=list(range(1, prompt + 1)), completion_ids=list(range(100, 100 + len(mask))),
-        logprobs=[-0.5 if m else 0.0 for m in mask], versions=[7 if m else -1 for m in mask], loss_mask=mask,
-        reward=None if failed else reward, achieved=status == "achieved", progress=1.0, turns=(), task_id=1,
-        tier="warmup", seed=0,
+        status=status,
+        prompt_ids=list(range(1, prompt + 1)),
+        completion_ids=list(range(100, 100 + len(mask))),
+        logprobs=[-0.5 if m else 0.0 for m in mask],
+        versions=[7 if m else -1 for m in mask],
+        loss_mask=mask,
+        reward=None if failed else reward,
+        achieved=status == "achieved",
+        progress=1.0,
+        turns=(),
+        task_id=1,
+        tier="warmup",
+        seed=0,
     )
 
 
@@ -57,10 +66,17 @@ def test_a_rollout_that_failed_before_its_prompt_keeps_its_place() -> None:
     assert sample.seqlens["packed_logprobs"] == [[0, 8], [8, 0]]
 
 
-@pytest.mark.parametrize(("status", "last_turn_cut", "cut"), [
-    ("achieved", False, False), ("achieved", True, False), ("finished", True, False), ("max_turns", False, False),
-    ("max_turns", True, True), ("token_budget", False, True),
-])
+@pytest.mark.parametrize(
+    ("status", "last_turn_cut", "cut"),
+    [
+        ("achieved", False, False),
+        ("achieved", True, False),
+        ("finished", True, False),
+        ("max_turns", False, False),
+        ("max_turns", True, True),
+        ("token_budget", False, True),
+    ],
+)
 def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(status: str, last_turn_cut: bool, cut: bool) -> None:
     sample = outcomes_to_sample(["a"], [[replace(outcome(status), last_turn_cut=last_turn_cut)]])
     assert sample["outcome"].tolist() == [0]

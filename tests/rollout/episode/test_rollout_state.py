@@ -16,8 +16,16 @@ LIMITS = Limits(max_turns=3, max_total_tokens=120, turn_tokens=20, observation_c
 
 def observed(output: str, *, done: bool = False, reward: float | None = 0.25, **more: Any) -> StepResult:
     task = {"task_id": 7, "difficulty": "beginner", "description": "do it"}
-    observation = {"command_success": True, "command_output": output, "error": "", "task": task, "hint_text": "",
-                   "task_achieved": False, "partial_progress": 0.5, **more}  # fmt: skip
+    observation = {
+        "command_success": True,
+        "command_output": output,
+        "error": "",
+        "task": task,
+        "hint_text": "",
+        "task_achieved": False,
+        "partial_progress": 0.5,
+        **more,
+    }
     return StepResult(observation, reward, done)
 
 

@@ -47,9 +47,7 @@ async def served(
     """A session of ``tokens`` and the client of its agent."""
     server, http = endpoint
     session = server.sessions.open(tokens, slot=3, seed=7)
-    client = openai.AsyncOpenAI(
-        base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http
-    )
+    client = openai.AsyncOpenAI(base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http)
     try:
         yield server, session, client
     finally:
@@ -120,9 +118,12 @@ async def test_an_unfinished_turn_is_ended_and_parts_are_joined(endpoint: Endpoi
 async def test_streaming_logprobs_and_usage(endpoint: Endpoint) -> None:
     async with served(endpoint, FakeTokens(heard)) as (_, session, client):
         stream = await client.chat.completions.create(
-            model="m", messages=[USER], stream=True, logprobs=True,  # type: ignore[list-item]
+            model="m",
+            messages=[USER],
+            stream=True,
+            logprobs=True,  # type: ignore[list-item]
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         chunks = [chunk async for chunk in stream]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         usage = chunks[-1].usage

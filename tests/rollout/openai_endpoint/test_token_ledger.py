@@ -36,11 +36,20 @@ def rendered(messages: list[Message], ids: dict[tuple[Message, ...], list[list[i
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(
-    st.integers(0, 5), st.sampled_from(["extend", "again", "edit", "lost", "fails"]), st.sampled_from(["aws 1", "ls"]),
-    st.sampled_from(["stop", "length"])), min_size=1, max_size=10))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5),
+            st.sampled_from(["extend", "again", "edit", "lost", "fails"]),
+            st.sampled_from(["aws 1", "ls"]),
+            st.sampled_from(["stop", "length"]),
+        ),
+        min_size=1,
+        max_size=10,
+    )
+)
 def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once(
-    deeds: list[tuple[int, str, str, str]]
+    deeds: list[tuple[int, str, str, str]],
 ) -> None:
     book = ledger()
     conversations: list[list[Message]] = [[("user", "task")]]

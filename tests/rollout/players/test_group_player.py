@@ -34,8 +34,23 @@ def lease(deadline_s: float = 30.0) -> RolloutLease:
 
 def outcome(status: str, index: int) -> RolloutOutcome:
     reward = 1.0 if status == "finished" else None
-    return RolloutOutcome(status, [1], [2, 3], [0.0, -1.0], [-1, 0], [False, True], reward, True, 1.0, (), index, "", 0,
-                          message="why", timings={"wall_s": 0.5})  # fmt: skip
+    return RolloutOutcome(
+        status,
+        [1],
+        [2, 3],
+        [0.0, -1.0],
+        [-1, 0],
+        [False, True],
+        reward,
+        True,
+        1.0,
+        (),
+        index,
+        "",
+        0,
+        message="why",
+        timings={"wall_s": 0.5},
+    )
 
 
 class FakeTokens:
@@ -78,8 +93,16 @@ class FakeAgent:
 
 def player(url: str, agent: Any, llm: Any = None, *, least: int = 2, **failure: Any) -> GroupPlayer:
     pool = GrpoPool(url, N, message_timeout_s=5.0, retry_capacity_s=0.2, on_failure="drop")
-    return GroupPlayer(pool, agent, llm or FakeTokens(), first_slot=10, run_seed=1,
-                       policy=failure_policy(FailureConfig(**failure), least), chaos=False, patience_s=0.2)  # fmt: skip
+    return GroupPlayer(
+        pool,
+        agent,
+        llm or FakeTokens(),
+        first_slot=10,
+        run_seed=1,
+        policy=failure_policy(FailureConfig(**failure), least),
+        chaos=False,
+        patience_s=0.2,
+    )
 
 
 async def test_rollouts_come_in_order_each_with_its_row_and_its_random_numbers() -> None:

@@ -6,8 +6,13 @@ from realhf.rollout.players.trainer_settings import pool_arguments, pool_from_en
 
 
 def test_defaults() -> None:
-    assert pool_arguments({}) == {"base_url": "http://127.0.0.1:8000", "token": None, "size": 8, "max_turns": 6,
-                                  "max_total_tokens": 4096}
+    assert pool_arguments({}) == {
+        "base_url": "http://127.0.0.1:8000",
+        "token": None,
+        "size": 8,
+        "max_turns": 6,
+        "max_total_tokens": 4096,
+    }
 
 
 def test_variables_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,13 @@ async def test_what_fails_ends_its_attempt_and_the_loop_goes_on(scene: Any) -> N
     await run.run()
     assert run.stream.pushed == ["good"] and run.loop.played == 1
     outcomes = {id: outcome for id, (outcome, _) in run.master.rejected.items()}
-    assert outcomes == {"group": "env_error", "broken": "rejected", "odd": "rejected", "large": "rejected",
-                        "stuck": "rejected"}  # fmt: skip
+    assert outcomes == {
+        "group": "env_error",
+        "broken": "rejected",
+        "odd": "rejected",
+        "large": "rejected",
+        "stuck": "rejected",
+    }
     assert "too many keys" in run.master.rejected["odd"][1]
 
 

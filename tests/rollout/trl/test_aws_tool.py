@@ -45,8 +45,11 @@ def test_every_public_method_is_meant_for_a_model() -> None:
 
 def test_episodes_on_one_instance(tool: AwsToolEnv) -> None:
     task = instantiate(205, 2)
-    rows = [{"task": task.to_json(), "seed": task.seed}, {"task": json.dumps(task.to_json()), "seed": task.seed},
-            {"task_id": 205, "seed": task.seed, "prompt": [{"role": "user", "content": ""}], "task": None}]  # fmt: skip
+    rows = [
+        {"task": task.to_json(), "seed": task.seed},
+        {"task": json.dumps(task.to_json()), "seed": task.seed},
+        {"task_id": 205, "seed": task.seed, "prompt": [{"role": "user", "content": ""}], "task": None},
+    ]
     for row in rows:
         assert tool.reset(**row) == task.description
         assert tool.get_reward() == 0.0

@@ -16,8 +16,9 @@ from realhf.rollout.trl.trl_rollout import PoolRollouts, episode_reward, task_of
 from tests.rollout.fake_env_server import FakeEnvServer
 
 G = 2
-CONFIG = BuiltinModelConfig(vocab_size=300, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64,
-                            max_positions=256)  # fmt: skip
+CONFIG = BuiltinModelConfig(
+    vocab_size=300, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64, max_positions=256
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,14 @@ def fake_trainer() -> Any:
     tokenizer = train_tokenizer(["aws s3 ls"], CONFIG.vocab_size, CONFIG.max_positions)
     model = build_model(CONFIG, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=1)
     return SimpleNamespace(
-        model=model, model_wrapped=model, processing_class=tokenizer, temperature=0.7, num_generations=G,
-        num_generations_eval=1, accelerator=SimpleNamespace(unwrap_model=lambda wrapped: wrapped),
-    )  # fmt: skip
+        model=model,
+        model_wrapped=model,
+        processing_class=tokenizer,
+        temperature=0.7,
+        num_generations=G,
+        num_generations_eval=1,
+        accelerator=SimpleNamespace(unwrap_model=lambda wrapped: wrapped),
+    )
 
 
 def prompts(*tasks: dict[str, Any]) -> list[Any]:

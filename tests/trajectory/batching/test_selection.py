@@ -50,8 +50,9 @@ def index_of(units: list[tuple[int, int | None]]) -> QueueIndex:
     return index
 
 
-queues = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16]), st.sampled_from([None, 0, 1, 2, 9])),
-                  max_size=40)  # fmt: skip
+queues = st.lists(
+    st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16]), st.sampled_from([None, 0, 1, 2, 9])), max_size=40
+)
 batch_sizes = st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24])
 allocations = st.sampled_from([None, 0.0, 0.1, 0.25, 0.5, 0.9])
 
@@ -127,15 +128,25 @@ def original_rule(queue: list[int], batch_size: int) -> list[int] | None:
 @settings(max_examples=300, deadline=None)
 @given(queue=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=30), batch_size=st.sampled_from([8, 12, 16, 24]))
 def test_strict_is_the_originals_rule(queue: list[int], batch_size: int):
-    batch, _, _ = select_batch(numbered([group(size, index % 3) for index, size in enumerate(queue)]), batch_size,
-                               strict=True)  # fmt: skip
+    batch, _, _ = select_batch(
+        numbered([group(size, index % 3) for index, size in enumerate(queue)]), batch_size, strict=True
+    )
     expected = original_rule(queue, batch_size)
     assert (None if batch is None else [item["number"] for item in batch]) == expected
 
 
-@pytest.mark.parametrize("queue", [
-    [16, 4, 4], [3, 4, 4], [3, 3, 4, 4, 3], [4, 4, 8, 2], [8, 1, 4, 4], [4, 2, 4, 2, 2], [5, 4, 7, 4],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "queue",
+    [
+        [16, 4, 4],
+        [3, 4, 4],
+        [3, 3, 4, 4, 3],
+        [4, 4, 8, 2],
+        [8, 1, 4, 4],
+        [4, 2, 4, 2, 2],
+        [5, 4, 7, 4],
+    ],
+)
 def test_odd_neighbours_do_not_block(queue: list[int]):
     batch, _, _ = select_batch([group(size) for size in queue], 8)
     assert sum(sizes(batch)) == 8
@@ -194,13 +205,17 @@ def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, i
                         more[index] += taken * size
                     grown.add(tuple(more))
         reach = grown
-    return any(state[0] == batch_size and all(got >= need for got, need in zip(state[1:], needs.values(), strict=True))
-               for state in reach)  # fmt: skip
+    return any(
+        state[0] == batch_size and all(got >= need for got, need in zip(state[1:], needs.values(), strict=True))
+        for state in reach
+    )
 
 
 @settings(max_examples=300, deadline=None)
-@given(queue=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([0, 1, 2])), max_size=14),
-       minimum=st.sampled_from([0.25, 0.5, 0.75]))  # fmt: skip
+@given(
+    queue=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([0, 1, 2])), max_size=14),
+    minimum=st.sampled_from([0.25, 0.5, 0.75]),
+)
 def test_one_minimum_is_met_whenever_packs_allow_it(queue: list[tuple[int, int]], minimum: float):
     groups = [group(size, env_id) for size, env_id in queue]
     batch, _, _ = select_batch(groups, 12, [env(0, 1.0, minimum), env(1), env(2)])
@@ -333,10 +348,19 @@ def test_a_bundle_is_delivered_whole():
     assert select_exact(index, 16, FairShare({}, {}, 0.0, 1.0)) == NotSelected("not_enough_sequences")
 
 
-@pytest.mark.parametrize(("sizes_", "target", "expected"), [
-    ([4, 4], 8, [0, 1]), ([5, 3, 3, 4], 7, [2, 3]), ([3, 9, 3], 6, [0, 2]), ([2, 3, 5], 4, []), ([], 4, []),
-    ([4], 0, []), ([1, 1, 1], 2, [0, 1]), ([6, 5, 5], 10, [1, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes_", "target", "expected"),
+    [
+        ([4, 4], 8, [0, 1]),
+        ([5, 3, 3, 4], 7, [2, 3]),
+        ([3, 9, 3], 6, [0, 2]),
+        ([2, 3, 5], 4, []),
+        ([], 4, []),
+        ([4], 0, []),
+        ([1, 1, 1], 2, [0, 1]),
+        ([6, 5, 5], 10, [1, 2]),
+    ],
+)
 def test_sets_of_the_mix_buffer(sizes_: list[int], target: int, expected: list[int]):
     assert find_set(sizes_, target) == expected
     assert find_groups_summing_to_target([group(size) for size in sizes_], target) == expected

@@ -60,8 +60,14 @@ def started(trainer: TrajectoryClient, **changed: Any) -> None:
 
 def plain(pulled: Batch) -> list[dict[str, Any]]:
     """Groups with lists for arrays and without the keys that nobody sent."""
-    lists = [{name: [row.tolist() for row in value] if name in ("tokens", "masks", "inference_logprobs") else value
-              for name, value in item.items() if value is not None} for item in pulled.groups]  # fmt: skip
+    lists = [
+        {
+            name: [row.tolist() for row in value] if name in ("tokens", "masks", "inference_logprobs") else value
+            for name, value in item.items()
+            if value is not None
+        }
+        for item in pulled.groups
+    ]
     return [{name: value for name, value in item.items() if name != "env_id"} for item in lists]
 
 
@@ -83,8 +89,12 @@ def test_both_forms_say_the_same_and_the_server_reads_them():
 
 def test_arrays_keep_their_precision():
     logprobs = np.float32([[-0.1, 1.0], [-3.3, 1.0]])
-    sent = {"tokens": np.int64([[1, 2], [3, 2**40]]), "masks": [np.int16([-100, 2]), np.array([], np.int8)],
-            "scores": np.float64([0.1, 0.2]), "inference_logprobs": logprobs}  # fmt: skip
+    sent = {
+        "tokens": np.int64([[1, 2], [3, 2**40]]),
+        "masks": [np.int16([-100, 2]), np.array([], np.int8)],
+        "scores": np.float64([0.1, 0.2]),
+        "inference_logprobs": logprobs,
+    }
     body, _ = encode_groups([sent], listed=False, binary=True, compression="none")
     kinds = {name: tensor["dtype"] for name, tensor in msgspec.msgpack.decode(body).items() if name != "scores"}
     assert kinds == {"tokens": "i8", "masks": "i4", "inference_logprobs": "f4"}
@@ -100,13 +110,22 @@ def test_arrays_keep_their_precision():
 
 
 @pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"tokens": [[1.5]]}, "tokens"), ({"tokens": [[[1]]]}, "tokens"), ({"tokens": [[2**63]]}, "tokens"),
-    ({"scores": [float("nan")]}, "scores"), ({"inference_logprobs": [[float("inf")]]}, "inference_logprobs"),
-    ({"masks": None}, "masks"), ({"logprobs": [[1.0]]}, "logprobs"),
-    ({"group_overrides": {"a": float("nan")}}, "group_overrides"), ({"images": object()}, "images"),
-    ({"tokens": [["a"]]}, "tokens"), ({"tokens": 7}, "tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokens": [[1.5]]}, "tokens"),
+        ({"tokens": [[[1]]]}, "tokens"),
+        ({"tokens": [[2**63]]}, "tokens"),
+        ({"scores": [float("nan")]}, "scores"),
+        ({"inference_logprobs": [[float("inf")]]}, "inference_logprobs"),
+        ({"masks": None}, "masks"),
+        ({"logprobs": [[1.0]]}, "logprobs"),
+        ({"group_overrides": {"a": float("nan")}}, "group_overrides"),
+        ({"images": object()}, "images"),
+        ({"tokens": [["a"]]}, "tokens"),
+        ({"tokens": 7}, "tokens"),
+    ],
+)
 def test_a_bad_group_is_found_before_it_is_sent(binary: bool, changed: dict[str, Any], said: str):
     with pytest.raises(BadGroup, match=said):
         encode_groups([group() | changed], listed=True, binary=binary, compression="none")
@@ -190,8 +209,9 @@ def test_a_client_error_is_not_retried():
 
 def test_pacing_follows_the_specification():
     env = EnvRegistration(0, "a_0", "c", 10, 0, 100, batch_size=64, group_size=4, min_batch_allocation=0.25, epoch=1)
-    status = EnvStatus(current_step=5, queue_size=8, self_queue_size=3, max_group_size=4, unallocated_fraction=0.5,
-                       env_weight=1.0)  # fmt: skip
+    status = EnvStatus(
+        current_step=5, queue_size=8, self_queue_size=3, max_group_size=4, unallocated_fraction=0.5, env_weight=1.0
+    )
     now = pace(status, env)
     assert (now.pause, now.workers, now.done) == (False, 3 * 48 // 4 - 8, False)
     assert pace(EnvStatus(5, 48, 3, 4, 0.5, 1.0), env).pause
@@ -202,9 +222,18 @@ def test_pacing_follows_the_specification():
 # ---- against a server
 
 
-@pytest.mark.parametrize(("binary", "coding"), [
-    (True, "none"), (True, "gzip"), (True, "zstd"), (True, "auto"), (False, "none"), (False, "gzip"), (False, "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("binary", "coding"),
+    [
+        (True, "none"),
+        (True, "gzip"),
+        (True, "zstd"),
+        (True, "auto"),
+        (False, "none"),
+        (False, "gzip"),
+        (False, "auto"),
+    ],
+)
 def test_groups_come_back_as_they_were_sent(api: httpx.Client, url: str, binary: bool, coding: str):
     sent = [group(2, 300, seed=seed) for seed in range(2)]
     with TrajectoryClient(url, binary=binary, compression=coding) as client:
@@ -284,8 +313,10 @@ def test_without_explicit_acks_the_next_pull_acknowledges(clients: tuple[Traject
 
 def test_a_batch_that_went_to_another_trainer_meanwhile_stops_nobody(caplog: pytest.LogCaptureFixture):
     with (
-        running_server(lease_timeout_s=0.1) as url, TrajectoryClient(url) as slow, TrajectoryClient(url) as other,
-    ):  # fmt: skip
+        running_server(lease_timeout_s=0.1) as url,
+        TrajectoryClient(url) as slow,
+        TrajectoryClient(url) as other,
+    ):
         started(slow)
         slow.push_many([group(4, seed=1), group(4, seed=2)])
         first = slow.pull(5)
@@ -382,9 +413,11 @@ def test_a_batch_that_broke_off_comes_again(
 def test_a_batch_of_which_nothing_arrived_is_not_acknowledged_by_the_next_pull():
     """Not even the name of its lease did; it comes again when the lease has expired."""
     with (
-        running_server(lease_timeout_s=0.3) as url, cutting_relay(url) as relay, TrajectoryClient(url) as producer,
+        running_server(lease_timeout_s=0.3) as url,
+        cutting_relay(url) as relay,
+        TrajectoryClient(url) as producer,
         TrajectoryClient(relay.url, retry_for_s=10) as trainer,
-    ):  # fmt: skip
+    ):
         started(trainer)
         sent = [group(2, 20, seed=seed) for seed in range(4)]
         producer.push_many(sent)
@@ -422,8 +455,11 @@ async def test_a_pull_that_was_cancelled_is_not_acknowledged_by_the_next():
 
 def test_the_async_client_is_the_same():
     def methods(kind: type) -> dict[str, list[str]]:
-        return {name: list(inspect.signature(item).parameters) for name, item in inspect.getmembers(kind)
-                if callable(item) and not name.startswith("_")}  # fmt: skip
+        return {
+            name: list(inspect.signature(item).parameters)
+            for name, item in inspect.getmembers(kind)
+            if callable(item) and not name.startswith("_")
+        }
 
     assert methods(AsyncTrajectoryClient) == methods(TrajectoryClient)
     assert inspect.signature(AsyncTrajectoryClient) == inspect.signature(TrajectoryClient)

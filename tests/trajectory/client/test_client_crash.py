@@ -31,8 +31,15 @@ class KillableServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "realhf.trajectory", "--port", str(self._port), "--store",
-                   f"sqlite:{self._folder}"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "realhf.trajectory",
+            "--port",
+            str(self._port),
+            "--store",
+            f"sqlite:{self._folder}",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:

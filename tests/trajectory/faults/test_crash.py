@@ -42,8 +42,9 @@ def test_a_redis_that_comes_back_empty_is_told_and_ends_the_epoch(tmp_path: Path
     """What was acknowledged since is delivered."""
     with ExitStack() as stack:
         servers, redis = start_servers("redis", tmp_path, stack, forgetful=True)
-        ledger = asyncio.run(run(servers, pushes=120, producers=8, trainers=2, duration_s=3, kill_every_s=1.0, seed=5,
-                                 redis=redis))  # fmt: skip
+        ledger = asyncio.run(
+            run(servers, pushes=120, producers=8, trainers=2, duration_s=3, kill_every_s=1.0, seed=5, redis=redis)
+        )
         assert redis is not None
         assert redis.restarts >= 1
         assert compare(servers) == []
@@ -61,8 +62,13 @@ def test_the_ledger_sees_what_goes_wrong():
     ledger.receive(1, [2, 9])
     ledger.receive(1, [4])
     text = "\n".join(ledger.balance())
-    for problem in ("twice in one batch", "1 groups came again", "two different batches", "4 acknowledged groups",
-                    "1 delivered groups were never pushed"):  # fmt: skip
+    for problem in (
+        "twice in one batch",
+        "1 groups came again",
+        "two different batches",
+        "4 acknowledged groups",
+        "1 delivered groups were never pushed",
+    ):
         assert problem in text
 
 

@@ -120,8 +120,11 @@ def test_killed_around_a_batch_and_a_push(server: ServerProcess):
             assert asked.push.status_code == 200
             certain.add(round_)
         if asked.batch is not None and asked.batch.json()["batch"]:
-            _receive(received, int(asked.batch.headers["x-batch-step"]),
-                     [item["group_overrides"]["id"] for item in asked.batch.json()["batch"]])  # fmt: skip
+            _receive(
+                received,
+                int(asked.batch.headers["x-batch-step"]),
+                [item["group_overrides"]["id"] for item in asked.batch.json()["batch"]],
+            )
     while (batch := pull(server)) != (-1, []):
         _receive(received, *batch)
     pushed(server, 10_000, 1)  # an odd group may be left: with one more it fills a batch

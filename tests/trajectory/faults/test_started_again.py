@@ -14,8 +14,16 @@ from tests.trajectory.driver import TRAINER, Driver
 from tests.trajectory.groups import group
 from tests.trajectory.http.test_stock_clients import ask, send
 
-STOCK = {"wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "starting_step": 0,
-         "checkpoint_dir": "trained", "save_checkpoint_interval": 5, "num_steps": 5}  # fmt: skip
+STOCK = {
+    "wandb_group": "",
+    "wandb_project": "",
+    "batch_size": 8,
+    "max_token_len": 64,
+    "starting_step": 0,
+    "checkpoint_dir": "trained",
+    "save_checkpoint_interval": 5,
+    "num_steps": 5,
+}
 """What the original's example trainer registers, from whatever step it goes on."""
 
 
@@ -62,8 +70,12 @@ def test_every_rank_of_a_stock_trainer_may_register():
 
 def test_another_run_or_a_wish_to_begin_anew_resets():
     with running_server() as url, httpx.Client(base_url=url) as api:
-        for changed, header in (({}, {"X-Reset": "1"}), ({"wandb_group": "other"}, {}),
-                                ({"wandb_project": "other"}, {}), ({"batch_size": 16}, {})):  # fmt: skip
+        for changed, header in (
+            ({}, {"X-Reset": "1"}),
+            ({"wandb_group": "other"}, {}),
+            ({"wandb_project": "other"}, {}),
+            ({"batch_size": 16}, {}),
+        ):
             start(api, batch_size=8)
             api.post("/scored_data", json=group(4))
             epoch = int(api.get("/status").headers["x-epoch"])

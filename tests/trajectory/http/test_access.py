@@ -27,11 +27,16 @@ def test_tokens_and_their_roles():
             assert answer.status_code == 401
             assert "www-authenticate" in answer.headers
         allowed = [
-            ("GET", "/status", None, "pta"), ("GET", "/batch", None, "ta"), ("POST", "/scored_data", group(), "pa"),
-            ("POST", "/status-env", {"env_id": 0}, "pa"), ("DELETE", "/quarantine", None, "a"),
-            ("GET", "/quarantine", None, "pta"), ("GET", "/metrics", None, "pta"),
-            ("POST", "/policy_version", {"version": 1}, "ta"), ("POST", "/register", REGISTRATION, "ta"),
-        ]  # fmt: skip
+            ("GET", "/status", None, "pta"),
+            ("GET", "/batch", None, "ta"),
+            ("POST", "/scored_data", group(), "pa"),
+            ("POST", "/status-env", {"env_id": 0}, "pa"),
+            ("DELETE", "/quarantine", None, "a"),
+            ("GET", "/quarantine", None, "pta"),
+            ("GET", "/metrics", None, "pta"),
+            ("POST", "/policy_version", {"version": 1}, "ta"),
+            ("POST", "/register", REGISTRATION, "ta"),
+        ]
         for method, path, body, roles in allowed:
             for token in "pta":
                 join = {"X-Join": "1"} if path == "/register" else {}
@@ -68,10 +73,18 @@ def test_other_than_loopback_needs_a_token_or_insecure():
         TrajectoryConfig(host=host)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("port", 70000), ("gzip_level", 9), ("delivery", "x"), ("reset_policy", "x"), ("lease_timeout_s", 0.0),
-    ("max_body_bytes", 3), ("max_bodies_bytes", 5000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 70000),
+        ("gzip_level", 9),
+        ("delivery", "x"),
+        ("reset_policy", "x"),
+        ("lease_timeout_s", 0.0),
+        ("max_body_bytes", 3),
+        ("max_bodies_bytes", 5000),
+    ],
+)
 def test_settings_out_of_range_are_named(name: str, value: object):
     with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
         TrajectoryConfig(**{name: value})

@@ -153,8 +153,12 @@ def test_a_client_of_an_older_run_is_fenced(api: httpx.Client):
     old = {"X-Epoch": api.get("/status").headers["x-epoch"]}
     assert api.post("/scored_data", json=group(4, env_id=env), headers=old).status_code == 200
     start(api, wandb_group="another")
-    for method, path, body in (("POST", "/scored_data", group(4)), ("POST", "/scored_data_list", [group(4)]),
-                               ("POST", "/status-env", {"env_id": 0}), ("GET", "/batch", None)):  # fmt: skip
+    for method, path, body in (
+        ("POST", "/scored_data", group(4)),
+        ("POST", "/scored_data_list", [group(4)]),
+        ("POST", "/status-env", {"env_id": 0}),
+        ("GET", "/batch", None),
+    ):
         assert api.request(method, path, json=body, headers=old).status_code == 409
     assert api.get("/status").json()["queue_size"] == 0
     joined = api.post("/register", json=REGISTRATION, headers={"X-Join": "1"})
@@ -252,7 +256,12 @@ def test_a_second_server_on_the_same_folder_fails_clearly(tmp_path: Path):
 
     store = f"sqlite:{tmp_path}"
     with running_server(store=store):
-        done = subprocess.run([sys.executable, "-m", "realhf.trajectory", "--port", "0", "--store", store],
-                              capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "realhf.trajectory", "--port", "0", "--store", store],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.returncode != 0
     assert "in use by another server" in done.stderr

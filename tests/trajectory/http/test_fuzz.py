@@ -29,9 +29,20 @@ HEADERS = ("X-Ack", "X-Epoch", "X-Trainer-Id", "X-Policy-Version", "Idempotency-
 
 
 def test_schemathesis_finds_no_server_error(url: str):
-    command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json", "--checks",
-               "not_a_server_error", "--max-examples", "8", "--seed", "1", "--no-color", "--phases",
-               "coverage,fuzzing"]  # fmt: skip
+    command = [
+        str(Path(sys.executable).parent / "schemathesis"),
+        "run",
+        f"{url}/openapi.json",
+        "--checks",
+        "not_a_server_error",
+        "--max-examples",
+        "8",
+        "--seed",
+        "1",
+        "--no-color",
+        "--phases",
+        "coverage,fuzzing",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "generated" in done.stdout
@@ -48,8 +59,14 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
 
 def body_of(rng: random.Random) -> tuple[bytes, dict[str, str]]:
     """A body of some kind and the headers it is sent with."""
-    base = rng.choice([anything(rng), group(2, 3) | {rng.choice(KEYS): anything(rng)}, [group(4, 2), anything(rng)],
-                       REGISTRATION | {rng.choice(KEYS): anything(rng)}])  # fmt: skip
+    base = rng.choice(
+        [
+            anything(rng),
+            group(2, 3) | {rng.choice(KEYS): anything(rng)},
+            [group(4, 2), anything(rng)],
+            REGISTRATION | {rng.choice(KEYS): anything(rng)},
+        ]
+    )
     headers = {rng.choice(HEADERS): rng.choice(["1", "x", "-5", "9" * 50, "application/msgpack"])}
     if rng.random() < 0.3:
         try:

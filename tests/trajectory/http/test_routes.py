@@ -14,8 +14,20 @@ from tests.trajectory.conftest import REGISTRATION, register_env, running_server
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
 ENV = {"max_token_length": 10, "desired_name": "a", "weight": 1.0, "group_size": 4}
-EMPTY_EXAMPLE = {name: [] for name in ("tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs",
-                                       "generation_params", "messages", "images")}  # fmt: skip
+EMPTY_EXAMPLE = {
+    name: []
+    for name in (
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "inference_logprobs",
+        "generation_params",
+        "messages",
+        "images",
+    )
+}
 
 
 def test_before_a_trainer_registers(api: httpx.Client):
@@ -25,7 +37,10 @@ def test_before_a_trainer_registers(api: httpx.Client):
     assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}
     assert api.post("/register-env", json=ENV).json() == {"status": "wait for trainer to start"}
     assert api.get("/batch").json() == {
-        "status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}  # fmt: skip
+        "status": "error",
+        "message": "Trainer not registered. Call /register first.",
+        "batch": [],
+    }
     assert api.get("/latest_example").json() == EMPTY_EXAMPLE
     assert api.post("/disconnect-env", json={"env_id": 0}).json()["status"] == "failure"
     assert api.post("/scored_data", json=group()).json() == {"status": "received"}
@@ -45,8 +60,14 @@ def test_registration(api: httpx.Client):
     assert api.get("/wandb_info").json() == {"group": "g", "project": "p"}
     assert api.get("/batch").json() == {"batch": None}
     assert api.post("/register-env", json=ENV).json() == {
-        "status": "success", "env_id": 0, "wandb_name": "a_0", "checkpoint_dir": "c", "starting_step": 0,
-        "checkpoint_interval": 10, "num_steps": 100}  # fmt: skip
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "a_0",
+        "checkpoint_dir": "c",
+        "starting_step": 0,
+        "checkpoint_interval": 10,
+        "num_steps": 100,
+    }
 
 
 def test_half_a_surrogate_pair_has_no_place_in_a_registration(api: httpx.Client):
@@ -57,12 +78,15 @@ def test_half_a_surrogate_pair_has_no_place_in_a_registration(api: httpx.Client)
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
 
 
-@pytest.mark.parametrize(("method", "path", "status", "body"), [
-    ("GET", "/nothing", 404, {"detail": "Not Found"}),
-    ("GET", "/register", 405, {"detail": "Method Not Allowed"}),
-    ("POST", "/batch", 405, {"detail": "Method Not Allowed"}),
-    ("PUT", "/scored_data", 405, {"detail": "Method Not Allowed"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "status", "body"),
+    [
+        ("GET", "/nothing", 404, {"detail": "Not Found"}),
+        ("GET", "/register", 405, {"detail": "Method Not Allowed"}),
+        ("POST", "/batch", 405, {"detail": "Method Not Allowed"}),
+        ("PUT", "/scored_data", 405, {"detail": "Method Not Allowed"}),
+    ],
+)
 def test_unknown_paths_and_methods(api: httpx.Client, method: str, path: str, status: int, body: dict[str, Any]):
     answer = api.request(method, path)
     assert (answer.status_code, answer.json()) == (status, body)
@@ -77,8 +101,21 @@ def test_a_trailing_slash_is_redirected(api: httpx.Client):
 def test_docs_list_every_endpoint(api: httpx.Client):
     assert api.get("/docs").status_code == 200
     paths = api.get("/openapi.json").json()["paths"]
-    stock = ("/", "/register", "/wandb_info", "/info", "/status", "/register-env", "/disconnect-env", "/status-env",
-             "/scored_data", "/scored_data_list", "/batch", "/latest_example", "/reset_data")  # fmt: skip
+    stock = (
+        "/",
+        "/register",
+        "/wandb_info",
+        "/info",
+        "/status",
+        "/register-env",
+        "/disconnect-env",
+        "/status-env",
+        "/scored_data",
+        "/scored_data_list",
+        "/batch",
+        "/latest_example",
+        "/reset_data",
+    )
     assert {*stock, "/batch/ack"} <= set(paths)
     assert {"get", "post"} <= set(paths["/status-env"])
     assert "tokens" in json.dumps(paths["/scored_data"])
@@ -103,10 +140,20 @@ def test_lax_types_and_missing_fields(api: httpx.Client):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b"NaN", b"\xff", b"9" * 5000, b"[" * 50_000])
-@pytest.mark.parametrize("path", [
-    "/register", "/register-env", "/disconnect-env", "/status-env", "/scored_data", "/scored_data_list", "/batch/ack",
-    "/policy_version", "/quarantine/requeue",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/register",
+        "/register-env",
+        "/disconnect-env",
+        "/status-env",
+        "/scored_data",
+        "/scored_data_list",
+        "/batch/ack",
+        "/policy_version",
+        "/quarantine/requeue",
+    ],
+)
 def test_nonsense_is_4xx_everywhere(api: httpx.Client, path: str, body: bytes):
     answer = api.post(path, content=body)
     assert answer.status_code in (400, 422) or (path, body) == ("/scored_data_list", b"[]")
@@ -119,8 +166,14 @@ def test_status_env_in_its_three_forms(api: httpx.Client):
     for env, size, count in ((first, 2, 2), (second, 4, 3)):
         for _ in range(count):
             assert api.post("/scored_data", json=group(size, env_id=env)).json() == {"status": "received"}
-    expected = {"current_step": 0, "queue_size": 8, "unallocated_fraction": 1.0, "self_queue_size": 2,
-                "max_group_size": 4, "env_weight": 0.5}  # fmt: skip
+    expected = {
+        "current_step": 0,
+        "queue_size": 8,
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 2,
+        "max_group_size": 4,
+        "env_weight": 0.5,
+    }
     assert api.request("GET", "/status-env", json={"env_id": first}).json() == expected
     assert api.get("/status-env", params={"env_id": first}).json() == expected
     assert api.post("/status-env", json={"env_id": first}).json() == expected
@@ -185,7 +238,9 @@ def test_a_bad_item_stores_nothing_of_a_list(api: httpx.Client):
     assert answer.json()["detail"][0]["loc"][:2] == ["body", 1]
     assert api.get("/status").json()["queue_size"] == 0
     assert api.post("/scored_data_list", json=[group(4), group(4)]).json() == {
-        "status": "received", "groups_processed": 2}  # fmt: skip
+        "status": "received",
+        "groups_processed": 2,
+    }
 
 
 def test_cors_allows_any_origin_with_credentials(api: httpx.Client):

@@ -153,7 +153,7 @@ async def test_a_group_that_goes_while_it_is_moved_leaves_nothing(tmp_path: Path
 
 async def test_a_store_that_fails_while_payloads_move_keeps_the_old_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):  # fmt: skip
+):
     engine = await opened(tmp_path)
     for number in range(400):
         await put(engine, number, 5 if number % 100 == 0 else 4)
@@ -208,8 +208,10 @@ def test_a_batch_whose_payloads_moved_after_it_was_formed_is_delivered(tmp_path:
         await opening(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("realhf.trajectory.http.service.open_store",
-                      lambda url, durable: StoreThatMovesFirst(tmp_path, segment_bytes=100))  # fmt: skip
+        patch.setattr(
+            "realhf.trajectory.http.service.open_store",
+            lambda url, durable: StoreThatMovesFirst(tmp_path, segment_bytes=100),
+        )
         patch.setattr(Engine, "open", noticed)
         with running_server() as url, httpx.Client(base_url=url) as api:
             start(api)

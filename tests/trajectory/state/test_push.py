@@ -54,7 +54,8 @@ def test_odd_sizes_wait_in_the_mix_buffer_until_a_set_adds_up():
     assert views.status(driver.state, driver.now)["queue_size"] == 2
     assert views.latest(driver.state, driver.now).size == 1
     assert views.buffers(driver.state, driver.now)["buffers"] == [
-        {"env_id": env, "groups": 1, "sequences": 3, "oldest_age_s": 0.0}]  # fmt: skip
+        {"env_id": env, "groups": 1, "sequences": 3, "oldest_age_s": 0.0}
+    ]
 
 
 def test_a_released_set_is_delivered_together_and_does_not_jam():
@@ -82,13 +83,18 @@ def test_a_list_answers_for_all_of_it():
     driver = started()
     env = driver.env(group_size=4)
     assert driver.push(4, 1, 2, env=env)[0] == {
-        "status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 3}  # fmt: skip
+        "status": "received",
+        "groups_processed": 3,
+        "buffered": 2,
+        "last_buffer_size": 3,
+    }
     assert driver.push(listed=True)[0] == {"status": "received", "groups_processed": 0}
     assert driver.push(4, env=env, listed=True)[0] == {"status": "received", "groups_processed": 1}
 
 
-@pytest.mark.parametrize(("size", "reason"), [(0, "zero_sequences"), (16, "larger_than_batch"),
-                                              (3, "size_does_not_divide_batch")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "reason"), [(0, "zero_sequences"), (16, "larger_than_batch"), (3, "size_does_not_divide_batch")]
+)
 def test_what_can_never_be_served_is_set_aside(size: int, reason: str):
     driver = started()
     driver.push(8)
@@ -127,8 +133,10 @@ def test_requeue_takes_what_can_be_served_now():
     driver.push(0)
     held = [item["id"] for item in views.quarantine(driver.state, driver.now, 10, None)["items"]]
     assert quarantine.requeue(driver.state, driver.now, [*held, 999]) == {
-        "requeued": [], "unknown": [999],
-        "refused": {str(held[0]): "size_does_not_divide_batch", str(held[1]): "zero_sequences"}}  # fmt: skip
+        "requeued": [],
+        "unknown": [999],
+        "refused": {str(held[0]): "size_does_not_divide_batch", str(held[1]): "zero_sequences"},
+    }
     driver.state.put_run(msgspec.structs.replace(driver.state.run, batch_size=3))
     assert quarantine.requeue(driver.state, driver.now, held)["requeued"] == held[:1]
     assert ids(driver.batch()) == held[:1]

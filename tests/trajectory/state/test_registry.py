@@ -30,8 +30,14 @@ def test_an_environment_waits_for_the_trainers_first_pull():
     assert registry.register_env(driver.state, 0, request) == wait
     driver.pull()
     assert registry.register_env(driver.state, 0, request)[0] == {
-        "status": "success", "env_id": 0, "wandb_name": "a_0", "checkpoint_dir": "c", "starting_step": 0,
-        "checkpoint_interval": 10, "num_steps": 100}  # fmt: skip
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "a_0",
+        "checkpoint_dir": "c",
+        "starting_step": 0,
+        "checkpoint_interval": 10,
+        "num_steps": 100,
+    }
 
 
 def test_ids_are_dense_and_names_are_numbered():
@@ -46,8 +52,9 @@ def test_a_late_environment_is_told_the_present_step():
     driver = started(batch_size=4)
     driver.push(4)
     driver.batch()
-    body, _ = registry.register_env(driver.state, 0, {"max_token_length": 1, "desired_name": "a", "weight": 1.0,
-                                                      "group_size": 1})  # fmt: skip
+    body, _ = registry.register_env(
+        driver.state, 0, {"max_token_length": 1, "desired_name": "a", "weight": 1.0, "group_size": 1}
+    )
     assert body["starting_step"] == 1
 
 

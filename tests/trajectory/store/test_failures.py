@@ -132,9 +132,7 @@ async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_pat
     await store.close()
 
 
-async def test_housekeeping_that_fails_is_no_failure_of_the_commit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):  # fmt: skip
+async def test_housekeeping_that_fails_is_no_failure_of_the_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = FailingStore(tmp_path)
     await store.open()
     store.housekeeping = True
@@ -155,8 +153,12 @@ async def test_a_command_that_fails_in_the_middle_leaves_nothing_behind(tmp_path
         registry.set_policy_version(state, now, 99)
         raise ZeroDivisionError
 
-    results = await asyncio.gather(engine.write(registry.register, TRAINER, False), engine.write(broken),
-                                   engine.write(registry.disconnect_env, 5), return_exceptions=True)  # fmt: skip
+    results = await asyncio.gather(
+        engine.write(registry.register, TRAINER, False),
+        engine.write(broken),
+        engine.write(registry.disconnect_env, 5),
+        return_exceptions=True,
+    )
     assert isinstance(results[1], ZeroDivisionError)
     assert (engine.state.run.registered, engine.state.run.policy_version) == (True, None)
     await engine.close()

@@ -166,8 +166,9 @@ async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push
     with redis.Redis.from_url(address) as client:
         assert [client.ttl(f"realhf:p:{ref}") for ref in refs[:2]] == [-1, -1]
         client.delete(f"realhf:p:{refs[2]}")
-    results = await asyncio.gather(engine.write(push.push, groups, refs[2:], True),
-                                   engine.write(delivery.pull, request), return_exceptions=True)  # fmt: skip
+    results = await asyncio.gather(
+        engine.write(push.push, groups, refs[2:], True), engine.write(delivery.pull, request), return_exceptions=True
+    )
     assert all(isinstance(result, StoreFailure) for result in results), "not acknowledged without its payload"
     await engine.close()
 

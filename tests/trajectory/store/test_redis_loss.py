@@ -67,7 +67,7 @@ async def push_many(engine: Engine, first: int, count: int) -> None:
 
 async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(
     forgetful: RedisServer, caplog: pytest.LogCaptureFixture
-):  # fmt: skip
+):
     engine, idle = await opened(forgetful.url), await opened(forgetful.url)
     await engine.write(registry.register, TRAINER, False)
     await push_many(engine, 0, 3)
@@ -82,7 +82,8 @@ async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(
     assert (after := engine.state.run.epoch) > before
     groups = list(engine.state.groups.values())
     assert await engine.store.read([group.payload for group in groups]) == [
-        b"payload %d" % number for number in range(3, 1303)]  # fmt: skip
+        b"payload %d" % number for number in range(3, 1303)
+    ]
     with pytest.raises(Refusal, match="has ended"):
         await engine.read(registry.check_epoch, str(before))
     assert (await answered(idle, views.status))["queue_size"] == 1300

@@ -14,7 +14,8 @@ from realhf.trajectory.store.sqlite import SqliteStore
 
 
 async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """The first flush of the folder fails, and with it the commit. The payload is committed again by a second one,
     which must not believe that the new file's name is on the disk already."""

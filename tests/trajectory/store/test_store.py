@@ -41,10 +41,18 @@ async def put(store: Any, numbers: range | list[int], size: int = 1000, **more: 
 
     refs = await store.stage([data(number, size) for number in numbers])
     groups = [
-        GroupRecord(number, number, Place.QUEUE, None, 4,
-                    Payload(ref, size, Encoding.JSON, 7, isal_zlib.crc32(data(number, size))), 0, 1.5)
+        GroupRecord(
+            number,
+            number,
+            Place.QUEUE,
+            None,
+            4,
+            Payload(ref, size, Encoding.JSON, 7, isal_zlib.crc32(data(number, size))),
+            0,
+            1.5,
+        )
         for number, ref in zip(numbers, refs, strict=True)
-    ]  # fmt: skip
+    ]
     await store.commit(Changes(rows={("groups", group.id): group for group in groups}, **more))
     return groups
 

@@ -20,8 +20,16 @@ from realhf.trajectory.training.stream_interface import TrajectoryStreamInterfac
 from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group
 
-RUN: dict[str, Any] = {"group": "mine", "project": "a b", "batch_size": 4, "num_steps": 9, "max_tokens": 16,
-                       "min_group_size": 2, "temperature": 1.0, "wait_s": 5.0}  # fmt: skip
+RUN: dict[str, Any] = {
+    "group": "mine",
+    "project": "a b",
+    "batch_size": 4,
+    "num_steps": 9,
+    "max_tokens": 16,
+    "min_group_size": 2,
+    "temperature": 1.0,
+    "wait_s": 5.0,
+}
 
 
 class FakeEngine:

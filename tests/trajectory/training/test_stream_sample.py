@@ -38,16 +38,33 @@ def converted(
 
 def plain(n: int = 2, **changed: Any) -> dict[str, Any]:
     return {
-        "tokens": [[1, 2, 3, 4]] * n, "masks": [[-100, -100, 3, 4]] * n, "scores": [float(i) for i in range(n)],
-        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25]] * n, "env_id": 0, "overrides": None, **changed,
-    }  # fmt: skip
+        "tokens": [[1, 2, 3, 4]] * n,
+        "masks": [[-100, -100, 3, 4]] * n,
+        "scores": [float(i) for i in range(n)],
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25]] * n,
+        "env_id": 0,
+        "overrides": None,
+        **changed,
+    }
 
 
 def outcome(status: str, reward: float | None, n: int) -> RolloutOutcome:
     mask = [i % 3 != 2 for i in range(n)]
     return RolloutOutcome(
-        status, [1, 2, 3], list(range(10, 10 + n)), [-0.1 * (i + 1) if on else 0.0 for i, on in enumerate(mask)],
-        [4 if on else -1 for on in mask], mask, reward, reward == 1.0, 0.0, (), 5, "warmup", 9)  # fmt: skip
+        status,
+        [1, 2, 3],
+        list(range(10, 10 + n)),
+        [-0.1 * (i + 1) if on else 0.0 for i, on in enumerate(mask)],
+        [4 if on else -1 for on in mask],
+        mask,
+        reward,
+        reward == 1.0,
+        0.0,
+        (),
+        5,
+        "warmup",
+        9,
+    )
 
 
 def test_pushed_episodes_arrive_as_if_played_here():
@@ -83,16 +100,25 @@ def test_places_without_a_group_hold_nothing():
     assert not found.problems and not found.rescored
 
 
-@pytest.mark.parametrize(("changed", "reason"), [
-    ({"tokens": [[1] * 9, [1, 2], [1, 2]]}, "too_long"), ({"tokens": [[], [1, 2], [1, 2]]}, "no_tokens"),
-    ({"tokens": [[1, 100], [1, 2], [1, 2]]}, "unknown_tokens"),
-    ({"tokens": [[-1, 1], [1, 2], [1, 2]]}, "unknown_tokens"), ({"masks": [[1], [1, 2], [1, 2]]}, "wrong_masks"),
-    ({"inference_logprobs": [[-1.0]] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
-    ({"inference_logprobs": [[-1e300] * 2] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"tokens": [[1] * 9, [1, 2], [1, 2]]}, "too_long"),
+        ({"tokens": [[], [1, 2], [1, 2]]}, "no_tokens"),
+        ({"tokens": [[1, 100], [1, 2], [1, 2]]}, "unknown_tokens"),
+        ({"tokens": [[-1, 1], [1, 2], [1, 2]]}, "unknown_tokens"),
+        ({"masks": [[1], [1, 2], [1, 2]]}, "wrong_masks"),
+        ({"inference_logprobs": [[-1.0]] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
+        ({"inference_logprobs": [[-1e300] * 2] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
+    ],
+)
 def test_a_sequence_of_the_wrong_shape_teaches_nothing(changed: dict[str, Any], reason: str):
-    good = {"tokens": [[1, 2]] * 3, "masks": [[1, 2]] * 3, "scores": [0.0, 1.0, 0.5],
-            "inference_logprobs": [[-1.0, -1.0]] * 3}  # fmt: skip
+    good = {
+        "tokens": [[1, 2]] * 3,
+        "masks": [[1, 2]] * 3,
+        "scores": [0.0, 1.0, 0.5],
+        "inference_logprobs": [[-1.0, -1.0]] * 3,
+    }
     found = converted(plain(**(good | changed)))
     assert found.problems == {reason: 1}
     assert found.sample["outcome"].tolist() == [2, 0, 0]

@@ -49,8 +49,15 @@ def payload(incoming: Incoming) -> Payload:
 
 
 def batch(incoming: list[Incoming], *, msgpack: bool = False, coding: str = "") -> bytes:
-    pieces, used = asyncio.run(encode_batch([payload(item) for item in incoming], [item.data for item in incoming],
-                                            msgpack=msgpack, coding=coding, level=1))  # fmt: skip
+    pieces, used = asyncio.run(
+        encode_batch(
+            [payload(item) for item in incoming],
+            [item.data for item in incoming],
+            msgpack=msgpack,
+            coding=coding,
+            level=1,
+        )
+    )
     joined = b"".join(pieces)
     if used == "gzip":
         assert zlib.decompressobj(31).decompress(joined), "one member: readers that stop after the first see it all"
@@ -67,11 +74,18 @@ def test_gzip_bodies(size: int, encoding: str):
     assert read(plain, "") == plain
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda body: body[:-1], lambda body: body[: len(body) // 2], lambda body: body[:5], lambda body: b"nonsense",
-    lambda body: body[:40] + bytes([body[40] ^ 0x55]) + body[41:], lambda body: body[:-6] + b"\0\0" + body[-4:],
-    lambda body: body + b"rubbish",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda body: body[:-1],
+        lambda body: body[: len(body) // 2],
+        lambda body: body[:5],
+        lambda body: b"nonsense",
+        lambda body: body[:40] + bytes([body[40] ^ 0x55]) + body[41:],
+        lambda body: body[:-6] + b"\0\0" + body[-4:],
+        lambda body: body + b"rubbish",
+    ],
+)
 @pytest.mark.parametrize("size", [300, 200_000])
 def test_damaged_gzip_is_400(spoil: Any, size: int):
     body = gzip.compress(json.dumps(list(range(size))).encode())
@@ -189,17 +203,30 @@ def spoiled(**changed: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-@pytest.mark.parametrize("body", [
-    spoiled(lens=b"\x03\0\0\0"), spoiled(lens=b"\x01\0\0"), spoiled(data=b"\0" * 7), spoiled(dtype="f4"),
-    spoiled(dtype="u4"), spoiled(x=1), spoiled(__t__=2), spoiled(lens=b"\xff" * 8),
-    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]]}), msgspec.msgpack.encode([1]), b"", b"\xc1", b"\x81",
-    msgspec.msgpack.encode({"tokens": [[1]], "masks": [["x"]], "scores": [1.0]}),
-    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[2**63]], "scores": [1.0]}),
-    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": b"raw"}),
-    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": {1: 2}}),
-    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [[{"role": 1}]]}),
-    b"\x91" * 5000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        spoiled(lens=b"\x03\0\0\0"),
+        spoiled(lens=b"\x01\0\0"),
+        spoiled(data=b"\0" * 7),
+        spoiled(dtype="f4"),
+        spoiled(dtype="u4"),
+        spoiled(x=1),
+        spoiled(__t__=2),
+        spoiled(lens=b"\xff" * 8),
+        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]]}),
+        msgspec.msgpack.encode([1]),
+        b"",
+        b"\xc1",
+        b"\x81",
+        msgspec.msgpack.encode({"tokens": [[1]], "masks": [["x"]], "scores": [1.0]}),
+        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[2**63]], "scores": [1.0]}),
+        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": b"raw"}),
+        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": {1: 2}}),
+        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [[{"role": 1}]]}),
+        b"\x91" * 5000,
+    ],
+)
 def test_bad_binary_groups_are_422(body: bytes):
     for listed, sent in ((False, body), (True, b"\x91" + body)):
         with pytest.raises(Refusal) as refusal:
@@ -211,8 +238,13 @@ def test_bad_binary_groups_are_422(body: bytes):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
 def test_binary_numbers_are_finite(bad: float, dtype: str):
-    places = [{"inference_logprobs": tensor([[1.0, bad]], dtype)}, {"scores": [bad]}, {"images": {"a": [bad]}},
-              {"distill_logprobs": [[[bad]]]}, {"advantages": [[bad]]}]  # fmt: skip
+    places = [
+        {"inference_logprobs": tensor([[1.0, bad]], dtype)},
+        {"scores": [bad]},
+        {"images": {"a": [bad]}},
+        {"distill_logprobs": [[[bad]]]},
+        {"advantages": [[bad]]},
+    ]
     for place in places:
         with pytest.raises(Refusal):
             parse(msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0]} | place), MSGPACK)

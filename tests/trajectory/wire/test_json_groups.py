@@ -119,27 +119,59 @@ def test_tokens_fit_64_bits_unless_strict(number: int):
     assert delivered(parse(with_value(["masks", 0, 0], str(2**63 - 1)))[0])["masks"][0][0] == 2**63 - 1
 
 
-@pytest.mark.parametrize("body", [
-    b"", b"{", b"nonsense", b"[1]", b"null", b"{} {}", b'{"tokens": [[1]]', b"\xff\xfe", b'{"tokens":"\xff"}',
-    b"[" * 100_000, b'{"tokens":' * 50_000, b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [], "scores": []}',
-    b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-    b'{"tokens": [[1]], "masks": [[1]], "scores": [1' + b"0" * 400 + b"]}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[1]",
+        b"null",
+        b"{} {}",
+        b'{"tokens": [[1]]',
+        b"\xff\xfe",
+        b'{"tokens":"\xff"}',
+        b"[" * 100_000,
+        b'{"tokens":' * 50_000,
+        b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [], "scores": []}',
+        b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"tokens": [[1]], "masks": [[1]], "scores": [1' + b"0" * 400 + b"]}",
+    ],
+)
 def test_nonsense_is_a_clear_422(body: bytes):
     assert refused(body)[0]["loc"][0] == "body"
     assert refused(body, listed=True)[0]["loc"][0] == "body"
 
 
-@pytest.mark.parametrize("messages", ['[[{"role": "a"}]]', '[[{"content": "a"}]]', "[[null]]", "[[1]]", '[["x"]]',
-                                      "[[[]]]", "[null]", '"x"', "{}", "[[{}]]"])  # fmt: skip
+@pytest.mark.parametrize(
+    "messages",
+    [
+        '[[{"role": "a"}]]',
+        '[[{"content": "a"}]]',
+        "[[null]]",
+        "[[1]]",
+        '[["x"]]',
+        "[[[]]]",
+        "[null]",
+        '"x"',
+        "{}",
+        "[[{}]]",
+    ],
+)
 def test_messages_need_role_and_content(messages: str):
     assert refused(with_value(["messages"], messages))[0]["loc"][:2] == ["body", "messages"]
 
 
-@pytest.mark.parametrize("messages", [
-    "null", "[]", "[[], []]", '[[{"role": null, "content": [1]}]]',
-    '[[{"content": {}, "role": "x", "reward": -1, "tool_calls": [{}]}]]',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "null",
+        "[]",
+        "[[], []]",
+        '[[{"role": null, "content": [1]}]]',
+        '[[{"content": {}, "role": "x", "reward": -1, "tool_calls": [{}]}]]',
+    ],
+)
 def test_messages_of_any_values_are_kept(messages: str):
     assert delivered(parse(with_value(["messages"], messages))[0])["messages"] == json.loads(messages)
 
@@ -200,9 +232,11 @@ def test_a_million_bad_numbers_are_one_error():
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=64) | st.integers(-(2**40), 2**40)
-free = st.recursive(st.none() | st.booleans() | numbers | st.text(max_size=8),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-                    max_leaves=8)  # fmt: skip
+free = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
 integer_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), max_size=3)
 float_rows = st.lists(st.lists(numbers, max_size=4), max_size=3)
 message = st.fixed_dictionaries({"role": free, "content": free}, optional={"extra": free, '"': free})

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from realhf.trajectory.wire.json_groups import Int64
 from realhf.trajectory.wire.number_rows import float_rows, integer_rows
 
-DECODERS: dict[Any, Any] = {integer_rows: msgspec.json.Decoder(list[list[Int64]]),
-                            float_rows: msgspec.json.Decoder(list[list[float]])}  # fmt: skip
+DECODERS: dict[Any, Any] = {
+    integer_rows: msgspec.json.Decoder(list[list[Int64]]),
+    float_rows: msgspec.json.Decoder(list[list[float]]),
+}
 EITHER = pytest.mark.parametrize("tell", [integer_rows, float_rows])
 NUMBERS = ("0", "-7", "150000", "1.5", "-0.25", "1e-05", "2.5E-7", "1e5", "1E+5", "1e999", "9" * 19, "9" * 400, "-0")
 OTHERS = ("null", "true", '"1"', '""', "{}", "[]", "[1]", "[[1]]", "NaN")
@@ -34,9 +36,28 @@ def test_small_logprobs_are_told():
 
 
 @EITHER
-@pytest.mark.parametrize("text", ["[1]", "[1, 2]", "[[1], 2]", "[1, [2]]", "[[1], 2, [3]]", "[[1, [2]]]", "[[[1]]]",
-                                  "1", "[[1],[2],3]", "null", "[[1e400]]", "[[1e+5]]", "{}", "[[" + "9" * 310 + "]]",
-                                  '[["1"]]', "[[1],null]", "[[1] , 2, [3]]"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "[1, 2]",
+        "[[1], 2]",
+        "[1, [2]]",
+        "[[1], 2, [3]]",
+        "[[1, [2]]]",
+        "[[[1]]]",
+        "1",
+        "[[1],[2],3]",
+        "null",
+        "[[1e400]]",
+        "[[1e+5]]",
+        "{}",
+        "[[" + "9" * 310 + "]]",
+        '[["1"]]',
+        "[[1],null]",
+        "[[1] , 2, [3]]",
+    ],
+)
 def test_what_may_be_wrong_is_left_to_the_decoder(tell: Any, text: str):
     assert tell(text.encode()) is None
 
