@@ -43,6 +43,7 @@ from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.transport.event_loop import new_event_loop
 from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.rpc.roster import WorkerInfo
 
 WORKERS = ("model_worker", "rollout_worker", "generation")
 GROUP = 8
@@ -70,6 +71,10 @@ def make_plan(folder: Path, episodes: int, batch: int) -> tuple[RunPlan, int]:
     plan.spec.run_dir.mkdir(parents=True)
     plan.write()
     return plan, groups
+
+
+FAKE_ENVIRONMENT = WorkerInfo("env/0", "env", 0, "localhost", 0, endpoints={"env": "http://127.0.0.1:1"})
+"""Rollouts wait until there is an environment; the fake players never call it."""
 
 
 class Run:
@@ -148,7 +153,7 @@ class Run:
         )
         source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
         rollouts = await AsyncRollouts.open(plan, rpc, source)
-        for info in list(rpc.roster.values()):
+        for info in [*rpc.roster.values(), FAKE_ENVIRONMENT]:
             rollouts.joined(info)
         return rollouts
 

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 
@@ -45,13 +46,13 @@ def serve(config: TrajectoryConfig) -> int:
     return 0
 
 
-def uvicorn_config(config: TrajectoryConfig, app: object) -> uvicorn.Config:
+def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
     """How every program of the house runs the app."""
     return uvicorn.Config(
         app,
         host=config.host,
         port=config.port,
-        access_log=False,  # type: ignore[arg-type]
+        access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=5,
         log_level="info",
