@@ -22,7 +22,7 @@ from realhf.base.source_files import imported_files, matching_files
 from realhf.monitor.provenance import package_versions
 
 EPISODE_MODULES = ("realhf.aws.training.sft_data", "realhf.api.observation_text")
-TASK_FILES = ("env/tasks/**/*",)
+TASK_FILES = ("aws/tasks/**/*",)
 LEARNING_MODULES = (
     "realhf.algorithms.sft",
     "realhf.data.chat_dataset",

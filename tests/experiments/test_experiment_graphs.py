@@ -118,15 +118,15 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("file", "demonstrations", "policy"),
     [
-        ("env/tasks/advanced/networking.yaml", True, True),
-        ("env/tasks/expert/tickets.yaml", True, True),
-        ("env/grader.py", True, True),
-        ("env/cli_worker.py", True, True),
-        ("env/ministack_server.py", True, True),
-        ("backends/torch_engine.py", False, True),
-        ("algorithms/losses.py", False, True),
-        ("env/web/game.py", False, False),
-        ("rollout/grpo_pool.py", False, False),
+        ("aws/tasks/advanced/networking.yaml", True, True),
+        ("aws/tasks/expert/tickets.yaml", True, True),
+        ("aws/grading/grader.py", True, True),
+        ("aws/cli/worker.py", True, True),
+        ("aws/simulator/ministack_server.py", True, True),
+        ("backends/training/torch_engine.py", False, True),
+        ("algorithms/aggregation.py", False, True),
+        ("aws/playground/playground_session.py", False, False),
+        ("rollout/players/grpo_pool.py", False, False),
     ],
 )
 def test_what_is_made_from_a_file_is_made_anew_when_it_changes(

@@ -30,6 +30,16 @@ __all__ = ["ACCOUNT", "MiniStackPool", "Slot", "worker_environment"]
 
 RETURN_WAIT_S = 1.0
 """How long ``acquire`` waits for a slot that is being scrubbed or replaced."""
+CONTAINED_PARTS = (
+    "__init__.py",
+    "base",
+    "env/__init__.py",
+    "env/containment",
+    "aws/__init__.py",
+    "aws/cli",
+    "aws/simulator",
+)
+"""What simulators and CLI workers see of this package: their own code, and neither tasks nor graders."""
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +130,8 @@ class MiniStackPool:
         prefixes: list[list[str]] = [[], []]
         if contained.program is not None:
             prefixes = [
-                housekept(sandboxed(contained.program, private=[simulators]), root),
-                housekept(sandboxed(contained.program, writable=[files]), root),
+                housekept(sandboxed(contained.program, CONTAINED_PARTS, private=[simulators]), root),
+                housekept(sandboxed(contained.program, CONTAINED_PARTS, writable=[files]), root),
             ]
         assert self._log is not None
         mode = contained.network_mode

@@ -22,7 +22,6 @@ _NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--die-with-parent",
     "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
-_OWN_PARTS = ("__init__.py", "api", "env")
 _KEEP_HOUSE = '"$@" && /bin/rm -rf -- "$0"'
 """The shell outlives the thread that started it, so dying with the parent means with the shell; what an owner
 that was killed could not remove is removed once the zygote has ended by itself."""
@@ -41,16 +40,20 @@ def find() -> Path | None:
     return Path(program) if done.returncode == 0 else None
 
 
-def sandboxed(program: Path, writable: Sequence[Path] = (), private: Sequence[Path] = ()) -> list[str]:
+def sandboxed(
+    program: Path, parts: Sequence[str] = (), writable: Sequence[Path] = (), private: Sequence[Path] = ()
+) -> list[str]:
     """Words that go before a command: the sandbox of Python programs of this package. Of the host's files only
-    ``writable`` can be changed, ``private`` folders are its own; descriptors handed over keep working."""
+    ``writable`` can be changed, ``private`` folders are its own; descriptors handed over keep working. Of the package
+    only ``parts`` (files and folders, relative to it) are there: whoever breaks out of the interpreter's guards finds
+    no tasks and no answers."""
     python = {sys.base_prefix, sys.prefix, *(root for root in package_roots() if os.path.isdir(root))}
     words = [str(program), *_NAMESPACES, "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
     for path in _SYSTEM:
         words += ["--ro-bind-try", path, path]
     for path in sorted(python):  # a prefix comes before what is inside it
         words += ["--ro-bind", path, path]
-    words += _own_code()
+    words += _own_code(parts)
     for path in writable:
         words += ["--bind", str(path), str(path)]
     for path in private:
@@ -63,14 +66,12 @@ def hidden(folder: str) -> list[str]:
     return ["--tmpfs", folder, "--remount-ro", folder]
 
 
-def _own_code() -> list[str]:
-    """This package's modules, without the tasks and their answers: whoever breaks out of the interpreter's guards
-    finds none of them."""
+def _own_code(parts: Sequence[str]) -> list[str]:
     ours = own_package()
     words = ["--tmpfs", ours]
-    for name in _OWN_PARTS:
+    for name in parts:
         words += ["--ro-bind", f"{ours}/{name}", f"{ours}/{name}"]
-    return [*words, *hidden(f"{ours}/env/tasks"), "--remount-ro", ours]
+    return [*words, "--remount-ro", ours]
 
 
 def housekept(command: Sequence[str], folder: Path) -> list[str]:

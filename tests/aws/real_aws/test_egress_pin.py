@@ -15,7 +15,7 @@ from realhf.aws.real_aws.egress_pin import EgressPin
 
 _CHILD = r"""
 import json, socket, sys, urllib.request
-from realhf.env import sandbox
+from realhf.env.containment import sandbox
 from realhf.aws.real_aws.egress_pin import EgressPin
 good, bad = int(sys.argv[1]), int(sys.argv[2])
 pin = EgressPin()

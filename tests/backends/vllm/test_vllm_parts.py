@@ -191,7 +191,7 @@ def test_a_server_that_ends_is_told_with_its_words(tmp_path: Path):
     server = VllmServer("org/model", executable=executable, log=tmp_path / "run" / "log.txt")
     with pytest.raises(RuntimeError, match=r"code 7\): no such model: org/model"):
         server.wait_until_up(60)
-    assert (tmp_path / "run" / "vllm_imports" / "realhf" / "backends" / "vllm_extension.py").exists()
+    assert (tmp_path / "run" / "vllm_imports" / "realhf" / "backends" / "vllm" / "extension.py").exists()
 
 
 def test_a_server_that_does_not_come_up_is_stopped(tmp_path: Path):

@@ -23,7 +23,7 @@ BWRAP = bubblewrap.find()
 
 _CHILD = r"""
 import json, os, socket, sys
-from realhf.env import sandbox, seccomp
+from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.probe import run_probe
 from realhf.env.containment.process_guard import ProcessGuard
 channel, request, without = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
@@ -113,7 +113,7 @@ def test_a_process_does_not_go_on_without_its_filter() -> None:
     """The result of installing the system call filter is looked at in every worker."""
     script = """
 import sys
-from realhf.env import bubblewrap, seccomp
+from realhf.env.containment import bubblewrap, seccomp
 from realhf.env.containment.process_guard import ProcessGuard
 seccomp.install = lambda: False
 guard = ProcessGuard(1 << 20, 64, 4 << 30, may_lack=frozenset(sys.argv[1:]))
@@ -140,7 +140,7 @@ def test_the_probe_needs_no_package_that_can_be_written(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from realhf.env import containment_check
+from realhf.env.containment import probe_report as containment_check
 containment_check._probe = lambda *of_a_child: []
 print(containment_check.probe_layers({"simulators": None}, Path(sys.argv[1]), ()))
 """

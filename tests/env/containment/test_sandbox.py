@@ -9,7 +9,7 @@ from pathlib import Path
 
 ATTEMPTS = r"""
 import json, os, socket, subprocess, sys
-from realhf.env import sandbox
+from realhf.env.containment import sandbox
 roots = (*sandbox.package_roots(), os.path.dirname(sandbox.own_package()))  # as if it lay among the packages
 import ctypes, tempfile
 inside = sys.argv[1]
@@ -42,8 +42,8 @@ outcomes = {
     "read by link": attempt(lambda: open(os.path.join(inside, "link")).read()),
     "read environ": attempt(lambda: open("/proc/self/environ").read()),
     "list": attempt(lambda: os.listdir("/")),
-    "read a task's answer": attempt(lambda: open(os.path.join(sandbox.own_package(), "env/tasks/warmup.yaml")).read()),
-    "list the tasks": attempt(lambda: os.listdir(os.path.join(sandbox.own_package(), "env", "tasks"))),
+    "read a task's answer": attempt(lambda: open(os.path.join(sandbox.own_package(), "aws/tasks/warmup.yaml")).read()),
+    "list the tasks": attempt(lambda: os.listdir(os.path.join(sandbox.own_package(), "aws", "tasks"))),
     "write outside": attempt(lambda: write(secret + "2")),
     "remove outside": attempt(lambda: os.remove(secret)),
     "symlink": attempt(lambda: os.symlink(secret, os.path.join(inside, "new"))),
@@ -103,7 +103,7 @@ def test_without_a_network_an_inherited_socket_still_works() -> None:
     _python(
         """
 import socket
-from realhf.env import sandbox
+from realhf.env.containment import sandbox
 listener = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(listener.getsockname())
 isolated = sandbox.leave_network()
