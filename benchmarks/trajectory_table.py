@@ -26,7 +26,7 @@ class Goal:
 
 
 def goals(depth: int) -> list[Goal]:
-    """What issue and specification (section 4) ask for."""
+    """What the server is expected to reach."""
     push = [
         Goal(f"push {way}: sequences/s", kind, 3, least=True, ratio=True)
         for kind in ("sqlite", "memory")

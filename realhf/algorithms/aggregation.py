@@ -1,4 +1,7 @@
-"""Sums losses per token into the loss of a minibatch, also of one cut into microbatches (dataflow spec section 10)."""
+"""Sums losses per token into the loss of a minibatch, also of one cut into microbatches.
+
+Source: docs/reference/dataflow.md 10.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from realhf.api.sample import SequenceSample
 
 class OutcomeRewardInterface:
     """``env_rewards`` -> ``rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32, one
-    per sequence (dataflow spec section 10, Score). Where the key ``outcome`` tells of a failure the reward is
+    per sequence (docs/reference/dataflow.md 10, Score). Where the key ``outcome`` tells of a failure the reward is
     NaN: a failed episode has no reward, not reward 0."""
 
     def __init__(self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0) -> None:

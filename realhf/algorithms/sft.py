@@ -16,7 +16,7 @@ from realhf.api.sample import SequenceSample
 
 class SFTInterface:
     """``packed_input_ids, loss_mask`` -> one optimizer step on the aggregated negative log-likelihood
-    (dataflow spec section 10; ``loss_agg=token_mean`` is -sum(m lp) / T)."""
+    (docs/reference/dataflow.md 10; ``loss_agg=token_mean`` is -sum(m lp) / T)."""
 
     def __init__(self, loss_agg: str = "token_mean", max_nonfinite_steps: int = 3) -> None:
         self._aggregation = loss_agg

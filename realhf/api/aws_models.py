@@ -1,7 +1,7 @@
 """What an agent and the AWS environment say to each other, as pydantic models.
 
-``/schema`` of the server shows them, the client returns them. Source: environment spec 2.1, 10. Parsing drops
-nothing: a field that is not known here is kept as an extra attribute, a field that is missing (another OpenEnv
+``/schema`` of the server shows them, the client returns them. Source: docs/reference/environment.md 2.1, 10. Parsing
+drops nothing: a field that is not known here is kept as an extra attribute, a field that is missing (another OpenEnv
 server, an older one) has its neutral value.
 """
 

@@ -134,8 +134,8 @@ class PPOConfig:
     """Policy-gradient options. ``algo`` names a preset; a None takes the preset's value (see
     realhf.algorithms.policy_gradient.presets).
 
-    Off-policy tokens (dataflow spec section 10): ``use_decoupled_loss`` clips against the proximal policy, the weights
-    at the start of the train step, and weighs every token by proximal over behaviour probability;
+    Off-policy tokens (docs/reference/dataflow.md 10): ``use_decoupled_loss`` clips against the proximal policy, the
+    weights at the start of the train step, and weighs every token by proximal over behaviour probability;
     ``recompute_logprob`` puts the proximal in the place of the behaviour log-probabilities instead.
     ``prox_logp_method``: where the proximal ones come from: the call ``actor_inf`` (default), ``recompute`` in the
     train call, or ``loglinear`` from versions, without a forward pass. ``behav_imp_weight_mode``: a weight above
@@ -210,7 +210,7 @@ class EnvConfig:
     """The AWS environment server that the launcher starts. Port 0: any free port (range). ``tags``: train on
     templates with any of these tags ([]: all; None: "starter", the 39 that the built-in policy can learn, where each of
     the tiers has such, else all). ``chaos``:
-    whether training and evaluation episodes may be perturbed (spec 7).
+    whether training and evaluation episodes may be perturbed (docs/reference/environment.md 7).
 
     SIMULATED, for tests and benchmarks: ``step_latency_ms`` is added to every step; ``fault_rate`` is the fraction of
     steps that fail, in the ways of ``fault_kinds`` (unavailable, disconnect, hang; with weights), by ``fault_seed``."""

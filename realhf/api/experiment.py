@@ -97,9 +97,9 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """What rollout workers do in place of the graph (spec dataflow, section 9). ``calls``: the calls that left it, the
-    generating one first; ``role``: the model role whose weights generate; ``sessions``: environment sessions of each
-    rollout worker; ``agent``: the agent that plays ("" is the built-in one, else ``module:function``)."""
+    """What rollout workers do in place of the graph (docs/reference/dataflow.md 9). ``calls``: the calls that left it,
+    the generating one first; ``role``: the model role whose weights generate; ``sessions``: environment sessions of
+    each rollout worker; ``agent``: the agent that plays ("" is the built-in one, else ``module:function``)."""
 
     role: str
     calls: tuple[MFCDef, ...]

@@ -1,6 +1,6 @@
 """The dataflow graph: model function calls joined by the keys they produce and consume.
 
-Edges are never written down, they follow from keys (spec dataflow, section 3). ``build_graph`` checks
+Edges are never written down, they follow from keys (docs/reference/dataflow.md 3). ``build_graph`` checks
 everything and reports all problems at once, each naming the model function call and the key.
 """
 
@@ -192,7 +192,7 @@ def build_graph(
 def to_async(mfcs: Iterable[MFCDef], also: Collection[str] = ("rew_inf",)) -> tuple[list[MFCDef], list[MFCDef]]:
     """(calls that stay in the graph, calls that rollout workers run instead): every generating call leaves, and those
     named in ``also``. What they produce comes from the stream, so their keys become dataset keys; build the graph of
-    the rest with these (spec dataflow, section 3). Raises GraphError when nothing generates, or when a call that
+    the rest with these (docs/reference/dataflow.md 3). Raises GraphError when nothing generates, or when a call that
     leaves needs a key that stays behind."""
     calls = list(mfcs)
     leaving = [mfc for mfc in calls if mfc.interface_type is InterfaceType.GENERATE]

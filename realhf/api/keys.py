@@ -1,4 +1,4 @@
-"""Names of sample fields: element types, length rules and meaning (dataflow spec section 2).
+"""Names of sample fields: element types, length rules and meaning (docs/reference/dataflow.md 2).
 
 For a sequence of ``L`` tokens a key of rule ``L`` indexes tokens; rule ``L-1`` ("shifted") puts at position
 ``t`` the quantity for predicting token ``t+1``; rule ``1`` is one value per sequence; ``free`` has its own
@@ -93,7 +93,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("kl_rewards", "f32", "L-1"),
     KeySpec("outcome", "u8", "1"),
 )
-"""The keys of spec section 2; ``task_ids`` is one value per sample, hence free of sequence lengths."""
+"""The keys of docs/reference/dataflow.md 2; ``task_ids`` is one value per sample, hence free of sequence lengths."""
 
 
 class KeyTable:

@@ -1,4 +1,4 @@
-"""Model function calls: the nodes of the dataflow graph (spec dataflow, section 3).
+"""Model function calls: the nodes of the dataflow graph (docs/reference/dataflow.md 3).
 
 Key names in an ``MFCDef`` are the names of the graph. An interface that uses other names says so with the
 remaps, which read ``{graph name: interface name}`` for inputs and ``{interface name: graph name}`` for

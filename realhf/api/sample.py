@@ -1,4 +1,4 @@
-"""SequenceSample: a batch of samples as packed tensors, or their metadata only (dataflow spec section 2).
+"""SequenceSample: a batch of samples as packed tensors, or their metadata only (docs/reference/dataflow.md 2).
 
 Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. Key ``k`` is one
 tensor without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0, ...
@@ -55,7 +55,7 @@ def inverse_perm(perm: Sequence[int]) -> list[int]:
 
 class SequenceSample:
     """A batch of samples; ``data is None`` means metadata only. Raises ValueError when a part of the
-    constructor's input contradicts another (spec section 2, the table of invariants)."""
+    constructor's input contradicts another (docs/reference/dataflow.md 2, the table of invariants)."""
 
     __slots__ = ("_data", "_dtypes", "_ids", "_lengths", "_metadata", "_trailing")
 

@@ -1,5 +1,5 @@
 """What the master says about one streamed sample, to the worker that plays it and to the worker that receives it
-(dataflow spec, section 9)."""
+(docs/reference/dataflow.md 9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finished samples on disk, until a checkpoint covers their training (dataflow spec section 9, Journal).
+"""Finished samples on disk, until a checkpoint covers their training (docs/reference/dataflow.md 9, Journal).
 
 Segments ``payload-<n>.log`` hold records ``crc32 u32 | frames u32 | size u64 per frame | frames``, little-endian; the
 checksum covers all that follows it. A log never appends to a segment of an earlier one, so a torn tail stays where it

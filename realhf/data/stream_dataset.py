@@ -1,4 +1,4 @@
-"""Finished samples from rollout workers into the tensor store of a model worker (dataflow spec section 9).
+"""Finished samples from rollout workers into the tensor store of a model worker (docs/reference/dataflow.md 9).
 
 The way of a sample: received, decoded and checked, written to the payload log, put into the store, told to the master,
 and when the master has answered (its ACCEPT is durable then) acked to its producer. Until the ack the producer keeps

@@ -1,4 +1,4 @@
-"""Recovery checkpoints that are whole or absent (spec dataflow, section 12).
+"""Recovery checkpoints that are whole or absent (docs/reference/dataflow.md 12).
 
 A checkpoint is written into ``ckpt-<step>.tmp``, synced, listed with sizes and hashes in ``MANIFEST.json``,
 renamed to ``ckpt-<step>``, and only then named by ``LATEST``. A process killed at any instant leaves the old

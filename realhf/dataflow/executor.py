@@ -1,4 +1,4 @@
-"""FunctionExecutor: runs the graph step by step (spec dataflow, section 5). Lives in the master's event loop."""
+"""FunctionExecutor: runs the graph step by step (docs/reference/dataflow.md 5). Lives in the master's event loop."""
 
 from __future__ import annotations
 

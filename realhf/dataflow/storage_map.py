@@ -1,4 +1,7 @@
-"""Which worker holds which tensor, and how a call's inputs get to where it runs (spec dataflow, 5 and 7)."""
+"""Which worker holds which tensor, and how a call's inputs get to where it runs.
+
+Source: docs/reference/dataflow.md 5 and 7.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples as frames (dataflow spec section 2, wire encoding).
+"""Samples as frames (docs/reference/dataflow.md 2, wire encoding).
 
 Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame, lens_offset,
 sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths travel as int64
@@ -49,7 +49,7 @@ _NOTHING = memoryview(b"")
 
 def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
     """Frames of a sample. Large tensors are views of the sample's own storage: send them before it is
-    freed. Raises CodecError when a limit of spec section 6 is exceeded."""
+    freed. Raises CodecError when a limit of docs/reference/dataflow.md 6 is exceeded."""
     shared = _SharedFrame()
     frames: list[bytes | memoryview] = []
     keys: list[dict[str, Any]] = []

@@ -2,7 +2,7 @@
 
 Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the worker's process; requests
 add ``id`` (16 random bytes), ``no`` (call number on the ordered lane, 0 on the immediate lane), ``handler``,
-``mfc``, ``step`` and ``deadline_ms``. Sizes are checked before anything is decoded (spec section 6).
+``mfc``, ``step`` and ``deadline_ms``. Sizes are checked before anything is decoded (docs/reference/dataflow.md 6).
 """
 
 from __future__ import annotations

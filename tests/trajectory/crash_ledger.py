@@ -8,8 +8,8 @@
 
 Every acknowledged group must be delivered, none may come again after its acknowledgement, none may be twice in one
 batch, and every new batch has a step of its own; environments keep their ids; in the end all servers give the same
-answers. Trainer 0 acknowledges by asking again, as stock trainers do; the others acknowledge explicitly. Specification
-tests 27 and 31.
+answers. Trainer 0 acknowledges by asking again, as stock trainers do; the others acknowledge explicitly.
+Source: docs/reference/trajectory.md 5.
 
 Where Redis itself forgets, servers are not killed, so that there is somebody to notice: each loss must be told and
 begin a new epoch, and what was acknowledged in the last one must be delivered.

@@ -1,4 +1,4 @@
-"""Outcome advantages: one number per response from the scores of its group (dataflow spec section 10).
+"""Outcome advantages: one number per response from the scores of its group (docs/reference/dataflow.md 10).
 
 Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample number of
 each sequence, and returns f32 (n,). Invalid sequences enter no statistic and get exactly 0, whatever their

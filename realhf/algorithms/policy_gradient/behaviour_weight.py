@@ -1,7 +1,9 @@
-"""Correction for tokens that another policy sampled than the one the clip is centred on (dataflow spec section 10).
+"""Correction for tokens that another policy sampled than the one the clip is centred on.
 
 All tensors are fp32 over the predicted tokens of a microbatch, (n,), without gradient. Positions outside ``mask``
 may hold anything, NaN included.
+
+Source: docs/reference/dataflow.md 10.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The policy-gradient train step: GRPO and its relatives (dataflow spec section 10)."""
+"""The policy-gradient train step: GRPO and its relatives (docs/reference/dataflow.md 10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy losses per token and KL estimators (dataflow spec section 10).
+"""Policy losses per token and KL estimators (docs/reference/dataflow.md 10).
 
 All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside ``mask``
 may hold anything, NaN included: they change neither loss nor gradient.

@@ -1,4 +1,4 @@
-"""The loss of a minibatch of the policy-gradient step, microbatch by microbatch (dataflow spec section 10)."""
+"""The loss of a minibatch of the policy-gradient step, microbatch by microbatch (docs/reference/dataflow.md 10)."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ N_BINS = 8
 
 def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -> dict[str, float]:
     """Staleness u - v of the sequences of a train step, u = ``step`` being the version of the weights that train
-    (dataflow spec section 1). ``versions`` i32 (n,): who sampled the predicted token, -1 unknown; only tokens inside
-    the mask count.
+    (docs/reference/dataflow.md 1). ``versions`` i32 (n,): who sampled the predicted token, -1 unknown; only tokens
+    inside the mask count.
 
     The head is a sequence's oldest token, the tail its newest: ``staleness/head_mean, head_max, tail_mean``, and
     ``staleness/hist_0`` ... ``hist_6``, ``hist_7plus``: fractions of sequences by head staleness. Empty when no

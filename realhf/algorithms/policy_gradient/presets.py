@@ -1,4 +1,4 @@
-"""Algorithms as rows of a table (dataflow spec section 10). No torch: the launcher resolves options too."""
+"""Algorithms as rows of a table (docs/reference/dataflow.md 10). No torch: the launcher resolves options too."""
 
 from __future__ import annotations
 

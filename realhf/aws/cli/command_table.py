@@ -1,4 +1,7 @@
-"""What an agent may ask for: CLI services and operations. Everything else is refused (spec section 5)."""
+"""What an agent may ask for: CLI services and operations. Everything else is refused.
+
+Source: docs/reference/environment.md 5.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""What an agent's command line may say: decided on the parsed words, before anything runs (spec section 5).
+"""What an agent's command line may say: decided on the parsed words, before anything runs.
 
 Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``, ``unknown-service``,
 ``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``.
 The worker enforces the same rules a second time on what the CLI made of the words.
+
+Source: docs/reference/environment.md 5.
 """
 
 from __future__ import annotations

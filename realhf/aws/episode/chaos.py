@@ -1,7 +1,7 @@
 """Chaos: once in an episode something that the agent made may be disturbed, silently, to be noticed and repaired.
 
 It is rolled after a step that brought progress without finishing, so waiting brings nothing. A disturbance counts only
-when its effect is seen in the simulator's state. Source: environment spec sections 7 (Chaos) and 8 (probabilities).
+when its effect is seen in the simulator's state. Source: docs/reference/environment.md 7 (Chaos) and 8 (probabilities).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
 
-Source: environment spec 2.1 (observation), 6 (set-up) and 7 (end of an episode).
+Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (end of an episode).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class EpisodeError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepData:
-    """What reset and step return: the observation of spec 2.1, its reward (0.0 after reset) and done."""
+    """What reset and step return: the observation of docs/reference/environment.md 2.1, its reward (0.0 after reset)
+    and done."""
 
     observation: dict[str, Any]
     reward: float
@@ -178,8 +179,8 @@ class Episode:
         )
 
     def state(self) -> dict[str, Any]:
-        """The session's state as spec 2.1 shows it, the inventory of the services touched or named included. Chaos
-        is admitted when the episode is over."""
+        """The session's state as docs/reference/environment.md 2.1 shows it, the inventory of the services touched or
+        named included. Chaos is admitted when the episode is over."""
         return {
             "episode_id": self._episode_id or None,
             "step_count": self._steps,

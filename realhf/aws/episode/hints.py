@@ -1,7 +1,7 @@
 """Hints: what an agent is told when it asks with exactly ``aws help --task-hint``.
 
 Level 1 names the services, level 2 the operations in order, level 3 shows the commands with ``...`` for every value.
-Names, checks and set-up are never told. Source: environment spec section 7 (Hints).
+Names, checks and set-up are never told. Source: docs/reference/environment.md 7 (Hints).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Never writes to a curriculum: a trainer sends its task with the reset. Without one, every training template is as likely
 as any other, because a server that learned from what its clients report could be led astray by one of them
-(environment spec 2.1, trainer mode and local mode).
+(docs/reference/environment.md 2.1, trainer mode and local mode).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The world of a task: emptied, set up, cluttered, and for a drift task disturbed, before the agent sees it.
 
 A world is built completely or not at all: nothing is ever graded on a half-built one. What a task has sent on its
-behalf obeys the policy that binds agents. Source: environment spec sections 5, 6 and 7.
+behalf obeys the policy that binds agents. Source: docs/reference/environment.md 5, 6 and 7.
 """
 
 from __future__ import annotations

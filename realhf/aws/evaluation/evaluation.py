@@ -1,8 +1,8 @@
 """Plays an agent on tasks, many episodes at once, and sums up what it can do, by tier, with 95 % intervals.
 
-Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. In every round the agent
-answers all living conversations, then all commands run concurrently. Source: issue list of evaluation figures:
-success, reward, steps to solve, hints, drift repair, recovery after a failed command.
+Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. In every round the agent answers
+all living conversations, then all commands run concurrently. The figures: success, reward, steps to solve, hints, drift
+repair, recovery after a failed command.
 """
 
 from __future__ import annotations

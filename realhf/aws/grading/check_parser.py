@@ -8,7 +8,7 @@
     unchanged    {unchanged: a resource with fields, or a call with json_path}; see ``unchanged_check``
     a list       several of these that must hold together
 
-Source: environment spec section 6 (success_criteria) and 5 (tasks are data from a client).
+Source: docs/reference/environment.md 6 (success_criteria) and 5 (tasks are data from a client).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads success criteria that name operations in the words of the AWS CLI, as other makers' tasks do.
 
 Such a task says ``operation: create-table`` where ours says ``dynamodb:CreateTable``, ``resource_exists`` without a
-type, and paths that begin with ``$.``. Criteria are rewritten into the words of environment spec section 6, so that
-one grader serves both; what has no equivalent is refused with its reason, because a task that nobody can solve
+type, and paths that begin with ``$.``. Criteria are rewritten into the words of docs/reference/environment.md 6, so
+that one grader serves both; what has no equivalent is refused with its reason, because a task that nobody can solve
 looks like a policy that cannot learn.
 """
 

@@ -4,7 +4,7 @@ The populated field of a task's criteria decides the strategy: ``state_checks``,
 ``resource_exists`` (resource_creation), else ``operation`` (command_match). ``protected`` names, in every strategy,
 what must stay as set-up left it: changing it is harm, which costs more than all progress is worth, and while it lasts
 the task is not achieved. Where a task is ``sparing``, a write that changes nothing of what is checked costs too.
-Source: environment spec section 7.
+Source: docs/reference/environment.md 7.
 
 The eight layers against reward hacking, each a function: 1 ground truth ``verifier.verified``, 2 dedup
 ``unspent_request``, 3 grader invisibility ``episode.masked_task``, 4 allow-list ``policy.check_command``, 5 no

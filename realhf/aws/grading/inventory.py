@@ -1,6 +1,6 @@
 """What there is in a simulated account, by service and type: lists of names, read with the services' own list calls.
 
-The simulator has no inventory of its own. Source: environment spec sections 2.1 (infra_state) and 3.
+The simulator has no inventory of its own. Source: docs/reference/environment.md 2.1 (infra_state) and 3.
 """
 
 from __future__ import annotations

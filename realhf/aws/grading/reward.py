@@ -8,8 +8,8 @@
     reward of a step = V now - V before,  V before the first step = 0
 
 Cycling, repeating and idling earn nothing. In the mode ``level``, for comparisons, the reward of a step is a level of
-its own (0.8 P, 0.1 more where P rose) and a trainer has to use the last one, not the sum. Source: environment spec
-section 7.
+its own (0.8 P, 0.1 more where P rose) and a trainer has to use the last one, not the sum.
+Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an agent's commands really did: the requests that were sent, as evidence for the grader.
 
 Names: an *evidence* is one sent request with its place in the episode; its *resource* is the name in the
-operation's identifying parameter, ARNs and URLs reduced to the name. Source: environment spec section 7.
+operation's identifying parameter, ARNs and URLs reduced to the name. Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Checks are structured requests through the slot's state client, in the agent's a
 ever written into a command line. Three kinds: a *resource* with an exact name and attributes, looked up in the
 ``resource_table``, a *call* whose response is compared, and, in tasks of other makers, a *command* whose output is.
 On resources and calls build the checks of ``policy_check`` and ``unchanged_check``. Attribute keys and ``json_path``
-are JMESPath expressions; values compare by type. Source: environment spec section 7.
+are JMESPath expressions; values compare by type. Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One visitor at a time plays the playground's game; ten idle minutes set it free (environment spec 11).
+"""One visitor at a time plays the playground's game; ten idle minutes set it free (docs/reference/environment.md 11).
 
 Who plays is decided on the event loop; the game runs on one thread of its own.
 """

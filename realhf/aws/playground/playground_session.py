@@ -1,7 +1,7 @@
 """The blocking side of the playground: its own simulator and the one episode that is played on it.
 
 Use from one thread only, and one that lives as long: the simulator's processes die with the thread that started
-them. Source: environment spec 11.
+them. Source: docs/reference/environment.md 11.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The playground's routes below ``/web`` (environment spec 11)."""
+"""The playground's routes below ``/web`` (docs/reference/environment.md 11)."""
 
 from __future__ import annotations
 

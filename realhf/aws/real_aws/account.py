@@ -1,8 +1,10 @@
-"""``BACKEND_TYPE=aws``: one session on a real account, for who knows what they do (environment spec 5, Real AWS).
+"""``BACKEND_TYPE=aws``: one session on a real account, for who knows what they do.
 
 Starts only when the caller's account is the one that was written down as confirmation. The world is never emptied,
 set up or disturbed; every operation is logged; what is no default read of ``real_aws_permissions`` is refused unless
 a file names the operation.
+
+Source: docs/reference/environment.md 5, Real AWS.
 """
 
 from __future__ import annotations

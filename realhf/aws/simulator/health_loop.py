@@ -1,4 +1,4 @@
-"""Watches free slots and brings dead ones back, with growing patience (environment spec 3)."""
+"""Watches free slots and brings dead ones back, with growing patience (docs/reference/environment.md 3)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The simulator's side of Lambda code: never run here, either answered with a fixed result or sent to the broker.
 
-Source: environment spec 5, row 8.
+Source: docs/reference/environment.md 5, row 8.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                   \\________\\___________\\-> unhealthy -> respawning -> free
 
 Every transition is one call under one lock, so a slot has one owner at any time: the free list, a lease, or the
-one who scrubs or respawns it. Source: environment spec 3.
+one who scrubs or respawns it. Source: docs/reference/environment.md 3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""MiniStackPool: one simulator, one CLI worker and one virtual folder per session (spec sections 1 and 3)."""
+"""MiniStackPool: one simulator, one CLI worker and one virtual folder per session.
+
+Source: docs/reference/environment.md 1 and 3.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a session leases: one simulator, the agent's CLI worker and folder, and the environment's own of both.
 
-Source: environment spec 1 and 3.
+Source: docs/reference/environment.md 1 and 3.
 """
 
 from __future__ import annotations

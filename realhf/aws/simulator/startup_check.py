@@ -1,6 +1,6 @@
 """Before a pool serves: code is uploaded, invoked and event-triggered, and must have no effect on the host.
 
-Speaks plain HTTP to one simulator; all others are forks of the same zygote. Source: environment spec 5, end.
+Speaks plain HTTP to one simulator; all others are forks of the same zygote. Source: docs/reference/environment.md 5.
 """
 
 from __future__ import annotations

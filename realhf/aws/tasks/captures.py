@@ -1,7 +1,7 @@
 """Values that only exist at run time: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}`` anywhere in a task.
 
 The text after the colon is a JMESPath expression (a leading ``$.`` is accepted) over the JSON output of that
-command, or the response of that set-up call, counted from 1. Source: environment spec section 6.
+command, or the response of that set-up call, counted from 1. Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Drift: after set-up, a few of a task's possible changes really happen, and have to be found and undone.
 
-Source: environment spec section 7 (Drift).
+Source: docs/reference/environment.md 7 (Drift).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Templates from the YAML files beside this module, and instances drawn from them.
 
-A template's texts hold ``{parameter}`` places. A parameter is ``words`` (a drawn name) or a closed list of
-values; ``{account}`` is always there. A value that is nothing but one place keeps its type. The seed decides
-name, values and phrasing. Held out from training are whole templates (``split: heldout``), names
-(``instantiate(split="heldout")`` draws none that training sees) and one seed in ten. Spec section 6.
+A template's texts hold ``{parameter}`` places. A parameter is ``words`` (a drawn name) or a closed list of values;
+``{account}`` is always there. A value that is nothing but one place keeps its type. The seed decides name, values and
+phrasing. Held out from training are whole templates (``split: heldout``), names (``instantiate(split="heldout")`` draws
+none that training sees) and one seed in ten. Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations

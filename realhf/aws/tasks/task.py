@@ -1,6 +1,6 @@
 """A task instance: what the agent is asked, how its world is set up, and what counts as success.
 
-The wire form (``to_json``) uses the field names of environment spec section 6; unknown keys are ignored and
+The wire form (``to_json``) uses the field names of docs/reference/environment.md 6; unknown keys are ignored and
 missing optional ones tolerated, so that full task objects of other clients parse.
 """
 

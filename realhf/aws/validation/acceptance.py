@@ -1,6 +1,6 @@
 """Does a task hold what it promises? Played against a real simulator, for the tests and for ``validate``.
 
-Source: acceptance rule of environment spec section 6.
+Source: acceptance rule of docs/reference/environment.md 6.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What can be wrong with templates on paper, before anything is played. Source: loader validation of spec section 6."""
+"""What can be wrong with templates on paper, before anything is played. Source: loader validation of
+docs/reference/environment.md 6."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def explain_wait(buffer: AsyncIOSequenceBuffer, mfc: str, cohort: int | None) ->
 
 
 def check_invariants(buffer: AsyncIOSequenceBuffer) -> None:
-    """Spec dataflow, section 4, invariants 1, 2, 3, 6, 8, 9 and 11; the others need a history."""
+    """Check invariants 1, 2, 3, 6, 8, 9 and 11 of docs/reference/dataflow.md 4; the others need a history."""
     table, slots = buffer.table, buffer.table.resident()
     _check(len(slots) == len(table) == sum(buffer.cohort_sizes.values()), 11, "resident count")
     _check(all(table.ids[s] == i for i, s in table.slot_of.items()), 11, "index of ids")

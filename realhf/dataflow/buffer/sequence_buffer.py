@@ -1,4 +1,4 @@
-"""AsyncIOSequenceBuffer: which sample is ready for which model function call (spec dataflow, section 4).
+"""AsyncIOSequenceBuffer: which sample is ready for which model function call (docs/reference/dataflow.md 4).
 
 It holds metadata only and lives in one event loop. Every change of state is synchronous; only waiting is
 asynchronous, so there are no locks and a cancelled waiter leaves nothing half done. Vocabulary: a *lease* is

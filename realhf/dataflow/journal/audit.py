@@ -3,7 +3,7 @@
 ``python -m realhf.dataflow.journal.audit FOLDER`` prints the tally as JSON and ends with status 1 where something is
 wrong. It keeps a book of its own, apart from the code with which the run recovers. With the archive of the removed
 segments (``Journal.open(..., archive=True)``) it sees the whole run, else what happened since the last snapshot.
-Source: spec dataflow, section 9, "Journal".
+Source: docs/reference/dataflow.md 9, "Journal".
 """
 
 from __future__ import annotations

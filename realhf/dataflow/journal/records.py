@@ -1,4 +1,4 @@
-"""What the master writes into its journal: one tagged record per event (spec dataflow, section 9, "Journal").
+"""What the master writes into its journal: one tagged record per event (docs/reference/dataflow.md 9, "Journal").
 
 Steps are numbered from 0; ``Ckpt(s)`` is taken after step s, and a run without a checkpoint resumes from -1.
 """

@@ -1,5 +1,5 @@
 """The master's journal: what was admitted, accepted and consumed, so that a killed run goes on with nothing lost and
-nothing trained twice (spec dataflow, section 9, "Journal").
+nothing trained twice (docs/reference/dataflow.md 9, "Journal").
 
 Files ``journal-<n>.log`` of frames ``len u32 | crc32 u32 | msgpack`` in little endian. A frame holds the records of
 one ``append``, which therefore survive a crash together or not at all.

@@ -1,5 +1,5 @@
 """The master's side of asynchronous rollouts: admits samples, takes them when they are finished, hands them to the
-training steps in an order that keeps them fresh, and writes all of it down (spec dataflow, section 9).
+training steps in an order that keeps them fresh, and writes all of it down (docs/reference/dataflow.md 9).
 
 Lives in the master's event loop. Every change of state is synchronous and goes into the journal in the same moment;
 only waiting, for capacity, for samples and for the disk, is asynchronous.

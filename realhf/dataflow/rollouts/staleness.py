@@ -1,4 +1,4 @@
-"""How many samples may be admitted without one becoming too old (spec dataflow, section 9, "Admission")."""
+"""How many samples may be admitted without one becoming too old (docs/reference/dataflow.md 9, "Admission")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps a slow rollout from being overtaken until it is too old (spec dataflow, section 9, "Straggler gate").
+"""Keeps a slow rollout from being overtaken until it is too old (docs/reference/dataflow.md 9, "Straggler gate").
 
 Admission bounds how many samples are ahead of one; the gate decides which of the finished ones a step may take,
 so that those left behind still fit into the steps that remain to them.

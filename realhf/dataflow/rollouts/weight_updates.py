@@ -1,4 +1,4 @@
-"""Brings every version of the policy's weights to the generation workers (spec dataflow, section 9, weight update).
+"""Brings every version of the policy's weights to the generation workers (docs/reference/dataflow.md 9, weight update).
 
 The trainer publishes a version; every generation worker loads it in the background of the next step. Nothing is polled.
 

@@ -1,7 +1,7 @@
 """bubblewrap: a process tree that sees a read-only system, a private /tmp, no network and no process but its own.
 
 Needs Debian's ``bubblewrap`` and a kernel that allows unprivileged user namespaces; ``find`` really tries.
-Source: environment spec 5, layer (d).
+Source: docs/reference/environment.md 5, layer (d).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Containment of a process that handles text written by an agent (spec environment section 5).
+"""Containment of a process that handles text written by an agent (docs/reference/environment.md 5).
 
 Three layers, each applied by a process to itself right after a fork: the kernel's (no new privileges, no
 network, resource limits, death with the parent) and the interpreter's (an audit hook that turns forbidden

@@ -1,7 +1,7 @@
 """Which task next: what both strategies share. One instance per training run.
 
 Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes them. Thread-safe.
-Source: environment spec 8.
+Source: docs/reference/environment.md 8.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which task next: one curriculum per training run, two strategies behind one interface.
 
-*priority* is the classic rule of environment spec section 8, *learnability* draws where there is something to learn.
-Training uses the one that the learning benchmark shows to be better (``dataset.curriculum``).
+*priority* is the classic rule of docs/reference/environment.md 8, *learnability* draws where there is something to
+learn. Training uses the one that the learning benchmark shows to be better (``dataset.curriculum``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Training where there is something to learn: draws by p(1-p), p the decayed success rate of a template.
 
-Most training goes to what succeeds sometimes, a little to everything. Source: learning spec; environment spec 8.
+Most training goes to what succeeds sometimes, a little to everything. Source: docs/reference/learning.md 2;
+docs/reference/environment.md 8.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The classic rule: weak spots first, tier by tier, with mastery and spaced repetition.
 
-Source: environment spec 8.
+Source: docs/reference/environment.md 8.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PriorityCurriculum(Curriculum[T]):
         return decayed_rate(self._records[template_id].results, self.rule.decay)
 
     def priority(self, template_id: int) -> float:
-        """The score of spec section 8."""
+        """The score of docs/reference/environment.md 8."""
         record = self._records[template_id]
         rule = self.rule
         if not record.attempts:

@@ -1,4 +1,4 @@
-"""Bearer tokens: who may open sessions and send requests (environment spec 1, TOKEN)."""
+"""Bearer tokens: who may open sessions and send requests (docs/reference/environment.md 1, TOKEN)."""
 
 from __future__ import annotations
 

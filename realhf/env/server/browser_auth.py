@@ -1,5 +1,5 @@
 """Who may come into the playground: a signed cookie per browser, same-origin and CSRF checks, a login where the
-server has a token, loopback only where it has none (environment spec 11)."""
+server has a token, loopback only where it has none (docs/reference/environment.md 11)."""
 
 from __future__ import annotations
 

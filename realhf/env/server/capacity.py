@@ -1,7 +1,7 @@
 """Counted leases of slots: a session or a request first takes a place, then a healthy simulator, or is refused.
 
 Shared by WebSocket sessions and stateless HTTP requests, so that neither takes what the other was promised.
-Source: environment spec 2.2, 2.3.
+Source: docs/reference/environment.md 2.2, 2.3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Configuration of the environment server: ``AWS_RL_ENV_*`` variables and BACKEND_TYPE, overridden by flags.
 
-The only module of the environment that reads the process environment. Source: environment spec 1.
+The only module of the environment that reads the process environment. Source: docs/reference/environment.md 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from realhf.env.server.injected_faults import DEFAULT_KINDS, InjectedFaults
 PREFIX = "AWS_RL_ENV_"
 _CLIENT_ONLY = frozenset({"URL"})
 _UNPREFIXED = {"backend_type": "BACKEND_TYPE"}
-"""Settings whose variable is named by the design document alone."""
+"""Settings whose variable has no prefix."""
 _CHOICES = {
     "backend_type": ("simulator", "aws"),
     "capacity_mode": ("reject", "openenv"),

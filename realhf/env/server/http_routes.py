@@ -1,4 +1,4 @@
-"""The HTTP side of the wire: what the server is, and stateless reset, step and MCP (environment spec 2.2).
+"""The HTTP side of the wire: what the server is, and stateless reset, step and MCP (docs/reference/environment.md 2.2).
 
 A stateless request builds a world, plays, and discards it. It takes a counted lease for its time and is answered
 503 with Retry-After when there is none; the other routes take no lease.

@@ -1,4 +1,7 @@
-"""The Model Context Protocol's part of the wire: JSON-RPC 2.0 with one tool, ``aws`` (environment spec 2.1)."""
+"""The Model Context Protocol's part of the wire: JSON-RPC 2.0 with one tool, ``aws``.
+
+Source: docs/reference/environment.md 2.1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the environment server as Prometheus text. No task content (environment spec 3)."""
+"""Figures of the environment server as Prometheus text. No task content (docs/reference/environment.md 3)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What stands before everything that the environment server serves: requests meant for it, and from no foreign page.
 
 A browser sends whatever page asks it to any port of its own machine, with or without an answer for the page. Such
-requests say where they come from (Origin, Sec-Fetch-Site), or, when a foreign name was made to resolve to this
-address, where they were meant to go (Host). Programs send no Origin and are not concerned. Source: environment
-spec 1, 2.
+requests say where they come from (Origin, Sec-Fetch-Site), or, when a foreign name was made to resolve to this address,
+where they were meant to go (Host). Programs send no Origin and are not concerned.
+Source: docs/reference/environment.md 1, 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The environment server: its parts put together, and the thread that serves them (environment spec 2)."""
+"""The environment server: its parts put together, and the thread that serves them (docs/reference/environment.md 2)."""
 
 from __future__ import annotations
 

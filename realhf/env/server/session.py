@@ -1,8 +1,7 @@
 """One WebSocket session: it owns a MiniStack slot for its whole life.
 
-Episodes run in a worker thread; the event loop only moves frames. While a command is quick nothing but
-its thread is waited for; only a slow one is watched for a client that vanished. Source: environment
-spec 2.1, 2.4.
+Episodes run in a worker thread; the event loop only moves frames. While a command is quick nothing but its thread is
+waited for; only a slow one is watched for a client that vanished. Source: docs/reference/environment.md 2.1, 2.4.
 """
 
 from __future__ import annotations

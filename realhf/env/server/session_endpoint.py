@@ -1,4 +1,4 @@
-"""``/ws``: a lease is taken first and only then is the handshake accepted (environment spec 2.3)."""
+"""``/ws``: a lease is taken first and only then is the handshake accepted (docs/reference/environment.md 2.3)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The OpenEnv wire: JSON text frames, one reply per request, in order.
 
 Requests are checked by hand (a few microseconds); ``realhf.api.aws_models`` describes the wire for
-``/schema``. Source: environment spec 2.1.
+``/schema``. Source: docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Agents behind a model: a folder of weights on this machine, or an OpenAI-compatible endpoint.
 
-Source of the turn format: environment spec 9; the conversation is the one that training uses.
+Source of the turn format: docs/reference/environment.md 9; the conversation is the one that training uses.
 """
 
 from __future__ import annotations

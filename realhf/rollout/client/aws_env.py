@@ -8,7 +8,7 @@
         result = env.reset(task_id=1, seed=3)
 
 Other OpenEnv servers are served too: an action may be a mapping, and fields that are not AWS's are attributes of the
-observation. Source: environment spec 2.4, 10.
+observation. Source: docs/reference/environment.md 2.4, 10.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout, cancellation,
 lost connection) poisons the connection: it is closed at once and never used again, so a late reply can
 never be read as the answer to another request. Where the server echoes ids, every reply must carry its
-request's. Source: environment spec 2.1, 2.3, 2.4.
+request's. Source: docs/reference/environment.md 2.1, 2.3, 2.4.
 """
 
 from __future__ import annotations

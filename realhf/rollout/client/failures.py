@@ -1,6 +1,6 @@
 """Environments that fail, as data: the status of an error, a rollout without reward, a group with its outcomes.
 
-Source: environment spec 9. A failed environment is never a reward of 0.
+Source: docs/reference/environment.md 9. A failed environment is never a reward of 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tokens from generation workers: which worker is asked, and what happens when it dies (spec dataflow, section 9)."""
+"""Tokens from generation workers: which worker is asked, and what happens when it dies.
+
+Source: docs/reference/dataflow.md 9.
+"""
 
 from __future__ import annotations
 

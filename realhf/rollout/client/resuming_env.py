@@ -3,7 +3,7 @@
 A step that the server says was not executed is sent again. A session that is lost in the middle of an episode is
 opened anew, reset with the same arguments and given the same commands; where it answers as before, the episode goes
 on as if nothing had happened. This needs an environment that is deterministic for its reset arguments, which is
-checked answer by answer. Source: dataflow specification 9 (a failure is never a reward of 0).
+checked answer by answer. Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
 """
 
 from __future__ import annotations

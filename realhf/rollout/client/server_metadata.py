@@ -1,5 +1,5 @@
 """What an environment server says about itself at ``/metadata``: whether it echoes request ids, how its rewards are
-to be read, how many sessions it serves. Source: environment spec 2.1, 2.2, 7."""
+to be read, how many sessions it serves. Source: docs/reference/environment.md 2.1, 2.2, 7."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """N sessions of one environment server that live and are played together: the core of both pools.
 
-Coroutines, for the loop that owns the sockets. Connecting is all or nothing. Source: environment spec 9.
+Coroutines, for the loop that owns the sockets. Connecting is all or nothing. Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations

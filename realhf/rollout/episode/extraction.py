@@ -1,4 +1,4 @@
-"""The command in a policy turn (environment spec 9, "Extraction")."""
+"""The command in a policy turn (docs/reference/environment.md 9, "Extraction")."""
 
 from __future__ import annotations
 

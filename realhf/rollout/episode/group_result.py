@@ -1,6 +1,6 @@
 """A group's rewards, told to the curriculum exactly once, and its statistics.
 
-Source: environment spec 9 (``record_group_result``).
+Source: docs/reference/environment.md 9 (``record_group_result``).
 """
 
 from __future__ import annotations

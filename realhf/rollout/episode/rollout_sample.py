@@ -1,4 +1,4 @@
-"""Rollout outcomes as the packed keys of a ``SequenceSample`` (dataflow specification, section 2)."""
+"""Rollout outcomes as the packed keys of a ``SequenceSample`` (docs/reference/dataflow.md 2)."""
 
 from __future__ import annotations
 

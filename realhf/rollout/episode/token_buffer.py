@@ -1,4 +1,4 @@
-"""The token ids of one episode, exactly as the engine saw and sampled them (environment spec 9).
+"""The token ids of one episode, exactly as the engine saw and sampled them (docs/reference/environment.md 9).
 
 Nothing here is ever decoded and encoded again: the prefix given to the engine at turn t is the list that
 is stored, and the trainer gets the same list.

@@ -5,7 +5,7 @@
         returns = await pool.run_group(rollout)        # async def rollout(env: AwsEnv) -> float
         pool.record_group_result(task, returns)
 
-Source: environment spec 9.
+Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations

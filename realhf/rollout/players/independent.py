@@ -2,7 +2,7 @@
 
 A slow environment then holds up only its own episode. The caller's thread generates, one batch at a time, for
 whoever waits when it gets to it: which episodes share a batch depends on timing, unlike in lockstep play.
-Source: environment spec 9.
+Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """N environment sessions for a blocking trainer: a sync facade with its own thread and event loop.
 
 Generation runs in the caller's thread, environment steps on the pool's loop, which answers pings while
-the caller generates or trains. Source: environment spec 9.
+the caller generates or trains. Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A pool from the variables that trainers of this environment share.
 
 AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN say where the server is; NUM_GENERATIONS (8), MAX_TURNS (6) and MAX_TOTAL_TOKENS
-(4096) are rollouts of a group, policy turns and tokens of an episode. Source: environment spec 1.
+(4096) are rollouts of a group, policy turns and tokens of an episode. Source: docs/reference/environment.md 1.
 """
 
 from __future__ import annotations

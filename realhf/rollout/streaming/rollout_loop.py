@@ -1,4 +1,4 @@
-"""The life of a rollout worker: take a sample, play it, stream it, again (spec dataflow, section 9)."""
+"""The life of a rollout worker: take a sample, play it, stream it, again (docs/reference/dataflow.md 9)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The AWS environment as the tool class that TRL's ``GRPOTrainer(environment_factory=AwsToolEnv)`` takes.
 
 TRL makes one instance per rollout of a generation batch, calls ``reset`` with the row's columns, offers every public
-method as a tool, and asks ``get_reward`` once at the end. Source: environment spec 10.
+method as a tool, and asks ``get_reward`` once at the end. Source: docs/reference/environment.md 10.
 """
 
 from __future__ import annotations

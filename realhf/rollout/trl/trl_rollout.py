@@ -4,7 +4,7 @@
     trainer = GRPOTrainer(model, [episode_reward], rollout_func=PoolRollouts(pool), train_dataset=rows, ...)
 
 A prompt names its task: JSON of reset arguments (``{"task_id": 1, "seed": 7}``), alone or as the content of the last
-message. Source: environment spec 10.
+message. Source: docs/reference/environment.md 10.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the state behaves: every rule that ``strict`` or the command line may change, as one frozen value.
 
-Source: trajectory specification 3.12 (the strict switch) and the options named in 3.4 to 3.10.
+Source: docs/reference/trajectory.md 3.12 (the strict switch) and the options named in 3.4 to 3.10.
 """
 
 from __future__ import annotations

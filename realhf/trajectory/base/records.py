@@ -1,6 +1,6 @@
 """What the server remembers: one frozen record per row of its tables, msgpack-able, the same for every store.
 
-Source: trajectory specification 1 (vocabulary), 3.10 (leases), 3.11 (what is persisted).
+Source: docs/reference/trajectory.md 1 (vocabulary), 3.10 (leases), 3.11 (what is persisted).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
     """One rollout handler. ``last_seen`` in seconds since 1970; ``served``: sequences handed out; ``virtual_time``:
-    served over share, the clock of weighted filling (3.6)."""
+    served over share, the clock of weighted filling (docs/reference/trajectory.md 3.6)."""
 
     env_id: int
     desired_name: str
@@ -142,7 +142,8 @@ class Replay(msgspec.Struct, frozen=True, array_like=True):
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     """The registration and its counters; one per state. ``registered`` False: no trainer since the last reset.
     ``latest``: the last group that entered the queue, kept readable after its consumption. ``other_time`` and
-    ``clock``: virtual time of groups without an environment, and of the last served pack (3.6)."""
+    ``clock``: virtual time of groups without an environment, and of the last served pack
+    (docs/reference/trajectory.md 3.6)."""
 
     epoch: int = 0
     registered: bool = False
@@ -165,7 +166,7 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def current_version(self) -> int:
-        """Policy version that a group without one is stamped with (3.9)."""
+        """Policy version that a group without one is stamped with (docs/reference/trajectory.md 3.9)."""
         return self.step if self.policy_version is None else self.policy_version
 
 

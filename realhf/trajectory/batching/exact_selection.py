@@ -1,6 +1,6 @@
 """A batch of exactly ``batch_size`` sequences from groups of any sizes that divide it, without jams.
 
-Source: trajectory specification 3.3.
+Source: docs/reference/trajectory.md 3.3.
 """
 
 from __future__ import annotations

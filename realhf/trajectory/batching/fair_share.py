@@ -1,4 +1,7 @@
-"""Stride scheduling between environments: who is served next, and what it is charged (3.6)."""
+"""Stride scheduling between environments: who is served next, and what it is charged.
+
+Source: docs/reference/trajectory.md 3.6.
+"""
 
 from __future__ import annotations
 

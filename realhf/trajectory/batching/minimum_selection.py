@@ -1,4 +1,4 @@
-"""A batch in which environments get their minimum allocations. Source: trajectory specification 3.4."""
+"""A batch in which environments get their minimum allocations. Source: docs/reference/trajectory.md 3.4."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Packs: equal units that together make one pack unit, and the order in which they are drawn.
 
-Source: trajectory specification 3.3, 3.6.
+Source: docs/reference/trajectory.md 3.3, 3.6.
 """
 
 from __future__ import annotations

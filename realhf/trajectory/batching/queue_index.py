@@ -1,6 +1,6 @@
 """The queue by environment and size: everything batch forming and pacing ask, without a walk over the queue.
 
-Source: trajectory specification 2.5, 3.3 ("formation MUST be O(groups in batch + envs x sizes)").
+Source: docs/reference/trajectory.md 2.5, 3.3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Unit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Groups that left the mix buffer together (3.5)."""
+    """Groups that left the mix buffer together (docs/reference/trajectory.md 3.5)."""
 
     order: int
     size: int

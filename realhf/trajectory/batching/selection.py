@@ -1,6 +1,6 @@
 """Batch forming on plain lists of dicts, for those who want the rule without the server.
 
-Source: trajectory specification 1.1, 3.3, 3.4, 3.6, 3.12.
+Source: docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
 """
 
 from __future__ import annotations

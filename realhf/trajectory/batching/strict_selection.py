@@ -1,6 +1,6 @@
 """The original's packing rule: packs of the largest size in the queue, in the order in which they were completed.
 
-It can jam when sizes are no powers of two; that is what ``strict`` asks for. Source: trajectory specification 3.3
+It can jam when sizes are no powers of two; that is what ``strict`` asks for. Source: docs/reference/trajectory.md 3.3
 (first paragraph), 3.4, 3.12.
 """
 

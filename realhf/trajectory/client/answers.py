@@ -1,4 +1,4 @@
-"""What the server's answers say, as values. Source: trajectory specification 2.3 to 2.8, 3.9, 3.10."""
+"""What the server's answers say, as values. Source: docs/reference/trajectory.md 2.3 to 2.8, 3.9, 3.10."""
 
 from __future__ import annotations
 

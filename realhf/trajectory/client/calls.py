@@ -1,6 +1,6 @@
 """Every operation of a client, as steps without I/O: what is sent, how long is waited, what the answer means.
 
-Source: trajectory specification 2.2 to 2.8, 3.2, 3.9, 3.10.
+Source: docs/reference/trajectory.md 2.2 to 2.8, 3.2, 3.9, 3.10.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Groups to bytes and back: JSON, or MessagePack with tensors; compressed when that pays.
 
-Rows may be lists or numpy arrays, a two-dimensional array included. Source: trajectory specification 2.6, 3.11.
+Rows may be lists or numpy arrays, a two-dimensional array included. Source: docs/reference/trajectory.md 2.6, 3.11.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast a producer should work, from the numbers of ``/status-env``. Source: trajectory specification 2.5."""
+"""How fast a producer should work, from the numbers of ``/status-env``. Source: docs/reference/trajectory.md 2.5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens of producers, trainers and the administrator (3.11)."""
+"""Who may do what: bearer tokens of producers, trainers and the administrator (docs/reference/trajectory.md 3.11)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Configuration of the server: flags over ``REALHF_TRAJ_*`` variables over defaults.
 
-The only module of the trajectory server that reads the process environment. Source: trajectory specification 1.1,
+The only module of the trajectory server that reads the process environment. Source: docs/reference/trajectory.md 1.1,
 3.8 to 3.12.
 """
 
@@ -73,7 +73,7 @@ class TrajectoryConfig:
     gzip_level: int = _setting(1, "compression of answers, 0 to 3", int)
     tokenizer: str = _setting("", "folder or name of a tokenizer that decodes the latest example on the status page")
     strict: bool = _setting(
-        False, "the original's behaviour, where the specification lists it; rows below may differ", bool
+        False, "the original's behaviour (docs/reference/trajectory.md 3.12); rows may differ", bool
     )
 
     reregister: str | None = _row(

@@ -1,4 +1,7 @@
-"""Prometheus figures of one server: totals from the state at the time of asking, latencies as they happen (3.11)."""
+"""Prometheus figures of one server: totals from the state at the time of asking, latencies as they happen.
+
+Source: docs/reference/trajectory.md 3.11.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bodies of requests, as OpenAPI shows them. Integers are bounded to 64 bits and floats are finite.
 
-Source: trajectory specification 2.3 to 2.6, 3.2, 3.9, 3.10.
+Source: docs/reference/trajectory.md 2.3 to 2.6, 3.2, 3.9, 3.10.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Endpoints of rollout handlers: register, poll, push. Source: trajectory specification 2.4 to 2.7."""
+"""Endpoints of rollout handlers: register, poll, push. Source: docs/reference/trajectory.md 2.4 to 2.7."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints of trainers: register, pull, acknowledge. Source: trajectory specification 2.3, 2.8, 3.9, 3.10."""
+"""Endpoints of trainers: register, pull, acknowledge. Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10."""
 
 from __future__ import annotations
 

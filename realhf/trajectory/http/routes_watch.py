@@ -1,4 +1,4 @@
-"""Endpoints to look at the server and to tend it. Source: trajectory specification 2.2, 2.9, 3.5, 3.7, 3.11."""
+"""Endpoints to look at the server and to tend it. Source: docs/reference/trajectory.md 2.2, 2.9, 3.5, 3.7, 3.11."""
 
 from __future__ import annotations
 

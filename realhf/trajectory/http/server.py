@@ -1,7 +1,7 @@
 """The application: middlewares, routes, errors.
 
 ``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment
-variables. Source: trajectory specification 1.1, 2.1.
+variables. Source: docs/reference/trajectory.md 1.1, 2.1.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Without it all trainers behind one address are one, and acknowledge each other's batches. It is handed out only with
 answers that carry no batch, and not while another answer carries one to the same address: the lease of a batch belongs
-to the name that asked for it, and nobody else's pull acknowledges it. Source: trajectory specification 3.10.
+to the name that asked for it, and nobody else's pull acknowledges it. Source: docs/reference/trajectory.md 3.10.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batches to trainers: leases, acknowledgements, redelivery. Source: trajectory specification 2.8, 3.1, 3.10."""
+"""Batches to trainers: leases, acknowledgements, redelivery. Source: docs/reference/trajectory.md 2.8, 3.1, 3.10."""
 
 from __future__ import annotations
 

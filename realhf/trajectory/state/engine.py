@@ -1,8 +1,8 @@
 """The engine: runs commands on the state in rounds, and answers nobody before the round's commit.
 
-A command is ``fn(state, now, *args)``. While one round is being committed the next one gathers, so pushes are
-committed in groups without a timer. Shared stores are locked for the length of a round. Source: trajectory
-specification 3.11.
+A command is ``fn(state, now, *args)``. While one round is being committed the next one gathers, so pushes are committed
+in groups without a timer. Shared stores are locked for the length of a round.
+Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Forming the next batch from the state: staleness first, then the selector that applies, then the accounts.
 
-Source: trajectory specification 3.3, 3.4, 3.6, 3.9.
+Source: docs/reference/trajectory.md 3.3, 3.4, 3.6, 3.9.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Housekeeping commands: what a restart changes, and what the passing of time ends.
 
-Source: trajectory specification 3.5 (buffer expiry), 3.7, 3.10, 3.11.
+Source: docs/reference/trajectory.md 3.5 (buffer expiry), 3.7, 3.10, 3.11.
 """
 
 from __future__ import annotations

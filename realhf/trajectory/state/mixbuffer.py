@@ -1,6 +1,6 @@
 """Groups of the wrong size: find a set of them that adds up to the right one. Pure functions, usable without HTTP.
 
-Source: trajectory specification 2.7.
+Source: docs/reference/trajectory.md 2.7.
 """
 
 from __future__ import annotations

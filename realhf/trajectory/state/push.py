@@ -1,4 +1,7 @@
-"""What happens to a pushed group: queue, mix buffer or quarantine. Source: trajectory specification 2.6, 2.7, 3.8."""
+"""What happens to a pushed group: queue, mix buffer or quarantine.
+
+Source: docs/reference/trajectory.md 2.6, 2.7, 3.8.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +105,8 @@ def _route(state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadR
 
 
 def _wake(state: TrajectoryState, env: EnvRecord | None) -> None:
-    """Whoever had nothing queued starts at the present virtual time: no burst to catch up (3.6). Groups without a
-    known environment (None) are one."""
+    """Whoever had nothing queued starts at the present virtual time: no burst to catch up
+    (docs/reference/trajectory.md 3.6). Groups without a known environment (None) are one."""
     clock, queued = state.run.clock, state.queue.env_sequences()
     if env is not None:
         if env.virtual_time < clock and env.env_id not in queued:
@@ -121,7 +124,10 @@ def _unbufferable(state: TrajectoryState, env: EnvRecord, size: int) -> str | No
 
 
 def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons: set[str]) -> None:
-    """Hold a group back, and release one set that adds up to the declared group size, if there is one (2.7)."""
+    """Hold a group back, and release one set that adds up to the declared group size, if there is one.
+
+    Source: docs/reference/trajectory.md 2.7.
+    """
     held = state.buffers.get(env.env_id, {})
     if len(held) >= state.options.max_buffered_groups:
         isolate(state, next(iter(held.values())), "buffer_full")

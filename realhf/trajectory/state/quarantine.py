@@ -1,4 +1,7 @@
-"""Groups that can never be served: kept aside with the reason, instead of blocking the others (3.5)."""
+"""Groups that can never be served: kept aside with the reason, instead of blocking the others.
+
+Source: docs/reference/trajectory.md 3.5.
+"""
 
 from __future__ import annotations
 

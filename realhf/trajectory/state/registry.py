@@ -1,6 +1,6 @@
 """Who takes part: the trainer's registration, environments and their heartbeats, epochs, the policy version.
 
-Source: trajectory specification 2.3 to 2.5, 3.2, 3.7, 3.9.
+Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
 
 
 def reset(state: TrajectoryState, now: float) -> None:
-    """Forget everything; the epoch grows (2.9). Strict keeps what the original keeps."""
+    """Forget everything; the epoch grows (docs/reference/trajectory.md 2.9). Strict keeps what the original keeps."""
     old = state.run
     run = RunRecord(epoch=old.epoch + 1)
     if not state.options.forget_on_reset:
@@ -163,13 +163,16 @@ def disconnect_env(state: TrajectoryState, now: float, env_id: int) -> dict[str,
 
 
 def check_epoch(state: TrajectoryState, now: float, sent: str | None) -> None:
-    """Refuse (409) what belongs to an older run (3.2). Clients that send no epoch are not fenced."""
+    """Refuse (409) what belongs to an older run. Clients that send no epoch are not fenced.
+
+    Source: docs/reference/trajectory.md 3.2.
+    """
     if sent is not None and state.options.fence_epochs and sent != str(state.run.epoch):
         raise Refusal(409, f"epoch {sent[:40]} has ended; the current one is {state.run.epoch}")
 
 
 def set_policy_version(state: TrajectoryState, now: float, version: int) -> dict[str, Any]:
-    """The trainer's weights are now of this version (3.9)."""
+    """The trainer's weights are now of this version (docs/reference/trajectory.md 3.9)."""
     state.put_run(msgspec.structs.replace(state.run, policy_version=version))
     return {"status": "success", "policy_version": version}
 
@@ -192,7 +195,10 @@ def heartbeat(state: TrajectoryState, now: float, env_id: int) -> None:
 
 
 def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float], float]:
-    """Share of each known environment when batches are filled, and that of everything else together (3.6)."""
+    """Share of each known environment when batches are filled, and that of everything else together.
+
+    Source: docs/reference/trajectory.md 3.6.
+    """
     weights = {env.env_id: _weight(env) if is_alive(state, env, now) else 0.0 for env in state.envs.values()}
     total = sum(weights.values()) + 1.0 if _has_foreign_groups(state) else sum(weights.values())
     if total <= 0:
@@ -201,7 +207,10 @@ def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float],
 
 
 def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
-    """The numbers by which a rollout handler paces itself (2.5). Cost: the number of environments."""
+    """The numbers by which a rollout handler paces itself. Cost: the number of environments.
+
+    Source: docs/reference/trajectory.md 2.5.
+    """
     env = state.envs.get(env_id)
     if env is None:
         raise Refusal(404, "unknown env_id")

@@ -1,7 +1,9 @@
-"""Idempotency: a repeated request with the same key gets the first answer and changes nothing (3.10).
+"""Idempotency: a repeated request with the same key gets the first answer and changes nothing.
 
 The key is stored in the same commit as the data. The fingerprint tells a repeat from a mistake: CRC-32 and length
 of the body, which find a client's bug and are not meant to resist an attack.
+
+Source: docs/reference/trajectory.md 3.10.
 """
 
 from __future__ import annotations

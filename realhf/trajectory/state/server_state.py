@@ -1,7 +1,7 @@
 """The server's state in memory: tables of frozen records, and indexes that are functions of the tables.
 
 Commands change it only through ``put``, ``delete`` and ``clear``, so that a restored state and one that follows
-another instance are equal to the one that executed the commands. Source: trajectory specification 3.11.
+another instance are equal to the one that executed the commands. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class TrajectoryState:
 
     @property
     def max_staleness(self) -> int | None:
-        """Steps a group may lie behind the current policy version; None: no bound (3.9)."""
+        """Steps a group may lie behind the current policy version; None: no bound.
+
+        Source: docs/reference/trajectory.md 3.9.
+        """
         if not self.options.bound_staleness:
             return None
         own = self.run.max_staleness

@@ -1,6 +1,6 @@
 """What can be looked at: bodies of the endpoints that change nothing.
 
-Source: trajectory specification 2.2, 3.5, 3.7.
+Source: docs/reference/trajectory.md 2.2, 3.5, 3.7.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The contract of a store: rows of small tables, committed in order, and payloads beside them.
 
 The engine executes commands on a state in memory and hands their changes to ``commit``; nobody is answered before it
-returns. Source: trajectory specification 3.11.
+returns. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """State shared by several servers: tables, payloads and a log of changes in one Redis.
 
-A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits rows and its own
-log entry in one script that checks the token. Whoever lost the lock writes nothing. How much survives the loss of
-Redis itself is its own configuration (append-only file); a server that was there before notices what is missing.
-Nothing that must be unique is counted in Redis, which may have forgotten the count. Source: trajectory specification
-3.11.
+A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits rows and its own log
+entry in one script that checks the token. Whoever lost the lock writes nothing. How much survives the loss of Redis
+itself is its own configuration (append-only file); a server that was there before notices what is missing. Nothing that
+must be unique is counted in Redis, which may have forgotten the count. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

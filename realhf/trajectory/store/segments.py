@@ -1,6 +1,6 @@
 """Payloads in append-only files of bounded size, each unlinked when nobody refers to anything in it any more.
 
-A reference is ``segment << 40 | offset``. Source: trajectory specification 3.11.
+A reference is ``segment << 40 | offset``. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

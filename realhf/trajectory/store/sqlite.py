@@ -3,7 +3,7 @@
 A commit is one transaction, after the payloads it refers to were written. It survives the death of the process; with
 ``durable`` also that of the machine. Without a flush a small transaction takes some 30 microseconds, less than a visit
 to another thread, so it is made where it is asked for; payloads, large transactions and checkpoints, which may wait for
-the disk, go to the writer thread. Source: trajectory specification 3.11.
+the disk, go to the writer thread. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``TrajectoryDataset``: the batches of a trajectory server as samples to train on.
 
 A batch stays leased until its owner says that what was learnt from it is safe (``acknowledge``); after a crash the
-server hands it out again. Source: trajectory specification 2.8, 3.9, 3.10.
+server hands it out again. Source: docs/reference/trajectory.md 2.8, 3.9, 3.10.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Groups of a batch as the packed keys of a ``SequenceSample`` (dataflow specification, section 2).
+"""Groups of a batch as the packed keys of a ``SequenceSample`` (docs/reference/dataflow.md 2).
 
-The server takes groups of any shape (specification 2.6: no cross-checks), so the shapes are checked here: a sequence
-that cannot be trained on keeps its place with one token and without a loss, and is counted by its reason.
+The server takes groups of any shape (docs/reference/trajectory.md 2.6: no cross-checks), so the shapes are checked
+here: a sequence that cannot be trained on keeps its place with one token and without a loss, and is counted by its
+reason.
 """
 
 from __future__ import annotations

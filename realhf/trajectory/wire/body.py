@@ -1,6 +1,6 @@
 """Request bodies: read and decompressed under a cap, so that no bomb is ever inflated.
 
-Source: trajectory specification 2.1, 3.8, 3.11.
+Source: docs/reference/trajectory.md 2.1, 3.8, 3.11.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From one encoding to the other without loss: tensors become lists of numbers, lists of rows become tensors.
 
-Source: trajectory specification 3.11 ("cross-format is lossless").
+Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

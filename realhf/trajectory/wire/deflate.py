@@ -1,6 +1,6 @@
-"""Compressed batches: each group is deflated by itself, in threads without the GIL, and the segments are joined
-under one gzip header with one checksum, since some clients do not read several members. Source: trajectory
-specification 3.11.
+"""Compressed batches: each group is deflated by itself, in threads without the GIL, and the segments are joined under
+one gzip header with one checksum, since some clients do not read several members.
+Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

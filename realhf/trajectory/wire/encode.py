@@ -1,6 +1,6 @@
 """Responses that carry groups: converted where the encodings differ, spliced, compressed.
 
-Source: trajectory specification 2.1, 3.11.
+Source: docs/reference/trajectory.md 2.1, 3.11.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a request body to validated groups, without ever holding the event loop for long.
 
-Source: trajectory specification 2.1, 2.6, 3.8.
+Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came.
 
 Whatever is unusual (a value that needs coercion, an unknown or repeated key, an error) makes ``read_group`` return
-None, and the lax path decides. Source: trajectory specification 2.6, 3.8, 3.11.
+None, and the lax path decides. Source: docs/reference/trajectory.md 2.6, 3.8, 3.11.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The lax path for JSON: the original's coercions and error lists, then canonical bytes.
 
-Slow and exact; it sees what the fast path would not decide. Source: trajectory specification 2.1, 2.6, 3.8.
+Slow and exact; it sees what the fast path would not decide. Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Groups as MessagePack: the same maps as JSON, with raw tensors where a field is a list of rows of numbers.
 
-A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``. Source: trajectory
-specification 3.11.
+A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``.
+Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of numbers told from their bytes, without making a single number of them: most of the cost of reading a group.
 
 Both functions take valid JSON (msgspec has walked through it) and answer only where the bytes leave no doubt; None
-means: decode it. Source: trajectory specification 2.6, 3.8.
+means: decode it. Source: docs/reference/trajectory.md 2.6, 3.8.
 """
 
 from __future__ import annotations

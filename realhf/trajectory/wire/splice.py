@@ -1,6 +1,6 @@
 """Batches from stored bytes: groups are joined as they came, absent keys are added, nothing is encoded again.
 
-Source: trajectory specification 2.6 ("every delivered item has all 14 keys"), 3.11.
+Source: docs/reference/trajectory.md 2.6, 3.11.
 """
 
 from __future__ import annotations

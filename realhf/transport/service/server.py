@@ -1,5 +1,5 @@
 """Requests of many clients to one process, answered out of order: admission at the master, tokens at a generation
-worker. The other direction of ``rpc_master``, which calls; see spec dataflow, sections 6 and 9.
+worker. The other direction of ``rpc_master``, which calls; see docs/reference/dataflow.md 6 and 9.
 
 A message is a header (``kind`` request, ``id`` of the client's choice, ``method``) and one msgpack payload.
 """

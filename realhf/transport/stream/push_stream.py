@@ -1,4 +1,4 @@
-"""The wire of the push stream: samples from many producers to one receiver (dataflow spec section 9, StreamDataset).
+"""The wire of the push stream: samples from many producers to one receiver.
 
 A producer pushes *sample* messages, numbered from 1 per session (one start of a producer), to a socket the receiver
 binds. The receiver pushes *acks* back to a socket the producer binds, whose address travels in every header. An ack
@@ -6,6 +6,8 @@ says which messages are done (``up_to``: all up to this number), which have arri
 be on their way at once (``credits``). A *probe* asks for an ack and says how much has been sent, so a loss on the way
 shows without sending anything twice; ``base`` (the lowest number not acked) lets a new receiver take up the count.
 *bye* ends a session. All headers are those of ``realhf.transport.envelope``.
+
+Source: docs/reference/dataflow.md 9, StreamDataset.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors from worker to worker (dataflow spec section 7).
+"""Tensors from worker to worker (docs/reference/dataflow.md 7).
 
 Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each
 other. A fetch on one host is answered with a reference to shared memory, any other one (and any that fails

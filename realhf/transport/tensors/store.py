@@ -1,4 +1,4 @@
-"""The tensors a worker holds, by sample id and key (dataflow spec section 7)."""
+"""The tensors a worker holds, by sample id and key (docs/reference/dataflow.md 7)."""
 
 from __future__ import annotations
 

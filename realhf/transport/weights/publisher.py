@@ -1,4 +1,4 @@
-"""The sending side of a policy's weights (dataflow spec section 9, weight update: stage)."""
+"""The sending side of a policy's weights (docs/reference/dataflow.md 9, weight update: stage)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiving side of a policy's weights (dataflow spec section 9, weight update: stage and verify)."""
+"""The receiving side of a policy's weights (docs/reference/dataflow.md 9, weight update: stage and verify)."""
 
 from __future__ import annotations
 

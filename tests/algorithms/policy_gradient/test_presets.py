@@ -19,7 +19,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("algo", sorted(TABLE))
-def test_rows_are_those_of_the_specification(algo: str) -> None:
+def test_rows_are_those_of_the_reference(algo: str) -> None:
     got = resolve(PPOConfig(algo=algo), loss_scale_len=64)
     cells = (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.eps_clip_higher, got.loss_agg)
     assert cells == TABLE[algo] and not got.needs_reference

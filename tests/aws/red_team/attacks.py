@@ -1,4 +1,4 @@
-"""Attacks of the table in environment spec 5, as data: row, command, what the environment must answer.
+"""Attacks of the table in docs/reference/environment.md 5, as data: row, command, what the environment must answer.
 
 ``{secret}``: a host file; ``{marker}``: a host path that must never appear; ``{url}``: a listener that must never
 be called; ``{sibling}``: the endpoint of another session; ``{answers}``: the tasks with their solutions. ``expected``

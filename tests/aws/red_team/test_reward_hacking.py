@@ -1,6 +1,8 @@
-"""The eight layers against reward hacking, each with the exploit that it is there to stop (spec section 7).
+"""The eight layers against reward hacking, each with the exploit that it is there to stop.
 
 And the property behind the reward: whatever an agent does, its rewards add up to its final score.
+
+Source: docs/reference/environment.md 7.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Random histories of the sequence buffer against its invariants (spec dataflow, section 4)."""
+"""Random histories of the sequence buffer against its invariants (docs/reference/dataflow.md 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit: it finds what is wrong, and after any kill there is nothing wrong (spec dataflow, section 9)."""
+"""The audit: it finds what is wrong, and after any kill there is nothing wrong (docs/reference/dataflow.md 9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The journal: what was appended comes back after any crash, and the run goes on from it (spec dataflow, section 9)."""
+"""The journal: what was appended comes back after any crash, and the run goes on from it.
+
+Source: docs/reference/dataflow.md 9.
+"""
 
 from __future__ import annotations
 

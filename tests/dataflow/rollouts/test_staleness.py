@@ -1,4 +1,4 @@
-"""Admission: the formula, and what keeps it true (spec dataflow, section 9; tests: section 14, 8)."""
+"""Admission: the formula, and what keeps it true (docs/reference/dataflow.md 9, 14)."""
 
 from __future__ import annotations
 

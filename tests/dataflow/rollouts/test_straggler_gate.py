@@ -1,4 +1,4 @@
-"""The gate: no sample is overtaken until it is too old (spec dataflow, section 9; tests: section 14, 8)."""
+"""The gate: no sample is overtaken until it is too old (docs/reference/dataflow.md 9, 14)."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def test_what_cannot_be_is_refused() -> None:
     assert (gate.staged, len(gate)) == (1, 1)
 
 
-def test_the_rule_is_the_one_of_the_specification() -> None:
+def test_the_rule_is_the_one_of_the_reference() -> None:
     """For every a >= u - eta: the sum over a' <= a of (out[a'] - S[a']) is at most (a + eta - u) * B."""
-    verdicts = Counter(_gate_agrees_with_the_specification(Random(seed)) for seed in range(1000))
+    verdicts = Counter(_gate_agrees_with_the_reference(Random(seed)) for seed in range(1000))
     assert min(verdicts["opens"], verdicts["too few"], verdicts["waits"]) > 100
 
 
-def _gate_agrees_with_the_specification(random: Random) -> str:
+def _gate_agrees_with_the_reference(random: Random) -> str:
     batch_size, eta, step = random.randint(1, 4), random.randint(0, 4), random.randint(0, 8)
     gate = StragglerGate(batch_size, eta)
     versions = {f"s{order}": random.randint(max(0, step - eta - 1), step) for order in range(random.randint(1, 14))}
@@ -137,7 +137,7 @@ def _gate_agrees_with_the_specification(random: Random) -> str:
 
 @pytest.mark.parametrize("crashes", [0, 2])
 def test_no_sample_is_older_than_the_bound_and_nothing_stops(crashes: int) -> None:
-    """The simulation of the specification: 1,500 runs, half of them with crashes."""
+    """1,500 simulated runs of admission and gate, half of them with crashes."""
     oldest: dict[int, int] = {}
     for seed in range(750):
         random = Random(seed)

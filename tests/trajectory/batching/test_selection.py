@@ -1,6 +1,6 @@
-"""Batch forming: sums, fairness, minimums, and that nothing jams. Specification 2.7, 3.3 to 3.6, tests 9, 11, 13 to 15.
+"""Batch forming: sums, fairness, minimums, and that nothing jams. Source: docs/reference/trajectory.md 2.7, 3.3 to 3.6.
 
-The references below are slow and written from the specification's sentences, not from the code under test.
+The references below are slow and written from that page's sentences, not from the code under test.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def test_a_client_error_is_not_retried():
     assert drive([Response(422, {}, b"")], 60)[0].status == 422
 
 
-def test_pacing_follows_the_specification():
+def test_pacing_follows_the_reference():
     env = EnvRegistration(0, "a_0", "c", 10, 0, 100, batch_size=64, group_size=4, min_batch_allocation=0.25, epoch=1)
     status = EnvStatus(
         current_step=5, queue_size=8, self_queue_size=3, max_group_size=4, unallocated_fraction=0.5, env_weight=1.0

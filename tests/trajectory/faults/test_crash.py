@@ -1,4 +1,4 @@
-"""Servers that are killed, and stores that fail, lose nothing unsaid: specification tests 27, 31. The long runs are
+"""Servers that are killed, and stores that fail, lose nothing unsaid: docs/reference/trajectory.md 5. The long runs are
 ``make crash-ledger``."""
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A server killed around the single moments of a batch and of a push of several groups: specification tests 28, 29."""
+"""A server killed around the single moments of a batch and of a push of several groups.
+
+Source: docs/reference/trajectory.md 5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A trainer that is started again in the middle of a run goes on with the queue it had: specification 2.3, 3.2."""
+"""A trainer that is started again in the middle of a run goes on with the queue it had.
+
+Source: docs/reference/trajectory.md 2.3, 3.2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens, resets, strict mode, metrics and the status page: specification 3.11, 3.12, test 25."""
+"""Tokens, resets, strict mode, metrics and the status page: docs/reference/trajectory.md 3.11, 3.12."""
 
 from __future__ import annotations
 

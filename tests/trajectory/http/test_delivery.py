@@ -1,4 +1,4 @@
-"""Leases, idempotency, epochs, back-pressure and restarts over HTTP: specification tests 20 to 24, 26, 28."""
+"""Leases, idempotency, epochs, back-pressure and restarts over HTTP: docs/reference/trajectory.md 5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nonsense at every endpoint: no 500, and the state stays whole. Specification test 19."""
+"""Nonsense at every endpoint: no 500, and the state stays whole. Source: docs/reference/trajectory.md 5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire contract, as stock clients see it: specification 2, tests 1 to 8."""
+"""The wire contract, as stock clients see it: docs/reference/trajectory.md 2."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Taken from the behaviour of atroposlib 0.4.0 (``envs/base.py``, ``example_trainer/api.py``): a new connection for each
 request, gzip from 1024 bytes, three tries on connection errors and 5xx, data dropped on 4xx, ``/status-env`` polled by
-GET with a JSON body, batches pulled anonymously. Specification test 33.
+GET with a JSON body, batches pulled anonymously. Source: docs/reference/trajectory.md 5.
 """
 
 from __future__ import annotations

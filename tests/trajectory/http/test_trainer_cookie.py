@@ -1,4 +1,4 @@
-"""A session that pulls ahead keeps the name under which it holds a batch. Specification 3.10."""
+"""A session that pulls ahead keeps the name under which it holds a batch. Source: docs/reference/trajectory.md 3.10."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What web pages and other machines may do without a token, and what pages show with one.
 
-Specification 1.1, 2.1, 3.11."""
+Source: docs/reference/trajectory.md 1.1, 2.1, 3.11."""
 
 from __future__ import annotations
 

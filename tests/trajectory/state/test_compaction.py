@@ -1,4 +1,7 @@
-"""What little is in use keeps no files that are mostly empty, and moving it loses nothing: specification 3.5, 3.11."""
+"""What little is in use keeps no files that are mostly empty, and moving it loses nothing.
+
+Source: docs/reference/trajectory.md 3.5, 3.11.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases, acknowledgements, redelivery: specification 3.1, 3.10."""
+"""Leases, acknowledgements, redelivery: docs/reference/trajectory.md 3.1, 3.10."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Routing of pushed groups, quarantine, back-pressure, idempotency: specification 2.6, 2.7, 3.5, 3.8, 3.10."""
+"""Routing of pushed groups, quarantine, back-pressure, idempotency.
+
+Source: docs/reference/trajectory.md 2.6, 2.7, 3.5, 3.8, 3.10.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Registration, environments, heartbeats and the pacing numbers: specification 2.3 to 2.5, 3.2, 3.6, 3.7."""
+"""Registration, environments, heartbeats and the pacing numbers.
+
+Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.6, 3.7.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def test_disconnect_is_idempotent_and_soft():
         assert registry.disconnect_env(driver.state, 0, unknown)["status"] == "failure"
 
 
-def test_the_worked_example_of_the_specification():
+def test_the_worked_example_of_the_reference():
     driver = started()
     first, second = driver.env(group_size=2), driver.env(group_size=4)
     for _ in range(2):

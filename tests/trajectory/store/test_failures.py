@@ -1,4 +1,7 @@
-"""A store that fails loses nothing it acknowledged, and the server still stops: specification 3.8, 3.11."""
+"""A store that fails loses nothing it acknowledged, and the server still stops.
+
+Source: docs/reference/trajectory.md 3.8, 3.11.
+"""
 
 from __future__ import annotations
 

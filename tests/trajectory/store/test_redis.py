@@ -1,4 +1,4 @@
-"""Several servers over one Redis are one server: specification 3.11, test 31. Needs a real redis-server."""
+"""Several servers over one Redis are one server: docs/reference/trajectory.md 3.11. Needs a real redis-server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A Redis that forgot is noticed: nothing acknowledged afterwards is lost, and a new epoch says that something was.
 
-Needs a real redis-server. Specification 3.2, 3.11."""
+Needs a real redis-server. Source: docs/reference/trajectory.md 3.2, 3.11."""
 
 from __future__ import annotations
 

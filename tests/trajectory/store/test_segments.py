@@ -1,4 +1,7 @@
-"""``durable``: nothing is acknowledged whose file could lose its name with the power. Specification 3.11."""
+"""``durable``: nothing is acknowledged whose file could lose its name with the power.
+
+Source: docs/reference/trajectory.md 3.11.
+"""
 
 from __future__ import annotations
 

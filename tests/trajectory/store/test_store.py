@@ -1,4 +1,7 @@
-"""The stores that one server has for itself: what was committed comes back, whatever happens. Specification 3.11."""
+"""The stores that one server has for itself: what was committed comes back, whatever happens.
+
+Source: docs/reference/trajectory.md 3.11.
+"""
 
 from __future__ import annotations
 

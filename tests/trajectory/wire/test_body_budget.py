@@ -1,4 +1,4 @@
-"""All bodies together have a bound: whoever sends them, compressed or not. Specification 3.8."""
+"""All bodies together have a bound: whoever sends them, compressed or not. Source: docs/reference/trajectory.md 3.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a request takes of the budget is what its body holds, also while it is put together. Specification 3.8."""
+"""What a request takes of the budget is what its body holds, also while it is put together.
+
+Source: docs/reference/trajectory.md 3.8.
+"""
 
 from __future__ import annotations
 

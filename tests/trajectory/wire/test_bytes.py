@@ -1,4 +1,4 @@
-"""Bodies, compression and MessagePack: specification 2.1, 3.8, 3.11."""
+"""Bodies, compression and MessagePack: docs/reference/trajectory.md 2.1, 3.8, 3.11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""JSON groups: what is accepted, what is refused, and that nothing changes on the way. Specification 2.1, 2.6, 3.8."""
+"""JSON groups: what is accepted, what is refused, and that nothing changes on the way.
+
+Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
+"""
 
 from __future__ import annotations
 

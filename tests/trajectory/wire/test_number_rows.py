@@ -1,4 +1,7 @@
-"""Rows of numbers told from their bytes: never another verdict than the decoder's. Specification 2.6, 3.8."""
+"""Rows of numbers told from their bytes: never another verdict than the decoder's.
+
+Source: docs/reference/trajectory.md 2.6, 3.8.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The process that parses what is too large for the event loop: deaths on either side. Specification 3.8."""
+"""The process that parses what is too large for the event loop: deaths on either side.
+
+Source: docs/reference/trajectory.md 3.8.
+"""
 
 from __future__ import annotations
 
