@@ -11,6 +11,7 @@ import pytest
 
 from realhf.aws.cli.executor import SentRequest
 from realhf.aws.cli.worker import CappedSink
+from realhf.aws.simulator.configured_pool import output_limits
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.env.server.config import ServerConfig
 from tests.process_family import freeze
@@ -179,7 +180,7 @@ def test_the_length_of_a_command_is_the_configured_one(slot: Slot, monkeypatch: 
     config = ServerConfig(max_command_bytes=30_000, ministack_base_port=0)
     made = make_pool(config)
     assert isinstance(made, MiniStackPool) and made._limits.command_bytes == 30_000
-    monkeypatch.setattr(slot.executor, "_limits", config.limits)
+    monkeypatch.setattr(slot.executor, "_limits", output_limits(config))
     value = "x" * 12_000
     put = slot.executor.run(f"aws secretsmanager create-secret --name p --secret-string {value}")
     assert put.success, put.stderr
