@@ -101,6 +101,15 @@ def _import_modules() -> list[threading.Thread]:
     return deferred
 
 
+def _start_after_fork(thread: threading.Thread) -> None:
+    """Start a thread that was made before the fork. From Python 3.13 on a fork marks the handles of all other threads
+    as done, those that never ran among them, so such a thread gets a new one; the object stays the one that its maker
+    asks whether it is alive."""
+    if hasattr(thread, "_handle"):
+        thread._handle = type(thread._handle)()  # type: ignore[attr-defined]
+    thread.start()
+
+
 def _keep_only_metadata(services: Sequence[str]) -> None:
     """MiniStack looks up a service's protocol in botocore's full model, tens of megabytes and 0.1 s per service
     in every simulator. Read the few words that matter of each once, before the fork."""
@@ -218,7 +227,7 @@ def main() -> None:
         guard.apply(request["folder"])
         randomness.seed(0)
         for thread in deferred:
-            thread.start()
+            _start_after_fork(thread)
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
             runner.run(_serve(app, randomness, listener, owner))
 
