@@ -1,0 +1,158 @@
+"""Every example runs as its page says, at toy size, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from realhf.env.server.process import EnvServerProcess
+from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.resuming_env import ResumingEnv
+from realhf.rollout.episode.rollout_state import Job, Limits
+from tests.rollout.black_box import FakeTokens, chat
+from tests.rollout.fake_env_server import FakeEnvServer
+from tests.test_end_to_end import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+LONGEST = 80
+
+
+def run(*command: str, cwd: Path = ROOT, timeout_s: float = 170, **environment: str) -> str:
+    """What a command that must succeed printed."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
+    return done.stdout
+
+
+def scripts() -> list[Path]:
+    """The examples, each one file."""
+    return sorted(path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".sh"))
+
+
+def test_each_example_is_short_and_has_its_line_on_the_page() -> None:
+    """An example is read in one sitting: under 80 lines. The page names each, and nothing that is not there."""
+    page = (EXAMPLES / "README.md").read_text()
+    assert len(scripts()) >= 6
+    assert {path.name: lines for path in scripts() if (lines := path.read_text().count("\n")) >= LONGEST} == {}
+    named = {(EXAMPLES / link).resolve() for link in re.findall(r"\]\(([\w./-]+\.(?:py|sh))\)", page)}
+    assert named >= set(scripts()) and all(path.exists() for path in named)
+
+
+def test_groups_are_pushed_and_pulled_with_curl(tmp_path: Path) -> None:
+    """The group that the shell pushed, twice under one key, is pulled once, and the server counts the step."""
+    if shutil.which("curl") is None:
+        pytest.skip("no curl on this machine")
+    printed = run(
+        "sh", str(EXAMPLES / "push_groups.sh"), cwd=tmp_path, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    )
+    answers = [json.loads(line) for line in re.findall(r"^\{.*?\}$", printed, re.MULTILINE | re.DOTALL)]
+    [batch] = [answer["batch"] for answer in answers if answer.get("batch")]
+    assert [group["tokens"] for group in batch] == [[[5, 6, 7], [5, 6, 8, 9]]]
+    assert answers[-1] == {"current_step": 1, "queue_size": 0}
+
+
+def test_a_trainer_of_ones_own_learns_from_the_server() -> None:
+    """A score of 1/16 is chance; fifteen steps on pulled batches bring it far above."""
+    printed = run(sys.executable, str(EXAMPLES / "own_trainer.py"), "15", OMP_NUM_THREADS="1")
+    means = [float(mean) for mean in re.findall(r"32 sequences, mean score ([\d.]+)", printed)]
+    assert len(means) == 15 and means[0] < 0.13 and means[-1] > 0.2, means
+
+
+async def test_the_black_box_agent_plays_an_episode_and_corrects_itself() -> None:
+    """It asks again when no command was said, shows the model what a command printed, and ends with the environment."""
+
+    def speak(prompt: str) -> str:
+        return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
+
+    limits = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40, observation_chars=100)
+    agent = BlackBoxAgent(load_agent("examples.black_box_agent:solve"), chat(), limits, timeout_s=20)
+    with FakeEnvServer() as server:
+        env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
+        try:
+            outcome = await agent.play(env, Job(0, {}, 11, sampling_seed=5), FakeTokens(speak), 2)
+        finally:
+            await agent.close()
+            await env.env.close()
+    assert [turn.text for turn in outcome.turns] == ["hm", "aws s3 ls", "aws s3api list-buckets"]
+    assert outcome.status == "achieved" and outcome.reward == 1.0
+
+
+async def test_the_black_box_agent_stops_at_a_limit() -> None:
+    """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of the agent."""
+    limits = Limits(max_turns=2, max_total_tokens=600, turn_tokens=40, observation_chars=100)
+    agent = BlackBoxAgent(load_agent("examples.black_box_agent:solve"), chat(), limits, timeout_s=20)
+    with FakeEnvServer() as server:
+        env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
+        try:
+            outcome = await agent.play(env, Job(0, {}, 11, sampling_seed=5), FakeTokens(lambda prompt: "hm"), 2)
+        finally:
+            await agent.close()
+            await env.env.close()
+    assert outcome.status == "max_turns" and outcome.valid and len(outcome.turns) == 2
+
+
+@pytest.mark.sim
+def test_an_episode_is_played_over_the_wire() -> None:
+    """The scripted agent of the example finds the bucket and solves its task on a real simulator."""
+    printed = run(sys.executable, str(EXAMPLES / "environment_over_the_wire.py"))
+    assert printed.count("$ aws s3api ") == 2 and printed.endswith("return 1.0\n")
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """What the first run printed at toy size, and its folder."""
+    root = tmp_path_factory.mktemp("first")
+    printed = run(
+        sys.executable,
+        str(EXAMPLES / "first_run.py"),
+        f"fileroot={root / 'runs'}",
+        "total_train_steps=2",
+        *TINY,
+        cwd=root,
+    )
+    yield printed, root / "runs" / "grpo_aws" / "first_run"
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None:
+    """It trains, evaluates before and after, and prints both numbers of the summary."""
+    printed, folder = first_run
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2
+    for when in ("before", "after"):
+        assert f"{summary[f'heldout_success_{when}']['overall']:.0%} {when}" in printed
+    assert re.search(r"reward of a training episode: -?[\d.]+ in step 1, -?[\d.]+ in step 2", printed)
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this")
+def test_trl_trains_the_policy_of_the_first_run(first_run: tuple[str, Path]) -> None:
+    """TRL takes two steps on episodes that the environment played."""
+    policy = str(first_run[1] / "policy")
+    toy = ("--group-size", "2", "--steps", "2", "--tasks", "1", "3")
+    with EnvServerProcess(2) as server:
+        command = (str(TRL_PYTHON), str(EXAMPLES / "trl_grpo.py"), policy, "--url", server.url, *toy)
+        printed = run(*command, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
+    assert re.findall(r"step (\d): reward -?[\d.]+, loss -?[\d.]+", printed) == ["1", "2"]
