@@ -12,12 +12,15 @@ from torch import Tensor
 def token_weights(
     mask: Tensor, sequence: Tensor, n_sequences: int, aggregation: str, loss_scale_len: int = 1
 ) -> Tensor:
-    """Weight of every token such that the sum of weight * loss is the aggregated loss, f32 (n,), 0 outside
-    the mask. Computed over a whole minibatch, so that it can be cut into microbatches afterwards, and
-    before any sequence is left out for having no advantage: normalisers count those too.
+    """Return the weight of every token such that the sum of weight * loss is the aggregated loss: f32 (n,), 0 outside
+    the mask.
 
-    T tokens and S sequences with at least one token: ``token_mean`` 1/T; ``seq_mean_token_mean``
-    1/(S |o|); ``seq_mean_token_sum`` 1/S; ``constant`` 1/(S loss_scale_len)."""
+    The weights are computed over a whole minibatch, so that it can be cut into microbatches afterwards, and before any
+    sequence is left out for having no advantage: normalisers count those too.
+
+    With T tokens and S sequences that have at least one token: ``token_mean`` 1/T; ``seq_mean_token_mean`` 1/(S |o|);
+    ``seq_mean_token_sum`` 1/S; ``constant`` 1/(S loss_scale_len).
+    """
     count = torch.zeros(n_sequences, dtype=torch.float64, device=mask.device)
     count = count.index_add(0, sequence, mask.double())
     n_trained = (count > 0).sum().clamp(min=1)
@@ -35,5 +38,5 @@ def token_weights(
 
 
 def weighted_sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-    """Sum of weights * values over the mask, a scalar with the graph of ``values`` attached."""
+    """Return the sum of weights * values over the mask, a scalar with the graph of ``values`` attached."""
     return torch.where(mask, values * weights, 0.0).sum()

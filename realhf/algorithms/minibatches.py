@@ -1,4 +1,4 @@
-"""The updates of one train step: its sequences in parts of about equal numbers of tokens."""
+"""Cuts the sequences of one train step into parts of about equal numbers of tokens, one for each update."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from realhf.api.sequence_choice import choose_sequences
 
 
 def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[SequenceSample]:
-    """``n`` parts, or as many as there are sequences; deterministic in ``seed``. Groups are cut, so what a loss needs
-    of a group is in the keys already. In shuffled order each sequence joins the part with the fewest tokens so far:
-    parts differ by the longest sequence at most."""
+    """Cut ``sample`` into ``n`` parts, or into as many as there are sequences; deterministic in ``seed``.
+
+    Groups are cut too, so whatever a loss needs of a group must be in the keys already. In shuffled order each sequence
+    joins the part with the fewest tokens so far: parts differ by at most the longest sequence.
+    """
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     owner, load = np.zeros(len(lengths), dtype=np.int64), np.zeros(n, dtype=np.int64)
     for i in np.random.default_rng(seed).permutation(len(lengths)):

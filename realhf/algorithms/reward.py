@@ -1,4 +1,4 @@
-"""From environment scores to rewards: no model involved."""
+"""Turns environment scores into rewards, without a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from realhf.api.sample import SequenceSample
 
 
 class OutcomeRewardInterface:
-    """``env_rewards`` -> ``rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32, one
-    per sequence (docs/reference/dataflow.md 10, Score). Where the key ``outcome`` tells of a failure the reward is
+    """Computes ``rewards`` from ``env_rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32,
+    one per sequence (docs/reference/dataflow.md 10, Score). Where the key ``outcome`` reports a failure the reward is
     NaN: a failed episode has no reward, not reward 0."""
 
     def __init__(self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0) -> None:
@@ -25,8 +25,8 @@ class OutcomeRewardInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Output key ``rewards`` with the lengths of ``env_rewards``; stats ``reward_mean`` and ``n_scored``
-        over those that have one."""
+        """Return ``rewards`` with the lengths of ``env_rewards``, and the statistics ``reward_mean`` and ``n_scored``
+        over the sequences that have a reward."""
         scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
             scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
@@ -45,7 +45,9 @@ class OutcomeRewardInterface:
         return out, {"reward_mean": mean, "n_scored": float(len(scored))}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return {}: the interface has no state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the interface has no state."""
         del state

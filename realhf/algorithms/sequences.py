@@ -1,4 +1,4 @@
-"""The sequences of a batch as flat tensors, and choosing among them."""
+"""Views the sequences of a batch as flat tensors, and chooses among them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PredictedTokens:
-    """Positions of the L-1 layout. ``mask`` bool (n,): the predicted token is trainable; ``sequence`` i64
-    (n,): which sequence; ``group`` i64 (n_sequences,): which sample."""
+    """Describes the positions of the L-1 layout: ``mask`` bool (n,) is true where the predicted token is trainable;
+    ``sequence`` i64 (n,) numbers the sequence of each position; ``group`` i64 (n_sequences,) numbers the sample of each
+    sequence."""
 
     mask: Tensor
     sequence: Tensor
@@ -27,11 +28,12 @@ class PredictedTokens:
 
     @property
     def n_sequences(self) -> int:
+        """The number of sequences of the batch."""
         return len(self.group)
 
     @staticmethod
     def of(sample: SequenceSample) -> PredictedTokens:
-        """Reads ``loss_mask`` (all True if absent) and the lengths of ``packed_input_ids``."""
+        """Read the positions from ``loss_mask`` (all True if absent) and the lengths of ``packed_input_ids``."""
         lengths = np.asarray(sample.lengths("packed_input_ids").values)
         sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths - 1))
         group = torch.from_numpy(np.asarray(sample.group_index("packed_input_ids")))
@@ -47,8 +49,7 @@ class PredictedTokens:
 def replace_keys(
     sample: SequenceSample, *, per_token: Mapping[str, Tensor] = _NONE, shifted: Mapping[str, Tensor] = _NONE
 ) -> SequenceSample:
-    """The sample with these keys added or exchanged: ``per_token`` of L entries per sequence, ``shifted`` of
-    L-1."""
+    """Return the sample with keys added or replaced: ``per_token`` has L entries per sequence, ``shifted`` L-1."""
     nested = sample.seqlens["packed_input_ids"]
     less_one = [[length - 1 for length in inner] for inner in nested]
     seqlens = {**dict.fromkeys(per_token, nested), **dict.fromkeys(shifted, less_one)}
@@ -58,6 +59,6 @@ def replace_keys(
 
 
 def select_sequences(sample: SequenceSample, keep: Tensor) -> SequenceSample | None:
-    """Only the sequences where ``keep`` (bool, (n sequences,)) is True; None if there are none. A sample
+    """Keep only the sequences where ``keep`` (bool, (n sequences,)) is True; returns None if there are none. A sample
     without any is left out. See ``choose_sequences``."""
     return choose_sequences(sample, keep.cpu().numpy().astype(bool))

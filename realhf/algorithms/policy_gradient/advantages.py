@@ -1,8 +1,8 @@
-"""Outcome advantages: one number per response from the scores of its group (docs/reference/dataflow.md 10).
+"""Computes outcome advantages: one number per response from the scores of its group (docs/reference/dataflow.md 10).
 
-Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample number of
-each sequence, and returns f32 (n,). Invalid sequences enter no statistic and get exactly 0, whatever their
-score (NaN included). Statistics are fp64 and per response, never weighted by tokens.
+Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample number of each
+sequence, and returns f32 (n,). Invalid sequences enter no statistic and get exactly 0, whatever their score (NaN
+included). Statistics are fp64 and per response, never weighted by tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _EPS = 1e-6
 
 
 def grpo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """(R - mean) / (unbiased std + 1e-6) within the group; exactly 0 when all valid scores are equal or fewer
+    """Return (R - mean) / (unbiased std + 1e-6) within the group; exactly 0 when all valid scores are equal or fewer
     than two are valid. Source: Shao et al. 2024, DeepSeekMath."""
     score, stats = _group_statistics(scores, valid, group)
     centred = score - stats.mean[group]
@@ -24,13 +24,13 @@ def grpo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 
 
 def grpo_nostd(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """R - mean within the group. Source: Liu et al. 2025, Dr. GRPO."""
+    """Return R - mean within the group. Source: Liu et al. 2025, Dr. GRPO."""
     score, stats = _group_statistics(scores, valid, group)
     return _finish(score - stats.mean[group], valid & stats.varied[group])
 
 
 def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """R minus the mean of the other valid responses of the group. Source: Ahmadian et al. 2024."""
+    """Return R minus the mean of the other valid responses of the group. Source: Ahmadian et al. 2024."""
     score, stats = _group_statistics(scores, valid, group)
     count = stats.count[group]
     others = (stats.mean[group] * count - score) / (count - 1).clamp(min=1)
@@ -38,27 +38,28 @@ def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 
 
 def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """R minus the mean over all valid responses of the batch; exactly 0 when all are equal."""
+    """Return R minus the mean over all valid responses of the batch; exactly 0 when all are equal."""
     return grpo_nostd(scores, valid, torch.zeros_like(group))
 
 
 def reinforce_pp(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """R itself; the tokens before it get their share by ``return_to_go``, then all are whitened over the batch.
+    """Return R itself. ``return_to_go`` then gives the earlier tokens their share, and all are whitened over the batch.
     Source: Hu 2025, REINFORCE++."""
     score, _ = _group_statistics(scores, valid, group)
     return _finish(score, valid)
 
 
 def reinforce_pp_baseline(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """``reinforce_pp`` with the mean of the group subtracted from R first."""
+    """Return R minus the mean of the group; what follows is as in ``reinforce_pp``."""
     return grpo_nostd(scores, valid, group)
 
 
 def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0) -> Tensor:
-    """Sum over s >= t of discount^(s-t) r_s within each sequence, f32 (n,), 0 outside ``mask``.
+    """Sum discount^(s-t) r_s over s >= t within each sequence: f32 (n,), 0 outside ``mask``.
 
-    Only positions in ``mask`` count, in the sum and in the distance s-t: text of the environment between two turns
-    is skipped, not discounted. ``sequence`` i64 (n,) is sorted; ``rewards`` may hold anything outside the mask."""
+    Only positions in ``mask`` count, in the sum and in the distance s-t: text of the environment between two turns is
+    skipped, not discounted. ``sequence`` i64 (n,) is sorted; ``rewards`` may hold anything outside the mask.
+    """
     chosen = sequence[mask]
     count = torch.bincount(chosen, minlength=n_sequences)
     rank = torch.arange(len(chosen), device=chosen.device) - (count.cumsum(0) - count)[chosen]
@@ -75,7 +76,7 @@ def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: i
 
 
 def at_last_token(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """``values`` (n sequences,) at the last position of each sequence inside ``mask``, 0 elsewhere; (n,)."""
+    """Put ``values`` (n sequences,) at the last position of each sequence inside ``mask``, and 0 elsewhere: (n,)."""
     positions = torch.arange(len(mask), device=mask.device)
     last = torch.full_like(values, -1, dtype=torch.int64)
     last = last.scatter_reduce(0, sequence, torch.where(mask, positions, -1), "amax")
@@ -95,7 +96,8 @@ def normalise(advantages: Tensor, mask: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 class _GroupStatistics:
-    """Per group, fp64 (n groups,): ``count`` and ``mean`` of valid scores; ``varied`` bool."""
+    """Holds the fp64 statistics (n groups,) of each group: ``count`` and ``mean`` of its valid scores, and ``varied``
+    (bool), whether they differ."""
 
     def __init__(self, score: Tensor, valid: Tensor, group: Tensor) -> None:
         n_groups = int(group.max()) + 1 if len(group) else 0
@@ -110,7 +112,7 @@ class _GroupStatistics:
 
 
 def _group_statistics(scores: Tensor, valid: Tensor, group: Tensor) -> tuple[Tensor, _GroupStatistics]:
-    """Scores in fp64 with 0 at invalid sequences, and the statistics. Raises ValueError when a valid score
+    """Return the scores in fp64 with 0 at invalid sequences, and the statistics. Raises ValueError when a valid score
     is not finite: a failure must be marked as one, not scored."""
     if not bool(torch.isfinite(scores[valid]).all()):
         raise ValueError("a valid sequence has a reward that is not finite")

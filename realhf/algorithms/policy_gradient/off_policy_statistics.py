@@ -1,4 +1,4 @@
-"""How far behind the trained weights a batch was sampled, and how far its log-probabilities lie off."""
+"""Measures how far behind the trained weights a batch was sampled, and how far its log-probabilities lie off."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 from realhf.algorithms.sequences import PredictedTokens
 
 N_BINS = 8
-"""Of the histogram of head staleness; the last holds everything from 7 on."""
+"""Bins of the histogram of head staleness; the last one counts everything from 7 on."""
 
 
 def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -> dict[str, float]:
-    """Staleness u - v of the sequences of a train step, u = ``step`` being the version of the weights that train
-    (docs/reference/dataflow.md 1). ``versions`` i32 (n,): who sampled the predicted token, -1 unknown; only tokens
-    inside the mask count.
+    """Return the staleness u - v of the sequences of a train step, u = ``step`` being the version of the weights that
+    train (docs/reference/dataflow.md 1). ``versions`` i32 (n,) is the version that sampled each predicted token, -1 if
+    unknown; only tokens inside the mask count.
 
     The head is a sequence's oldest token, the tail its newest: ``staleness/head_mean, head_max, tail_mean``, and
-    ``staleness/hist_0`` ... ``hist_6``, ``hist_7plus``: fractions of sequences by head staleness. Empty when no
-    sequence has a token of known version."""
+    ``staleness/hist_0`` ... ``hist_6``, ``hist_7plus``: fractions of sequences by head staleness. The result is empty
+    when no sequence has a token of known version.
+    """
     known = tokens.mask & (versions >= 0)
     sequence, lag = tokens.sequence[known], step - versions[known].long()
     if not len(lag):
@@ -42,8 +43,9 @@ def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -
 
 
 def mismatch_statistics(distances: Sequence[Tensor]) -> dict[str, float]:
-    """Quantiles of |behaviour - proximal log-probability| over tokens, given in parts: ``mismatch/abs_p50, abs_p99,
-    abs_max``. With equal versions this is what engine and trainer disagree in; beyond, what the policy moved."""
+    """Return quantiles of |behaviour - proximal log-probability| over tokens, given in parts: ``mismatch/abs_p50,
+    abs_p99, abs_max``. With equal versions they measure how far engine and trainer disagree; with older ones, how far
+    the policy has moved as well."""
     values = torch.cat(list(distances)) if distances else torch.zeros(0)
     if not len(values):
         return {}
