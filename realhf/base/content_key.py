@@ -1,4 +1,4 @@
-"""Names for artifacts made from their content, so that what was made once is found again and nothing else is."""
+"""Names artifacts after their content, so that an artifact is found again exactly when nothing in it has changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from realhf.base.dataclass_json import to_plain
 
 
 def content_key(options: Any, files: Iterable[Path] = ()) -> str:
-    """Sixteen hex digits of the SHA-256 over ``options`` (dataclasses, maps, scalars) and over the names and
+    """Return sixteen hex digits of the SHA-256 over ``options`` (dataclasses, maps, scalars) and over the names and
     bytes of ``files``. Raises FileNotFoundError for a file that is missing."""
     digest = hashlib.sha256(json.dumps(to_plain(options), sort_keys=True).encode())
     for path in sorted(files):

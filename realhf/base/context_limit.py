@@ -1,4 +1,4 @@
-"""How many tokens the context of a model holds, from its configuration. No torch."""
+"""Reads from a model's configuration how many tokens its context holds. Does not need torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 UNLIMITED = 1 << 30
-"""For architectures without positions, such as those whose only bound is memory."""
+"""The limit reported for architectures without positions, whose only bound is memory."""
 
 _EXTENDED = frozenset({"linear", "dynamic", "yarn"})
 """Kinds of rotary embedding whose ``factor`` multiplies the length that ``max_position_embeddings`` gives, unless the
-length before scaling is given beside it. The others (llama3, longrope) count the extension in already."""
+configuration also gives the length before scaling. The other kinds (llama3, longrope) already include the extension."""
 
 
 def context_limit(config: Mapping[str, Any]) -> int:
-    """Longest sequence of a model with this ``config.json``. A sliding window is no bound: layers that see only the
-    last tokens hand on what older ones said.
+    """Return the length of the longest sequence that a model with this ``config.json`` takes. A sliding window does not
+    bound it: layers that see only the last tokens still receive what earlier layers made of older ones.
 
-    Source of the rules: vLLM, ``_get_and_verify_max_len``."""
+    Source of the rules: vLLM, ``_get_and_verify_max_len``.
+    """
     text = config.get("text_config") or config
     positions = (text.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     limit = next((int(found) for found in positions if found), UNLIMITED)

@@ -1,4 +1,4 @@
-"""Dataclasses to plain JSON values and back, so that one process can hand a specification to another."""
+"""Turns dataclasses into plain JSON values and back, so that one process can hand a specification to another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def to_plain(value: Any) -> Any:
-    """Maps, lists and scalars only. Raises TypeError on what JSON cannot hold."""
+    """Convert ``value`` to maps, lists and scalars only. Raises TypeError on what JSON cannot hold."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -31,7 +31,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], value: Any) -> T:
-    """The inverse of ``to_plain`` for a value of type ``kind``, read from its type hints."""
+    """Rebuild a value of type ``kind`` from what ``to_plain`` returned, by the type hints of ``kind``."""
     return _read(kind, value)
 
 

@@ -1,4 +1,4 @@
-"""95 % intervals of a proportion and of a mean."""
+"""Computes 95 % confidence intervals of a proportion and of a mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Z95 = 1.959964
 
 
 def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Score interval of a proportion (Wilson 1927); (0, 1) without observations."""
+    """Return the score interval (low, high) of a proportion (Wilson 1927); (0, 1) without observations."""
     if n == 0:
         return 0.0, 1.0
     p = successes / n
@@ -19,8 +19,8 @@ def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, fl
 
 
 def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float, float] | None:
-    """(mean, low, high) from the standard error of the sample; None without values. One value has no spread,
-    its interval is the value itself."""
+    """Return (mean, low, high) from the standard error of the sample; None without values. A single value has no
+    spread, so its interval is the value itself."""
     n = len(values)
     if n == 0:
         return None

@@ -1,5 +1,7 @@
-"""Which hosts are this very machine: for servers that trust it, and for the Host header that says where a request was
-meant to go. A name that merely resolves to the loopback is none: that is how a foreign page gets here."""
+"""Says which hosts are this machine: for servers that trust it, and for the Host header of a request.
+
+A name that merely resolves to the loopback address does not count, because a foreign page can be given such a name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether a host, without its port, is the loopback by name or address."""
+    """Return whether ``host``, given without its port, is the loopback by name or address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -16,7 +18,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def host_of(authority: str) -> str:
-    """The host in ``host[:port]``, in lower case; "" for what is none."""
+    """Return the host in ``host[:port]`` in lower case; "" when the text is not of that form."""
     try:
         parts = urlsplit(f"//{authority}")
         _ = parts.port
@@ -26,5 +28,5 @@ def host_of(authority: str) -> str:
 
 
 def is_loopback_authority(authority: str) -> bool:
-    """Whether ``host[:port]`` is the loopback."""
+    """Return whether ``host[:port]`` is the loopback."""
     return is_loopback_host(host_of(authority))

@@ -1,4 +1,4 @@
-"""Deterministic partitions of weighted items: balanced parts.
+"""Splits weighted items into balanced parts, deterministically.
 
 Ties go to the lower original index; every part lists its indices in ascending order.
 """
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 
 def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
-    """Longest-processing-time-first partition of ``range(len(costs))`` into ``n_parts`` non-empty parts.
+    """Partition ``range(len(costs))`` into ``n_parts`` non-empty parts, placing the largest costs first.
 
-    Parts are ordered by their first index. Raises ValueError unless 1 <= n_parts <= len(costs)."""
+    Parts are ordered by their first index. Raises ValueError unless 1 <= n_parts <= len(costs).
+    """
     if not 1 <= n_parts <= len(costs):
         raise ValueError(f"cannot split {len(costs)} samples into {n_parts} non-empty parts")
     heap = [(0, 0, part) for part in range(n_parts)]

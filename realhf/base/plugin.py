@@ -1,4 +1,4 @@
-"""Experiment modules, imported for what they build and register: by name, or by path where they lie elsewhere."""
+"""Imports experiment modules for what they build and register: by name, or by path where they lie outside the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of the package make a result, so that an artifact is made anew when one of them changes."""
+"""Finds the files of the package that a result depends on, so that an artifact is rebuilt when one of them changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 
 def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
-    """The files of ``package`` behind the modules ``roots`` (``realhf.api.sample``) and behind all that they import
-    or name in a string, as who starts ``python -m`` does. Raises FileNotFoundError for a root that does not exist."""
+    """Return the files of ``package`` behind the modules ``roots`` (``realhf.api.sample``) and behind everything they
+    import or name in a string, as code does that starts ``python -m``. Raises FileNotFoundError for a root that does
+    not exist."""
     found: set[Path] = set()
     waiting = []
     for root in roots:
@@ -30,7 +31,8 @@ def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
 
 
 def matching_files(package: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files of ``package`` that match any of the patterns. Raises FileNotFoundError for one that matches none."""
+    """Return the files of ``package`` that match any of the patterns. Raises FileNotFoundError for a pattern that
+    matches no file."""
     found: set[Path] = set()
     for pattern in patterns:
         files = {path for path in package.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
@@ -46,7 +48,7 @@ def _named_in(text: str) -> frozenset[str]:
 
 
 def _names(module: ast.Module) -> Iterator[str]:
-    """What may be a module: ``from a.b import c`` names ``a.b`` and ``a.b.c``."""
+    """Yield every name that may be a module: ``from a.b import c`` names ``a.b`` and ``a.b.c``."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -58,7 +60,7 @@ def _names(module: ast.Module) -> Iterator[str]:
 
 
 def _file(package: Path, module: str) -> Path | None:
-    """The file of a module of the package; None for other modules and for packages."""
+    """Return the file of a module of the package; None for other modules and for packages."""
     first, *rest = module.split(".")
     if first != package.name or not rest:
         return None

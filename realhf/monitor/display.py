@@ -1,6 +1,6 @@
-"""What a run looks like while it runs: a live panel on a terminal, plain lines elsewhere.
+"""Shows a run while it runs: a live panel on a terminal, plain lines elsewhere.
 
-Of an asynchronous run both show staleness, occupancy, admission and failures, also between steps.
+For an asynchronous run both show staleness, occupancy, admission and failures, also between steps.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from realhf.monitor.rollout_figures import flatten_rollouts, rollout_figures, ro
 _BAR = 24
 _ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0
-"""Least time between two lines about steps where there is no live display."""
+"""Least time in seconds between two lines about steps where there is no live display."""
 _ROLLOUTS_LINE_S = 30.0
-"""How long such a reader waits for a step before a line says what the rollouts do."""
+"""How long a display without a panel waits for a step, in seconds, before it prints a line about the rollouts."""
 
 
 class Display(Protocol):
-    """Shows the events of ``realhf.monitor.events``."""
+    """Shows the events of ``realhf.monitor.events`` to a person."""
 
-    def show(self, event: Mapping[str, Any]) -> None: ...
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Show one event: a map with its ``kind`` and the values of that kind."""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         ...
 
     def close(self) -> None:
@@ -41,13 +42,14 @@ class Display(Protocol):
 
 
 def make_display(title: str, *, live: bool, console: Console | None = None) -> Display:
-    """A live display if ``live`` and the console is a terminal."""
+    """Make a live display if ``live`` is set and the console is a terminal, else one of plain lines."""
     console = console or Console()
     return LiveDisplay(console, title) if live and console.is_terminal else PlainDisplay(console)
 
 
 class PlainDisplay:
-    """One line per event that a reader of a log wants to see; of quick steps one in a while, and the last."""
+    """Prints one line per event that a reader of a log wants to see. When steps are quick, it prints one in a while and
+    the last."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -56,6 +58,7 @@ class PlainDisplay:
         self._last_line = self._began
 
     def show(self, event: Mapping[str, Any]) -> None:
+        """Print a line for the event; steps that follow each other quickly and rollouts print one in a while."""
         if event["kind"] == "phase":
             self.say(event["text"])
         elif event["kind"] == "warning":
@@ -74,16 +77,17 @@ class PlainDisplay:
             self.say(step_line(event))
 
     def say(self, text: str) -> None:
+        """Print ``text`` behind the seconds since the start."""
         self._last_line = time.monotonic()
         stamp = f"{self._last_line - self._began:7.1f} s  "
         self._console.print(Text(stamp, style="dim").append(text), soft_wrap=True)
 
     def close(self) -> None:
-        pass
+        """Do nothing: plain lines leave the terminal as it is."""
 
 
 class LiveDisplay:
-    """A panel that is redrawn in place: progress, figures, time split, what runs now."""
+    """Redraws a panel in place: progress, metrics, time split, and what runs now."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._title = title
@@ -98,6 +102,7 @@ class LiveDisplay:
         self._live.start()
 
     def show(self, event: Mapping[str, Any]) -> None:
+        """Take an event into the panel; warnings, evaluations and other kinds become lines above it."""
         if event["kind"] == "activity":
             self._activity = event
         elif event["kind"] == "phase":
@@ -114,9 +119,11 @@ class LiveDisplay:
             self._plain.show(event)
 
     def say(self, text: str) -> None:
+        """Print a line above the panel."""
         self._plain.say(text)
 
     def close(self) -> None:
+        """Stop redrawing and give the terminal back."""
         self._live.stop()
 
     def _render(self) -> Group:
@@ -170,7 +177,7 @@ class LiveDisplay:
 
 
 def step_line(event: Mapping[str, Any]) -> str:
-    """The figures of a step in one line."""
+    """Return the metrics of a step in one line."""
     metrics = event["metrics"]
     parts = [f"step {event['step']}/{event['total']}"]
     for name in ("reward", "success", "loss", "mismatch_kl"):
@@ -191,12 +198,12 @@ def step_line(event: Mapping[str, Any]) -> str:
 
 
 def rollouts_line(metrics: Mapping[str, Any]) -> str:
-    """What the rollouts do between two steps, in one line."""
+    """Return in one line what the rollouts do between two steps."""
     return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_figures(metrics)]])
 
 
 def evaluation_line(event: Mapping[str, Any]) -> str:
-    """Held-out success in one line."""
+    """Return the held-out success of an evaluation in one line."""
     parts = [f"held-out, {event['when']}:"]
     for kind, entries in event["report"].items():
         tiers = ", ".join(f"{name} {entry['success']:.1%}" for name, entry in entries.items())
@@ -205,7 +212,7 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
 
 
 def _rollout_lines(metrics: Mapping[str, Any]) -> list[Table]:
-    """Figures of the rollouts, a few to a line."""
+    """Lay out the metrics of the rollouts, a few to a line."""
     shown = rollout_figures(metrics)
     tables = []
     for start in range(0, len(shown), _ROLLOUT_COLUMNS):

@@ -1,8 +1,8 @@
-"""What the master tells the launcher while it works: one JSON map per line on its standard output.
+"""Carries what the master reports to the launcher while it works: one JSON map per line on its standard output.
 
-Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity},
-``step`` {step, total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; between the
-steps of an asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.rollout_figures``.
+Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
+total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; between the steps of an
+asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.rollout_figures``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 
 class EventStream:
-    """Writes events. A reader that went away is an error of the process, not of the call: it raises
-    BrokenPipeError."""
+    """Writes events to a stream. Raises BrokenPipeError when the reader has gone away."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -29,12 +28,13 @@ class EventStream:
         return EventStream(stream)
 
     def emit(self, kind: str, **values: Any) -> None:
+        """Write one event and flush, so that the reader sees it at once."""
         self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
         self._stream.flush()
 
 
 def parse_event(line: str) -> dict[str, Any] | None:
-    """The event of a line, or None when the line is something else."""
+    """Return the event of a line, or None when the line is something else."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The dataflow graph of a run as files: ``graph.md`` (table and mermaid), ``graph.dot`` and ``graph.png``."""
+"""Writes the dataflow graph of a run as files: ``graph.md`` (table and mermaid), ``graph.dot`` and ``graph.png``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ COLUMN_INCHES, ROW_INCHES = 3.6, 1.5
 
 
 def graph_text(graph: DataFlowGraph) -> str:
-    """The table of the graph and its mermaid source, as markdown."""
+    """Return the table of the graph and its mermaid source, as markdown."""
     return f"```\n{graph.summary()}\n```\n\n```mermaid\n{graph.to_mermaid()}\n```\n"
 
 
 def write_graph_files(graph: DataFlowGraph, folder: Path) -> None:
+    """Write ``graph.md``, ``graph.dot`` and ``graph.png`` into ``folder``."""
     (folder / "graph.md").write_text(graph_text(graph), encoding="utf-8")
     (folder / "graph.dot").write_text(graph.to_dot(), encoding="utf-8")
     draw_graph(graph, folder / "graph.png")
 
 
 def draw_graph(graph: DataFlowGraph, path: Path) -> None:
-    """Calls as boxes, one column per level of the graph; arrows carry the keys."""
+    """Draw the calls as boxes, one column per level of the graph, and the keys at arrows between them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -87,7 +88,7 @@ def _arrow(axes: Any, start: Place, end: Place, keys: list[str], others: Collect
             "connectionstyle": f"arc3,rad={bend}",
         },
     )
-    # The arc's middle lies rad / 2 of its length aside, measured on paper.
+    # The middle of the arc lies rad / 2 of its length to the side, measured on paper.
     aside = bend / 2 * span * COLUMN_INCHES / ROW_INCHES
     shown = keys if len(keys) <= 4 else [*keys[:3], f"and {len(keys) - 3} more"]
     axes.text(
@@ -104,7 +105,7 @@ def _arrow(axes: Any, start: Place, end: Place, keys: list[str], others: Collect
 
 
 def _between(place: Place, start: Place, end: Place) -> bool:
-    """Whether a box at ``place`` would cover the straight line."""
+    """Return whether a box at ``place`` would cover the straight line from ``start`` to ``end``."""
     if not start[0] < place[0] < end[0]:
         return False
     share = (place[0] - start[0]) / (end[0] - start[0])

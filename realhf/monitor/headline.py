@@ -1,6 +1,6 @@
-"""The few figures a person looks for, found among all metrics of a step.
+"""Finds the few metrics that a person looks for among all metrics of a step.
 
-Metrics of a model function call are named ``<call>/<figure>``, those of the step itself by the figure alone.
+Metrics of a model function call are named ``<call>/<metric>``, those of the step itself by the metric alone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ Row = Mapping[str, Any]
 
 
 def figure(row: Row, name: str) -> float | None:
-    """The value called ``name``, of the step or of the first call that has one."""
+    """Return the value called ``name``, of the step or of the first call that has one; None if there is none."""
     if name in row:
         return row[name]
     return next((value for key, value in row.items() if key.partition("/")[2] == name), None)
 
 
 def success_by_tier(row: Row) -> dict[str, float]:
-    """{tier: success} of the episodes of a step."""
+    """Return {tier: success} of the episodes of a step."""
     found = {}
     for key, value in row.items():
         parts = key.split("/")
@@ -29,7 +29,8 @@ def success_by_tier(row: Row) -> dict[str, float]:
 
 
 def time_split(row: Row) -> dict[str, float]:
-    """Seconds of a step: environment, generation, every other call by its name, and the rest."""
+    """Return the seconds of a step by what took them: environment, generation, every other call by its name, and the
+    rest."""
     calls = {key.removeprefix("seconds/"): value for key, value in row.items() if key.startswith("seconds/")}
     split: dict[str, float] = {}
     for name, seconds in calls.items():
@@ -43,11 +44,11 @@ def time_split(row: Row) -> dict[str, float]:
 
 
 def total(rows: Sequence[Row], name: str) -> float:
-    """Sum over steps of a figure."""
+    """Sum a metric over the steps; a step without it counts as 0."""
     return sum(figure(row, name) or 0.0 for row in rows)
 
 
 def mean(rows: Sequence[Row], name: str) -> float | None:
-    """Mean over the steps that have the figure."""
+    """Average a metric over the steps that have it; None if no step has it."""
     values = [value for row in rows if (value := figure(row, name)) is not None]
     return sum(values) / len(values) if values else None

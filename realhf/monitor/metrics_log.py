@@ -22,8 +22,8 @@ WANDB_ID_FILE = "wandb_id"
 
 
 class MetricsLog:
-    """One flat map of numbers per step. Opened at ``completed_steps``, it drops what a killed run wrote
-    after its last checkpoint, so that every step stands in the file once."""
+    """Keeps one flat map of numbers per step. Opened at ``completed_steps``, it drops what a killed run wrote after its
+    last checkpoint, so that every step is in the file once."""
 
     def __init__(self, run_dir: Path, config: MonitorConfig, *, completed_steps: int, run_name: str) -> None:
         self._path = run_dir / METRICS_FILE
@@ -35,6 +35,7 @@ class MetricsLog:
         self._wandb = _start_wandb(run_dir, run_name, resumed=completed_steps > 0) if config.wandb else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a step to ``rows``, ``metrics.jsonl`` and the other outputs that are on."""
         row = {"step": step, **metrics}
         self.rows.append(row)
         with self._path.open("a", encoding="utf-8") as file:
@@ -45,13 +46,14 @@ class MetricsLog:
             self._wandb.log(dict(metrics), step=step)
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        """Figures that do not come with every step, for TensorBoard and wandb only."""
+        """Write metrics that do not come with every step, to TensorBoard and wandb only."""
         if self._tensorboard:
             self._tensorboard.write(step, figures)
         if self._wandb:
             self._wandb.log(dict(figures), step=step)
 
     def close(self) -> None:
+        """Close TensorBoard and wandb if they are on."""
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
@@ -59,7 +61,7 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Every whole line of the metrics file, in order; a torn last line is left out."""
+    """Return every whole line of the metrics file of a run, in order; a torn last line is left out."""
     try:
         text = (run_dir / METRICS_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -74,7 +76,8 @@ def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _start_wandb(run_dir: Path, run_name: str, *, resumed: bool) -> Any:
-    """A run that goes on is the same run there: its id stays in the run folder."""
+    """Start or continue the run in wandb; its id stays in the run folder, so that a resumed run is the same run
+    there."""
     try:
         import wandb  # type: ignore[import-not-found]
     except ImportError:
@@ -88,8 +91,8 @@ def _start_wandb(run_dir: Path, run_name: str, *, resumed: bool) -> Any:
 
 
 class TensorBoardWriter:
-    """Scalars of a run in ``folder``. ``first_step``: later points of an earlier, interrupted run are purged
-    by TensorBoard when it reads the file."""
+    """Writes the scalars of a run to ``folder``. ``first_step``: TensorBoard drops later points of an earlier,
+    interrupted run when it reads the file."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
@@ -101,6 +104,7 @@ class TensorBoardWriter:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the finite values of a step and flush."""
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
@@ -110,6 +114,7 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._writer.close()
 
 
@@ -123,8 +128,11 @@ def flatten_step(
     source: Mapping[str, float],
     train_calls: Sequence[str],
 ) -> dict[str, float]:
-    """``tokens[call]``: tokens a call took in. Tokens per second count what was generated, or without
-    generation what was trained on, over the whole step."""
+    """Flatten the report of a step into {name: number}.
+
+    ``tokens[call]`` is the number of tokens a call took in. Tokens per second count over the whole step what was
+    generated, or what was trained on where nothing was generated.
+    """
     metrics: dict[str, float] = {"step_seconds": wall_s}
     for call, values in stats.items():
         metrics |= {_name(call, name): float(value) for name, value in values.items() if _is_number(value)}

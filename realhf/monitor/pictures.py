@@ -1,4 +1,4 @@
-"""All pictures of a run, drawn from what its files say."""
+"""Draws all pictures of a run from its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEARNING, TIME, ASYNC, TIMELINE = "learning.png", "time.png", "async.png", "time
 
 
 def draw_pictures(run_dir: Path, rows: Sequence[Row], evaluations: Evaluations) -> None:
-    """``learning.png``, ``time.png`` and, of an asynchronous run, ``async.png``, as far as the run is."""
+    """Write ``learning.png``, ``time.png`` and, for an asynchronous run, ``async.png``, with the steps made so far."""
     last = rows[-1]["step"] if rows else 0
     after = evaluations.at(last) if last else None
     plot_learning(rows, evaluations.at(0), after, run_dir / LEARNING)

@@ -1,6 +1,6 @@
 """Draws the pictures of runs and evaluations as PNG files, without a display (matplotlib's Agg canvas).
 
-``learning.png`` and ``time_split.png`` belong to every run, ``async.png`` to an asynchronous one, and bars of success
+``learning.png`` and ``time.png`` belong to every run, ``async.png`` to an asynchronous one, and bars of success
 to ``evaluate``.
 """
 
@@ -18,7 +18,7 @@ Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | None, path: Path) -> None:
-    """Reward and success over the steps; beside it held-out success before and after, with 95 % intervals."""
+    """Plot reward and success over the steps, and beside them held-out success before and after with 95 % intervals."""
     fig = new_figure(11, 4.2)
     held_out = [
         (label, report["sampled"])
@@ -45,7 +45,7 @@ def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | No
 
 
 def plot_time_split(rows: Sequence[Row], path: Path) -> None:
-    """Where the seconds of every step go, stacked."""
+    """Plot where the seconds of every step go, stacked."""
     fig = new_figure(9, 3.8)
     axes = fig.subplots()
     splits = [time_split(row) for row in rows]
@@ -79,6 +79,7 @@ def _held_out_bars(axes: Any, reports: Sequence[tuple[str, Mapping[str, Mapping[
 
 
 def draw_curve(axes: Any, steps: Sequence[int], values: Sequence[float | None], label: str, thin: bool = False) -> None:
+    """Draw one line over the steps; steps whose value is None are left out."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     axes.plot(
         [step for step, _ in points],
@@ -90,6 +91,7 @@ def draw_curve(axes: Any, steps: Sequence[int], values: Sequence[float | None], 
 
 
 def new_figure(width: float, height: float) -> Any:
+    """Make an empty matplotlib figure of this size in inches that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -99,13 +101,14 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(fig: Any, path: Path) -> None:
+    """Write the figure as a PNG file; ``path`` is replaced only when the file is complete."""
     partial = path.with_name(f"{path.stem}.tmp.png")
     fig.savefig(partial, dpi=120)
     os.replace(partial, path)
 
 
 def staleness_bound(run_dir: Path) -> float | None:
-    """``async_rl.max_head_offpolicyness`` of the run's configuration."""
+    """Return ``async_rl.max_head_offpolicyness`` of the run's configuration; None if it says nothing."""
     import yaml
 
     try:
@@ -116,7 +119,7 @@ def staleness_bound(run_dir: Path) -> float | None:
 
 
 def plot_async(rows: Sequence[Row], bound: float | None, path: Path) -> None:
-    """Six panels over the steps. ``bound``: the staleness that is never exceeded, if known."""
+    """Plot six panels about the rollouts over the steps. ``bound``: the staleness that is never exceeded, if known."""
     fig = new_figure(13, 6.4)
     panels: Sequence[Callable[[Any, Sequence[Row]], None]] = (
         lambda axes, rows: _staleness(axes, rows, bound),
@@ -156,7 +159,7 @@ def _occupancy(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _samples(axes: Any, rows: Sequence[Row]) -> None:
-    """Counters are drawn as what each step added."""
+    """Plot the sample counters as what each step added."""
     steps = [row["step"] for row in rows]
     for name in ("accepted", "rejected"):
         values = [row.get(f"admission/{name}") for row in rows]
@@ -192,7 +195,7 @@ def _failures(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
-    """``reports``: agent name to {group: {"success": {value, low, high, n}}}; writes a PNG."""
+    """Plot bars of success to a PNG file. ``reports``: agent name to {group: {"success": {value, low, high, n}}}."""
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(group for report in reports.values() for group in report))

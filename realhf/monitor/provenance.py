@@ -1,4 +1,4 @@
-"""What produced a run: commit, package versions, Python, command line."""
+"""Records what produced a run: commit, package versions, Python, command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Installed versions; None for a package that is not installed. Imports none of them."""
+    """Return the installed versions; None for a package that is not installed. Imports none of them."""
     versions: dict[str, str | None] = {}
     for name in names:
         try:
@@ -41,14 +41,14 @@ def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit of the source tree and whether files differ from it; commit None outside a repository."""
+    """Return the commit of the source tree and whether files differ from it; commit None outside a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "modified": bool(changes) if commit else None}
 
 
 def write_provenance(run_dir: Path, arguments: Sequence[str]) -> None:
-    """``provenance.json`` in the run folder."""
+    """Write ``provenance.json`` into the run folder."""
     content = {
         "git": git_state(PACKAGE),
         "packages": package_versions(),

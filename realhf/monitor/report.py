@@ -48,7 +48,7 @@ PICTURES = (
 
 
 def write_report(run_dir: Path) -> Path:
-    """``report.html`` out of the files of a run; what is not there is left out."""
+    """Write ``report.html`` from the files of a run and return its path; parts whose files are missing are left out."""
     rows, summary = read_metrics(run_dir), _json(run_dir / "summary.json")
     title = "/".join(run_dir.resolve().parts[-2:])
     parts = [
@@ -116,7 +116,7 @@ def _held_out(evaluations: Evaluations) -> list[str]:
 
 
 def _rollouts(run_dir: Path, rows: Sequence[Row]) -> list[str]:
-    """Staleness, occupancy, admission and failures of an asynchronous run."""
+    """Describe staleness, occupancy, admission and failures of an asynchronous run."""
     if not is_asynchronous(rows):
         return []
     whole = rollout_summary(rows)
@@ -170,7 +170,7 @@ def _trace(run_dir: Path) -> list[str]:
 
 
 def _origin(run_dir: Path) -> list[str]:
-    """Where the run came from: command line, versions, configuration."""
+    """Describe where the run came from: command line, versions, configuration."""
     provenance = _json(run_dir / "provenance.json")
     parts = [html.heading("Origin")]
     if provenance:
@@ -191,6 +191,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Draw the pictures and write the report of the run folder named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     run_dir = parser.parse_args().run_dir

@@ -1,4 +1,4 @@
-"""The few HTML elements of a report. Every text is escaped; nothing is loaded from elsewhere."""
+"""Makes the few HTML elements of a report. Every text is escaped; nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ pre { background: #f5f5f5; padding: .8em; overflow-x: auto; font-size: 12px; }
 
 
 def page(title: str, parts: Sequence[str]) -> str:
+    """Return a whole document with these parts in its body."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
@@ -25,34 +26,39 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def heading(content: str, level: int = 2) -> str:
+    """Return a heading of this level."""
     return f"<h{level}>{escape(content)}</h{level}>"
 
 
 def paragraph(content: str) -> str:
+    """Return a paragraph."""
     return f"<p>{escape(content)}</p>"
 
 
 def text(content: str) -> str:
-    """As it is, in a typewriter face."""
+    """Return the text as it is, in a typewriter face."""
     return f"<pre>{escape(content)}</pre>"
 
 
 def folded(label: str, content: str) -> str:
+    """Return the text folded under a label that opens it."""
     return f"<details><summary>{escape(label)}</summary>{text(content)}</details>"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of texts with a row of column names."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>\n{body}</table>"
 
 
 def picture(png: bytes, label: str) -> str:
+    """Return a PNG picture embedded in the page."""
     return f'<img alt="{escape(label)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def number(value: float | None) -> str:
-    """Four figures; empty for None."""
+    """Format a number with four significant digits; empty for None."""
     if value is None:
         return ""
     return f"{value:.0f}" if math.isfinite(value) and value == int(value) and abs(value) < 1e9 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The figures of asynchronous rollouts in few words, for the display: staleness, occupancy, admission, failures.
+"""Puts the metrics of asynchronous rollouts in few words, for the display: staleness, occupancy, admission, failures.
 
 Names as in ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``, ``training/..``, ``rollout/..``.
 ``admission/accepted`` counts since the start of the run; the other counters (``admission/rejected``,
@@ -16,17 +16,17 @@ GROUPS = ("staleness", "admission", "generation", "training", "rollout")
 
 
 def is_asynchronous(rows: Sequence[Row]) -> bool:
-    """Whether these steps were fed by admission control."""
+    """Return whether these steps were fed by admission control."""
     return any("admission/accepted" in row for row in rows)
 
 
 def rollout_metrics(row: Row) -> dict[str, Any]:
-    """Those of a step's metrics that are about asynchronous rollouts."""
+    """Select those of a step's metrics that are about asynchronous rollouts."""
     return {name: value for name, value in row.items() if name.partition("/")[0] in GROUPS and "/" in name}
 
 
 def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
-    """The names of ``metrics.jsonl`` for an event ``rollouts`` {group: {name: number or {..}}}."""
+    """Give the values of an event ``rollouts`` {group: {name: number or {..}}} their names in ``metrics.jsonl``."""
     found: dict[str, float] = {}
     for name, value in event.items():
         if isinstance(value, Mapping):
@@ -37,13 +37,13 @@ def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def by_kind(row: Row, counter: str) -> dict[str, float]:
-    """``rollout/<counter>/<kind>`` as {kind: count}, those that are not 0."""
+    """Return the values of ``rollout/<counter>/<kind>`` that are not 0 as {kind: count}."""
     start = f"rollout/{counter}/"
     return {name.removeprefix(start): value for name, value in row.items() if name.startswith(start) and value}
 
 
 def rollout_figures(row: Row) -> list[tuple[str, str]]:
-    """What is known of these figures as (label, text), in the order to be read."""
+    """Return the metrics that are known as (label, text), in the order in which they are read."""
     shown = [
         ("staleness", _joined(_number(row, "staleness/head_mean"), _number(row, "staleness/head_max", "max "))),
         ("generation", _percent(row, "generation/occupancy")),
@@ -63,7 +63,7 @@ def rollout_figures(row: Row) -> list[tuple[str, str]]:
 
 
 def rollout_summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The same over a whole run."""
+    """Summarise the metrics of the rollouts over a whole run."""
     kinds = {
         counter: sorted({kind for row in rows for kind in by_kind(row, counter)}) for counter in ("failed", "retried")
     }
@@ -84,7 +84,7 @@ def rollout_summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def total_counted(rows: Sequence[Row], name: str) -> float:
-    """How far a counter went over all steps, also across resumptions that began it anew."""
+    """Return how far a counter went over all steps, also across resumptions that began it anew."""
     whole, before = 0.0, 0.0
     for row in rows:
         now = row.get(name, before)

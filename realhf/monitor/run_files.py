@@ -1,6 +1,6 @@
-"""Files of a run that people and later runs read: held-out evaluations, sampled episodes, skipped steps.
+"""Writes files of a run that people and later runs read: held-out evaluations, sampled episodes, skipped steps.
 
-``evaluations.json`` is what a resumed run learns from where it began.
+A resumed run learns from ``evaluations.json`` where it began.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EVALUATIONS_FILE = "evaluations.json"
 
 
 class Evaluations:
-    """Reports by the number of steps that were complete when they were made."""
+    """Keeps evaluation reports by the number of steps that were complete when they were made."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / EVALUATIONS_FILE
@@ -26,14 +26,15 @@ class Evaluations:
         self._reports: dict[int, dict[str, Any]] = {int(step): report for step, report in content.items()}
 
     def at(self, step: int) -> dict[str, Any] | None:
-        """The report made after ``step`` steps, if any; 0 is the one before training."""
+        """Return the report made after ``step`` steps, if any; 0 is the one before training."""
         return self._reports.get(step)
 
     def all(self) -> list[tuple[int, dict[str, Any]]]:
-        """Every report with its step, in order."""
+        """Return every report with its step, in order."""
         return sorted(self._reports.items())
 
     def add(self, step: int, report: dict[str, Any]) -> None:
+        """Keep a report under ``step`` and write the file."""
         self._reports[step] = report
         self._write()
 
@@ -60,8 +61,8 @@ def append_episodes(run_dir: Path, step: int, episodes: Sequence[str]) -> None:
 
 
 def append_nonfinite(run_dir: Path, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
-    """Add a skipped step with its sample ids to ``nonfinite.jsonl``. Figures are written as text: some of
-    them are not numbers."""
+    """Add a skipped step with its sample ids to ``nonfinite.jsonl``. Values are written as text, because some of them
+    are not numbers."""
     row = {"step": step, "call": call, "ids": list(ids), "stats": {key: str(value) for key, value in stats.items()}}
     with (run_dir / NONFINITE_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

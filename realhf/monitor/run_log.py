@@ -1,4 +1,4 @@
-"""Everything that a run writes for people, behind one object: events, metrics, pictures, texts, summary."""
+"""Writes everything that a run writes for people: events, metrics, pictures, texts, summary."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from realhf.monitor.trace import merge_traces
 
 
 class RunLog:
-    """Opened at ``completed_steps`` (0: a fresh start); what a killed run wrote later is dropped. ``tracer``: marks the
-    end of every step in the master's trace."""
+    """Writes what a run reports, opened at ``completed_steps`` (0: a fresh start); what a killed run wrote after that
+    is dropped. ``tracer`` marks the end of every step in the master's trace."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RunLog:
                 (run_dir / file).unlink(missing_ok=True)
 
     def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
-        """One finished step, counted from 1."""
+        """Record a finished step, counted from 1, with the transcripts sampled from it."""
         self._tracer.instant(STEP, step=step)
         self._metrics.write(step, metrics)
         if episodes:
@@ -52,7 +52,7 @@ class RunLog:
         self._events.emit("step", step=step, total=self._total, metrics=metrics)
 
     def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
-        """A step whose update was left out because loss or gradient was not finite."""
+        """Record a step whose update was left out because loss or gradient was not finite."""
         append_nonfinite(self._run_dir, step, call, ids, stats)
         self._events.emit(
             "warning",
@@ -61,7 +61,7 @@ class RunLog:
         )
 
     def evaluation(self, step: int, report: dict[str, Any]) -> None:
-        """A held-out evaluation after ``step`` steps."""
+        """Record a held-out evaluation after ``step`` steps."""
         self.evaluations.add(step, report)
         self._metrics.note(
             step,
@@ -76,17 +76,19 @@ class RunLog:
         self._events.emit("evaluation", when=when, report=report)
 
     def phase(self, text: str) -> None:
+        """Announce what the run does now, outside of steps."""
         self._events.emit("phase", text=text)
 
     def plots_are_due(self, step: int) -> bool:
+        """Return whether the pictures should be drawn again after this step."""
         return self._plot_every > 0 and step % self._plot_every == 0
 
     def draw(self) -> None:
-        """The pictures of the steps as far as the run is. May run on a thread of its own."""
+        """Draw the pictures of the steps made so far. May run on a thread of its own."""
         draw_pictures(self._run_dir, list(self._metrics.rows), self.evaluations)
 
     def finish(self, *, wall_seconds: float, train_calls: Sequence[str]) -> dict[str, Any]:
-        """Pictures, ``summary.json``, ``trace.json`` and ``report.html``; returns the summary."""
+        """Write pictures, ``summary.json``, ``trace.json`` and ``report.html``; return the summary."""
         rows = self._metrics.rows
         last = rows[-1]["step"] if rows else 0
         summary = build_summary(
@@ -110,4 +112,5 @@ class RunLog:
             self._events.emit("warning", text=f"no report: {error}")
 
     def close(self) -> None:
+        """Close the metrics files."""
         self._metrics.close()

@@ -1,4 +1,4 @@
-"""``summary.json`` and the closing table: what a run reached and where its time went."""
+"""Builds ``summary.json`` and the closing table: what a run reached and where its time went."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 def build_summary(
     rows: Sequence[Row], before: Report | None, after: Report | None, *, wall_seconds: float, train_calls: Sequence[str]
 ) -> dict[str, Any]:
-    """The summary of a run. Times are totals over its steps, in seconds; ``wall_seconds`` covers everything
-    from the launch on, warm start included. ``*_interval``: 95 % intervals [low, high]."""
+    """Build the summary of a run. Times are totals over its steps, in seconds; ``wall_seconds`` covers everything from
+    the launch on, including the warm start. ``*_interval``: 95 % intervals [low, high]."""
     generated, took = total(rows, "generated_tokens") or total(rows, "tokens"), total(rows, "step_seconds")
     counted = (after or before or {}).get("sampled", {}).get("overall", {})
     summary: dict[str, Any] = {
@@ -46,14 +46,15 @@ def build_summary(
 
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
+    """Write ``summary.json`` into the run folder; the file is replaced only when complete."""
     partial = run_dir / "summary.json.tmp"
     partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, run_dir / "summary.json")
 
 
 def held_out_table(summary: Mapping[str, Any]) -> Any:
-    """A rich table: held-out success before and after by tier, with intervals and numbers of episodes; None
-    when nothing was evaluated."""
+    """Make a rich table of held-out success before and after by tier, with intervals and numbers of episodes; None when
+    nothing was evaluated."""
     from rich.table import Table
 
     if not (summary["heldout_success_before"] or summary["heldout_success_after"]):

@@ -1,4 +1,4 @@
-"""``timeline.png``: what every process of a run did in its last steps, from the trace files."""
+"""Draws ``timeline.png`` from the trace files: what every process of a run did in its last steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from realhf.monitor.trace_format import COMPLETE, INSTANT, place_of
 
 BINS = 1200
 WITHOUT_STEPS_US = 60_000_000
-"""How much of a trace without a single step is shown."""
+"""How much of a trace without a single step is shown, in microseconds."""
 
 COLOURS = {
     GENERATE: "#3465a4",
@@ -29,12 +29,12 @@ COLOURS = {
 }
 
 Span = tuple[int, int, str]
-"""Beginning and end in microseconds, kind."""
+"""A span as (beginning, end, kind), times in microseconds."""
 
 
 @dataclass
 class Window:
-    """A stretch of time in microseconds since the epoch, and the ends of the train steps in it."""
+    """Holds a stretch of time in microseconds since the epoch, and (time, step) of the train steps that end in it."""
 
     began: int
     ended: int
@@ -43,20 +43,20 @@ class Window:
 
 @dataclass
 class Work:
-    """What one process did: for every kind, how many of its lines were busy with it, per bin (a mean over the
-    bin). Of spans within each other the innermost counts."""
+    """Holds what one process did: for every kind, how many of its lines were busy with it, as a mean over each bin. Of
+    nested spans the innermost counts."""
 
     busy: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def most(self) -> float:
-        """Lines busy at once, at most; waiting is not being busy."""
+        """The largest number of lines busy at once; waiting does not count as busy."""
         working = [bins for kind, bins in self.busy.items() if kind != WAIT]
         return float(np.max(np.sum(working, axis=0))) if working else 0.0
 
 
 def last_steps(run_dir: Path, n_steps: int) -> Window | None:
-    """The time of the last ``n_steps`` train steps; None when nothing was traced."""
+    """Find the time of the last ``n_steps`` train steps; None when nothing was traced."""
     first, last = 0, 0
     steps: dict[int, int] = {}
     for event in read_events(run_dir):
@@ -75,7 +75,7 @@ def last_steps(run_dir: Path, n_steps: int) -> Window | None:
 
 
 def work_of(run_dir: Path, window: Window, n_bins: int = BINS) -> dict[str, Work]:
-    """What every process did in the window, in the order of the trace."""
+    """Return what every process did in the window, in the order of the trace."""
     processes: dict[int, str] = {}
     lines: dict[tuple[int, int], list[Span]] = {}
     for event in read_events(run_dir):
@@ -95,7 +95,7 @@ def work_of(run_dir: Path, window: Window, n_bins: int = BINS) -> dict[str, Work
 
 
 def innermost(spans: Iterable[Span]) -> Iterator[Span]:
-    """The spans of one line without overlap: where one lies within another, the inner one."""
+    """Yield the spans of one line without overlap: where one lies within another, the inner one."""
     open_spans: list[tuple[int, str]] = []
     now = 0
     for began, ended, kind in [*sorted(spans, key=lambda span: (span[0], -span[1])), (2**63, 2**63, "")]:
@@ -126,8 +126,8 @@ def _spread(work: Work, span: Span, window: Window, n_bins: int) -> None:
 
 
 def plot_timeline(run_dir: Path, path: Path, *, n_steps: int = 10) -> bool:
-    """One row per process, coloured by kind of work; the height is the share of its lines that are busy. False when
-    there is nothing to draw."""
+    """Plot one row per process, coloured by kind of work; the height is the share of its lines that are busy. Return
+    False when there is nothing to draw."""
     window = last_steps(run_dir, n_steps)
     if window is None or window.began >= window.ended:
         return False

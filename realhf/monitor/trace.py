@@ -37,21 +37,24 @@ from realhf.monitor.trace_format import (
 LIMIT_BYTES = 64 * 2**20
 FLUSH_INTERVAL_S = 0.5
 MAX_PENDING = 200_000
-"""Events that wait to be written; more are counted and left out."""
+"""Number of events that may wait to be written; further ones are counted and left out."""
 
 _Record = tuple[str, str, int, int, str, dict[str, Any] | None]
-"""Phase, name, beginning and end in ns, line, arguments."""
+"""A record as (phase, name, beginning, end, line, arguments), times in ns."""
 
 logger = logging.getLogger(__name__)
 
 
 class TraceWriter:
-    """A ``realhf.api.trace.Tracer`` that appends to ``path``. A thread writes what came in, so that a kill costs the
-    last half second. The newest ``limit_bytes`` are kept, in two files: ``path`` and, older, ``path`` with the suffix
-    ``.old.jsonl``. A file that cannot be written costs the trace, never the run."""
+    """Implements ``realhf.api.trace.Tracer`` by appending to ``path``.
+
+    A thread writes the events, so a kill loses at most the last half second. The newest ``limit_bytes`` are kept in two
+    files: ``path`` and, for the older ones, ``path`` with the suffix ``.old.jsonl``. When the file cannot be written,
+    the trace is lost and the run goes on.
+    """
 
     def __init__(self, path: Path, process: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Raises OSError when ``path`` cannot be opened."""
+        """Open ``path`` and start the thread. Raises OSError when ``path`` cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _TraceFile(path, process, limit_bytes)
         self._pending: deque[_Record] = deque()
@@ -61,21 +64,25 @@ class TraceWriter:
         self._thread.start()
 
     def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+        """See ``Tracer``."""
         return _Span(self, name, args or None)
 
     def record(self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any) -> None:
+        """See ``Tracer``."""
         self._add((COMPLETE, name, began_ns, ended_ns, line or threading.current_thread().name, args or None))
 
     def instant(self, name: str, **args: Any) -> None:
+        """See ``Tracer``."""
         now = time.time_ns()
         self._add((INSTANT, name, now, now, threading.current_thread().name, args or None))
 
     def counter(self, name: str, **values: float) -> None:
+        """See ``Tracer``."""
         now = time.time_ns()
         self._add((COUNTER, name, now, now, "counters", values))
 
     def close(self) -> None:
-        """Write what is left; later events are ignored."""
+        """Write the events that are left; later ones are ignored."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(timeout=10.0)
@@ -110,18 +117,19 @@ class TraceWriter:
             records.append((INSTANT, "events left out", now, now, "trace", {"count": self._left_out}))
             self._left_out = 0
         if records:
-            # By their ends, the inner of two with one end first: what lanes need, however the spans were recorded.
+            # Lanes need the spans by their ends, and of two with one end the inner one first, however they were
+            # recorded.
             records.sort(key=lambda record: (record[3], -record[2]))
             self._file.write(records)
 
 
 def open_trace(run_dir: Path, process: str) -> TraceWriter:
-    """The tracer of the process ``kind/index`` of a run."""
+    """Open the tracer of the process ``kind/index`` of a run."""
     return TraceWriter(file_of(run_dir, process), process)
 
 
 class _Span:
-    """A context manager without the cost of a generator."""
+    """Records a span as a context manager, without the cost of a generator."""
 
     __slots__ = ("_args", "_began", "_name", "_writer")
 
@@ -140,7 +148,7 @@ class _Span:
 
 
 class _TraceFile:
-    """The file of one process, used by one thread at a time."""
+    """Writes the file of one process; used by one thread at a time."""
 
     def __init__(self, path: Path, process: str, limit_bytes: int) -> None:
         self._path, self._process, self._pid = path, process, process_number(process)
@@ -152,7 +160,7 @@ class _TraceFile:
         self._open()
 
     def write(self, records: list[_Record]) -> None:
-        """Append; what cannot be written is lost, and the log says so once."""
+        """Append records. Those that cannot be written are lost, and the log says so once."""
         try:
             chunk = self._encoded(records)
             if self._size and self._size + len(chunk) > self._half:
@@ -171,7 +179,7 @@ class _TraceFile:
         self._file = self._path.open("ab", buffering=0)
         self._size = self._file.tell()
         self._lines.clear()
-        # What a kill cut off in the middle must not spoil the line that follows it.
+        # A line that a kill cut off must not spoil the line that follows it.
         start = b"\n" if self._size else b""
         self._append(start + b"".join(self._encode(event) + b"\n" for event in process_events(self._process)))
 
@@ -212,13 +220,14 @@ class _TraceFile:
         try:
             return self._encode(event)
         except Exception:
-            # Arguments are anybody's: keys that are no text, halves of characters, numbers without end.
+            # Arguments come from anywhere: keys that are not text, halves of characters, infinite numbers.
             event.args = {"unreadable": ascii(event.args)}
             event.name = ascii(event.name)
             return self._encode(event)
 
 
 def main() -> int:
+    """Write ``trace.json`` of the run folder named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     args = parser.parse_args()

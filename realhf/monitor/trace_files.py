@@ -1,4 +1,4 @@
-"""Trace files of all processes of a run, put together or read."""
+"""Joins or reads the trace files of all processes of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TAIL_BYTES = 16 * 2**20
 
 
 def merge_traces(run_dir: Path) -> Path | None:
-    """``trace.json`` of a run: what Perfetto and chrome://tracing open. None when nothing was traced. Lines that a
-    kill cut off are left out."""
+    """Write ``trace.json`` of a run, which Perfetto and chrome://tracing open, and return its path; None when nothing
+    was traced. Lines that a kill cut off are left out."""
     files = trace_files(run_dir)
     if not files:
         return None
     path = run_dir / TRACE_FILE
     partial = path.with_suffix(".tmp")
-    # A raw value is checked, not built: a fraction of the cost of reading it.
+    # Checking a raw value without building it takes a fraction of the time.
     check = msgspec.json.Decoder(msgspec.Raw).decode
     with partial.open("wb") as target:
         target.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -41,14 +41,14 @@ def merge_traces(run_dir: Path) -> Path | None:
 
 
 def trace_files(run_dir: Path) -> list[Path]:
-    """One or two per process; of two, the older first."""
+    """Return the trace files of a run: one or two per process, the older of two first."""
     return sorted(
         (run_dir / TRACE_FOLDER).glob("*.jsonl"), key=lambda path: (path.name.partition(".")[0], -len(path.suffixes))
     )
 
 
 def read_events(run_dir: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[TraceEvent]:
-    """The names at the beginning of every file of a run, and what stands in the ``tail_bytes`` at its end."""
+    """Yield the names at the beginning of every file of a run, and the events in the ``tail_bytes`` at its end."""
     decode = msgspec.json.Decoder(TraceEvent).decode
     for file in trace_files(run_dir):
         for line in _head_and_tail(file, tail_bytes):

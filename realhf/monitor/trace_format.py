@@ -1,8 +1,8 @@
-"""What stands in a trace file: one Chrome trace event per line (the "Trace Event Format" of Chrome and Perfetto).
+"""Defines a trace file: one Chrome trace event per line (the "Trace Event Format" of Chrome and Perfetto).
 
-Numbers of processes and lines are made from their names, so that a restarted worker goes on in its old line and files
-can be put together without being parsed. Spans that overlap without one lying within the other, as those of concurrent
-coroutines do, cannot share a line, because trace viewers drop them: ``Lanes`` moves the later one to a further lane.
+Numbers of processes and lines are made from their names, so that a restarted worker continues its old line and files
+can be joined without being parsed. Trace viewers drop spans of one line that overlap without one lying within the
+other, as those of concurrent coroutines do. ``Lanes`` moves the later one to a further lane.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _ORDER = ("launch", "master", "model_worker", "rollout_worker", "generation", "e
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
-    """Times in whole microseconds: ``ts`` since the epoch; ``dur`` of a COMPLETE event. ``s``: scope of an instant."""
+    """Is one event of a trace file. Times are whole microseconds: ``ts`` since the epoch, ``dur`` of a COMPLETE event.
+    ``s`` is the scope of an instant."""
 
     name: str
     ph: str
@@ -35,7 +36,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 def process_number(process: str) -> int:
-    """Of ``kind/index``: thousands for the kind, and the index."""
+    """Number the process ``kind/index``: thousands for the kind, plus the index."""
     kind, _, index = process.partition("/")
     if kind in _ORDER and (not index or (index.isdecimal() and int(index) < 1000)):
         return 1000 * (1 + place_of(process)) + int(index or 0)
@@ -43,23 +44,23 @@ def process_number(process: str) -> int:
 
 
 def line_number(process: str, line: str) -> int:
-    """A positive number of 31 bits: no two processes share a line."""
+    """Number a line of a process: a positive number of 31 bits, made so that lines of two processes differ."""
     return zlib.crc32(f"{process}\n{line}".encode(errors="replace")) & 0x7FFFFFFF
 
 
 def file_of(run_dir: Path, process: str) -> Path:
-    """Where the process ``kind/index`` keeps its trace."""
+    """Return the path of the trace file of the process ``kind/index``."""
     return run_dir / TRACE_FOLDER / f"{process.replace('/', '-')}.jsonl"
 
 
 def place_of(process: str) -> int:
-    """Where a process stands among the others."""
+    """Return the place of a process in the order of display."""
     kind = process.partition("/")[0]
     return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
 def process_events(process: str) -> list[TraceEvent]:
-    """Name and place of a process."""
+    """Make the events that name a process and give its place."""
     pid = process_number(process)
     return [
         TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
@@ -68,7 +69,7 @@ def process_events(process: str) -> list[TraceEvent]:
 
 
 def line_event(process: str, line: str) -> TraceEvent:
-    """Name of a line within a process."""
+    """Make the event that names a line within a process."""
     return TraceEvent(
         "thread_name", METADATA, 0, process_number(process), line_number(process, line), args={"name": line}
     )
@@ -76,17 +77,17 @@ def line_event(process: str, line: str) -> TraceEvent:
 
 MAX_LANES = 64
 REMEMBERED = 256
-"""Spans of a lane that a longer one may still enclose."""
+"""Number of spans of a lane that are remembered because a longer one may still enclose them."""
 
 
 class Lanes:
-    """Knows where spans lie; they arrive in the order of their ends, or nearly so."""
+    """Assigns spans to lanes; spans arrive in the order of their ends, or nearly so."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, list[deque[tuple[int, int]]]] = {}
 
     def place(self, line: str, began: int, ended: int) -> str:
-        """The line itself, or the name of its second, third, .. lane."""
+        """Return the lane of a span: the line itself, or the name of its second, third, .. lane."""
         lanes = self._lanes.setdefault(line, [])
         number = next(
             (number for number, lane in enumerate(lanes, start=1) if _fits(lane, began, ended)),
@@ -102,7 +103,7 @@ class Lanes:
 
 
 def _fits(lane: deque[tuple[int, int]], began: int, ended: int) -> bool:
-    """Whether a span encloses the last ones of a lane, or is apart from them."""
+    """Return whether a span encloses the last ones of a lane, or lies apart from them."""
     for first, last in reversed(lane):
         if last <= began:
             return True

@@ -1,1 +1,1 @@
-"""Place, watch and stop processes."""
+"""Starts, watches and stops worker processes."""

@@ -1,4 +1,4 @@
-"""The protocol of a scheduler: start worker processes, say at once what they do, leave none behind."""
+"""Defines what a scheduler does: it starts worker processes, reports at once what they do, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One process: ``python -m module *argv``. Its standard error goes to ``log``; so does its standard
-    output, unless ``events``: then every line of it is handed out as a ``WorkerLine``. ``niceness``: how far the worker
-    and what it starts step back behind others where cores are short (0 to 19)."""
+    """Describes one process, ``python -m module *argv``.
+
+    Its standard error goes to ``log``, and its standard output too, unless ``events`` is set: then every line of
+    standard output is handed out as a ``WorkerLine``. ``niceness`` (0 to 19) says how far the worker and what it starts
+    give way to others where cores are short.
+    """
 
     name: str
     module: str
@@ -24,7 +27,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerLine:
-    """A line of the standard output of a worker started with ``events``."""
+    """Carries one line of the standard output of a worker started with ``events``."""
 
     name: str
     text: str
@@ -32,8 +35,8 @@ class WorkerLine:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker. ``exit_code`` is negative for a signal, as in ``subprocess``; what it wrote begins at byte
-    ``log_from`` of ``log``, after what others of its name did."""
+    """Reports the end of a worker. ``exit_code`` is negative for a signal, as in ``subprocess``. What the worker wrote
+    begins at byte ``log_from`` of ``log``, after what earlier workers of the same name wrote."""
 
     name: str
     exit_code: int
@@ -42,7 +45,7 @@ class WorkerExit:
 
     @property
     def reason(self) -> str:
-        """'exit code 3' or 'killed by SIGKILL'."""
+        """Say why the worker ended: 'exit code 3' or 'killed by SIGKILL'."""
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
         try:
@@ -55,19 +58,20 @@ WorkerEvent = WorkerLine | WorkerExit
 
 
 class Scheduler(Protocol):
-    """Owned by one thread, the one that starts the workers: they die with it."""
+    """Starts, watches and stops workers. One thread owns it, the one that starts the workers: they end with that
+    thread."""
 
     def start(self, spec: WorkerSpec) -> None:
         """Start a worker. Raises OSError if the process cannot be made, ValueError on a name in use. The name of a
-        worker that has ended is free; what that one left behind is killed first."""
+        worker that has ended is free again; processes that it left behind are killed first."""
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
-        """What happened, in order; returns at the first event, or empty after ``timeout_s`` seconds.
-        Lines of a worker come before its exit; every exit is reported once."""
+        """Return what happened, in order: at the first event, or an empty list after ``timeout_s`` seconds. Lines of a
+        worker come before its exit; every exit is reported once."""
         ...
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """Ask every worker to end (SIGTERM), kill what is left after ``grace_s`` seconds, with all its
-        descendants. Nothing runs afterwards. May be called twice."""
+        """Ask every worker to end (SIGTERM), and kill those still running after ``grace_s`` seconds, with all their
+        descendants. Nothing runs afterwards. A second call does no harm."""
         ...

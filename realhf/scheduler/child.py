@@ -18,7 +18,7 @@ from realhf.scheduler.process_control import die_with_parent
 
 
 def leave(code: object) -> None:
-    """End the process as ``sys.exit(code)`` would, without taking down the interpreter."""
+    """End the process with the exit code of ``sys.exit(code)``, without taking down the interpreter."""
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)

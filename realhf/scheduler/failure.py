@@ -1,4 +1,4 @@
-"""How a worker fails: the whole traceback in its log, one line about the cause for the person at the terminal."""
+"""Reports how a worker failed: the whole traceback in its log, and one line about the cause for the terminal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from types import FrameType
 
 _MARK = "FATAL: "
 STOP_WITHIN_S = 5
-"""Who unwinds longer after a SIGTERM is ended by the kernel: nobody else may be left to do it."""
+"""How long a process may unwind after a SIGTERM, in seconds; then the kernel ends it, since no other process may be
+left to do so."""
 
 
 class WorkerStopped(SystemExit):
-    """SIGTERM arrived: leave through every ``finally``."""
+    """Is raised when SIGTERM arrives, so that the process leaves through every ``finally``."""
 
 
 def run_guarded(work: Callable[[], None]) -> int:
-    """Run a worker's main function; the exit code of the process. SIGTERM unwinds it (exit code 143), for at most
-    ``STOP_WITHIN_S`` seconds."""
+    """Run a worker's main function and return the exit code of the process. SIGTERM unwinds it (exit code 143), for at
+    most ``STOP_WITHIN_S`` seconds."""
     signal.signal(signal.SIGTERM, _stop)
     try:
         work()
@@ -36,7 +37,7 @@ def run_guarded(work: Callable[[], None]) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The cause in one line, without a traceback."""
+    """Return the cause of an error in one line, without a traceback."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"no space left on the device of {error.filename or 'fileroot'}; free some, then run again"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
@@ -50,15 +51,16 @@ def describe(error: BaseException) -> str:
 
 
 def failure_cause(log: Path, since: int = 0) -> str | None:
-    """Why a worker failed: the line that ``run_guarded`` left in its log from byte ``since`` on, or else the last line
-    there."""
+    """Return why a worker failed: the line that ``run_guarded`` left in its log from byte ``since`` on, or else the
+    last line there; None for an empty log."""
     lines = [line for line in log_tail(log, 400, since) if line.strip()]
     marked = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
     return marked[-1] if marked else lines[-1].strip() if lines else None
 
 
 def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:
-    """The last lines of a log file from byte ``since`` on, at most 64 KiB; empty if there is none."""
+    """Return the last ``n_lines`` lines of a log file from byte ``since`` on, out of its last 64 KiB; an empty list if
+    there is no file."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

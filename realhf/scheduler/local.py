@@ -1,4 +1,4 @@
-"""Workers as processes of this machine, each in a session of its own."""
+"""Runs workers as processes of this machine, each in a session of its own."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class _Child:
 
     @property
     def lines(self) -> int | None:
-        """The descriptor of the event stream, if there is one."""
+        """The descriptor of the event stream, or None without events."""
         return self.process.stdout.fileno() if self.process.stdout else None
 
 
 class LocalScheduler:
-    """``Scheduler`` over subprocesses. An exit is seen through its pidfd, so at once and without polling.
+    """Implements ``Scheduler`` with subprocesses. The exit of a worker is noticed through its pidfd, at once and
+    without polling.
 
-    ``orphans_are_ours``: this process adopts the orphans of its workers (see ``adopt_orphans``), so every
-    child that is left at the end is killed. Only for a process that starts nothing else.
+    With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``adopt_orphans``), so that every
+    child left at the end is killed. Use it only in a process that starts nothing else.
     """
 
     def __init__(self, *, orphans_are_ours: bool = False) -> None:
@@ -48,6 +49,7 @@ class LocalScheduler:
         self._orphans_are_ours = orphans_are_ours
 
     def start(self, spec: WorkerSpec) -> None:
+        """See ``Scheduler``."""
         before = self._children.get(spec.name)
         if before is not None:
             if before.process.poll() is None:
@@ -73,6 +75,7 @@ class LocalScheduler:
             self._selector.register(child.lines, selectors.EVENT_READ, child)
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        """See ``Scheduler``."""
         if not self._selector.get_map():
             time.sleep(timeout_s)
             return []
@@ -90,6 +93,7 @@ class LocalScheduler:
         return events
 
     def stop(self, grace_s: float = 8.0) -> None:
+        """See ``Scheduler``."""
         alive = [child for child in self._children.values() if child.process.poll() is None]
         for child in alive:
             child.relatives |= _descendants(child.process.pid)
@@ -105,7 +109,7 @@ class LocalScheduler:
         self._children.clear()
 
     def _kill_orphans(self, child: _Child) -> None:
-        """What a worker that has ended left behind, e.g. servers it had started."""
+        """Kill what a worker that has ended left behind, e.g. servers it had started."""
         mine = {other.process.pid for other in self._children.values()}
         doomed = {process for process in psutil.process_iter() if _session(process.pid) == child.process.pid}
         if self._orphans_are_ours:
@@ -155,7 +159,7 @@ class LocalScheduler:
         return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from)
 
     def _forget(self, child: _Child) -> None:
-        """Close what is open for a child that has ended."""
+        """Close the descriptors and the log of a child that has ended."""
         watched = self._selector.get_map()
         for descriptor in (child.pidfd, child.lines):
             if descriptor is not None and descriptor >= 0 and descriptor in watched:

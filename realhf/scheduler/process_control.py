@@ -1,4 +1,4 @@
-"""Two Linux process attributes: die with the parent, adopt orphaned descendants (prctl(2))."""
+"""Sets two Linux process attributes: end with the parent, and adopt orphaned descendants (prctl(2))."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM to this process when the thread that started it ends. Exits at once
-    if the parent is gone already. Without effect outside Linux."""
+    """Have the kernel send SIGTERM to this process when the thread that started it ends. Exits at once if the parent is
+    gone already. Has no effect outside Linux."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         raise SystemExit("the process that started this worker is gone")
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that none escapes."""
+    """Make this process the parent of descendants whose own parent ends, so that none of them escapes."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
