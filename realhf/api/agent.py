@@ -1,7 +1,7 @@
-"""Agents that read and write text: what an evaluation plays beside, or instead of, a policy of tokens.
+"""Defines agents that read and write text: an evaluation plays them beside, or instead of, a policy of tokens.
 
-A *conversation* is one episode as its agent sees it; an *agent* answers many of them at once, so that a local
-model can batch and an endpoint can be asked concurrently.
+A *conversation* is one episode as its agent sees it; an *agent* answers many of them at once, so that a local model can
+batch and an endpoint can be asked concurrently.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Reply:
-    """One turn of an agent. ``command`` None: the text holds no command, or the agent gives up."""
+    """One turn of an agent. ``command`` is None when the text holds no command or the agent gives up."""
 
     text: str
     command: str | None
@@ -21,7 +21,7 @@ class Reply:
 
 @dataclass
 class Conversation:
-    """One episode. ``slot`` names it while it lasts; ``turns`` are the replies with the observation map that
+    """One episode. ``slot`` names it while it lasts; ``turns`` are the replies, each with the observation map that
     followed. ``reference`` is the canonical solution, for the scripted expert alone."""
 
     slot: int
@@ -31,18 +31,18 @@ class Conversation:
 
 
 class AgentError(RuntimeError):
-    """The agent cannot answer at all (endpoint gone, model does not load); ends the evaluation."""
+    """The agent cannot answer at all (the endpoint is gone, the model does not load); this ends the evaluation."""
 
 
 class Agent(Protocol):
-    """``name`` labels tables and plots."""
+    """Answers conversations with commands. ``name`` labels tables and plots."""
 
     name: str
 
     def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
-        """The next turn of each conversation, in order. Raises AgentError."""
+        """Return the next turn of each conversation, in order. Raises AgentError."""
         ...
 
     def finish(self, slots: Sequence[int]) -> None:
-        """These conversations are over."""
+        """Forget these conversations: they are over."""
         ...

@@ -1,4 +1,4 @@
-"""What an agent and the AWS environment say to each other, as pydantic models.
+"""Defines the messages between an agent and the AWS environment, as pydantic models.
 
 ``/schema`` of the server shows them, the client returns them. Source: docs/reference/environment.md 2.1, 10. Parsing
 drops nothing: a field that is not known here is kept as an extra attribute, a field that is missing (another OpenEnv
@@ -65,7 +65,7 @@ class AwsState(BaseModel):
 
 @dataclass(frozen=True)
 class AwsStepResult:
-    """Reply to reset or step. ``reward`` is None after a reset, where the server sends none."""
+    """The reply to reset or step. ``reward`` is None after a reset, where the server sends none."""
 
     observation: AwsObservation
     reward: float | None

@@ -1,8 +1,8 @@
-"""Conversations as token ids, through the tokenizer's own chat template.
+"""Turns conversations into token ids, through the tokenizer's own chat template.
 
-The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's text
-*around* them. The text that follows a policy turn is found once per observation by rendering a
-conversation in which a marker stands for the policy's words.
+The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's text *around* them.
+The text that follows a policy turn is found once per observation by rendering a conversation in which a marker stands
+for the policy's words.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ class ChatTemplateError(ValueError):
 
 
 def unread_variables(template: str, names: Iterable[str]) -> list[str]:
-    """The names that do not occur in the text of a chat template, and those that are set at every rendering."""
+    """Return the names that do not occur in the text of a chat template, and those that are set at every rendering
+    anyway."""
     return [name for name in names if name in _SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
 class TemplateChat:
-    """``realhf.api.env.ChatFormat`` over a Hugging Face tokenizer. ``template_kwargs``: variables of the template, e.g.
-    ``enable_thinking``, for everything that is rendered. Raises ChatTemplateError, also for a variable that the
-    template does not read."""
+    """Implements ``realhf.api.env.ChatFormat`` with a Hugging Face tokenizer. ``template_kwargs`` are variables of the
+    template, e.g. ``enable_thinking``, for everything that is rendered. Raises ChatTemplateError, also for a variable
+    that the template does not read."""
 
     def __init__(
         self,
@@ -56,35 +57,35 @@ class TemplateChat:
         self.stop_ids: tuple[int, ...] = self._find_stop_ids()
 
     def first(self, task: str) -> list[int]:
-        """Ids up to the point where the policy speaks for the first time."""
+        """Return the ids up to the point where the policy speaks for the first time."""
         return self._ids(self._render([*self._system, {"role": "user", "content": task}], generation=True))
 
     def following(self, observation: str, *, ended: bool) -> list[int]:
-        """Ids between two policy turns. ``ended``: the policy itself sampled the end of its turn."""
+        """Return the ids between two policy turns. ``ended``: the policy itself sampled the end of its turn."""
         return self.following_messages([{"role": "user", "content": observation}], ended=ended)
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a whole conversation, none of it sampled here, and the cue for the policy. No system prompt is
-        added."""
+        """Return the ids of a whole conversation, none of it sampled here, with the cue for the policy at its end. No
+        system prompt is added."""
         return self._ids(self._render(messages, generation=True))
 
     def following_messages(self, messages: Sequence[Mapping[str, str]], *, ended: bool) -> list[int]:
-        """``following`` for any messages between two policy turns."""
+        """Return what ``following`` does, for any messages between two policy turns."""
         ids = self._ids(self._text_after_marker(messages, generation=True))
         if ended and ids and ids[0] in self.stop_ids:
             del ids[0]
         return ids
 
     def closing(self) -> list[int]:
-        """Ids that end a policy turn in a demonstration: the first is a stop id."""
+        """Return the ids that end a policy turn in a demonstration; the first is a stop id."""
         return self._ids(self._turn_end)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a demonstrated policy turn, without its end."""
+        """Return the ids of a demonstrated policy turn, without its end."""
         return self._ids(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a policy turn; stop ids are left out, other special tokens stay visible."""
+        """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
         stop = set(self.stop_ids)
         return self._tokenizer.decode([i for i in token_ids if i not in stop], skip_special_tokens=False)
 

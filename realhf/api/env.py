@@ -1,4 +1,4 @@
-"""Contracts between environments, agents and rollout pools."""
+"""Defines the contracts between environments, agents and rollout players."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FAILURE_STATUSES = frozenset({"env_error", "env_timeout", "connection_lost", "ca
 
 @dataclass(frozen=True)
 class StepResult:
-    """Reply of an environment to reset or step: the observation map of the OpenEnv wire."""
+    """An environment's reply to reset or step. ``observation`` is the map of the OpenEnv wire."""
 
     observation: dict[str, Any]
     reward: float | None
@@ -20,13 +20,20 @@ class StepResult:
 
 
 class EnvClient(Protocol):
-    """One session of an environment. Raises ConnectionError, TimeoutError or RuntimeError."""
+    """Drives one session of an environment. Its methods raise ConnectionError, TimeoutError or RuntimeError."""
 
-    async def reset(self, **kwargs: Any) -> StepResult: ...
+    async def reset(self, **kwargs: Any) -> StepResult:
+        """Begin an episode; ``kwargs`` are the reset's arguments on the wire, e.g. the task. Returns the first
+        observation."""
+        ...
 
-    async def step(self, command: str) -> StepResult: ...
+    async def step(self, command: str) -> StepResult:
+        """Run one command of the agent and return what the environment answered."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the session and give its slot back."""
+        ...
 
 
 class ChatFormat(Protocol):
@@ -38,16 +45,16 @@ class ChatFormat(Protocol):
         ...
 
     def first(self, task: str) -> list[int]:
-        """Ids of the conversation up to the point where the policy speaks."""
+        """Return the ids of the conversation up to the point where the policy speaks."""
         ...
 
     def following(self, observation: str, *, ended: bool) -> list[int]:
-        """Ids that follow a policy turn: its end (unless ``ended`` by a sampled stop id), the observation
+        """Return the ids that follow a policy turn: its end (unless ``ended`` by a sampled stop id), the observation
         and the cue for the next policy turn."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a policy turn without stop tokens."""
+        """Return the text of a policy turn without stop tokens."""
         ...
 
 
@@ -63,10 +70,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class RolloutOutcome:
-    """One episode. Ids, logprobs, versions and loss_mask cover the completion only and have equal lengths;
-    logprobs are 0.0 and versions -1 where loss_mask is False (environment or template tokens).
-    A failed episode has ``valid == False`` and ``reward is None``: a failure is never a reward of 0.
-    ``last_turn_cut``: the last policy turn was ended by a limit of tokens."""
+    """One finished episode.
+
+    Ids, logprobs, versions and loss_mask cover the completion only and have equal lengths; logprobs are 0.0 and
+    versions -1 where loss_mask is False (environment or template tokens). A failed episode has ``valid == False`` and
+    ``reward is None``: a failure is never a reward of 0. ``last_turn_cut``: a limit of tokens ended the last policy
+    turn.
+    """
 
     status: str
     prompt_ids: list[int]
@@ -94,4 +104,5 @@ class RolloutOutcome:
 
     @property
     def valid(self) -> bool:
+        """Whether the episode counts: its ``status`` is one of ``VALID_STATUSES``."""
         return self.status in VALID_STATUSES

@@ -1,4 +1,4 @@
-"""Sequence lengths of one key of a sample, kept flat."""
+"""Keeps the sequence lengths of one key of a sample flat."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Lengths:
-    """``values`` int64 (n sequences,): rows of every sequence; ``offsets`` int64 (n samples + 1,): where
-    each sample's sequences begin. Immutable. Raises ValueError on a negative length or offsets that do not
-    rise from 0 to ``len(values)``."""
+    """Holds lengths flat: ``values`` int64 (n sequences,) counts the rows of every sequence; ``offsets`` int64 (n
+    samples + 1,) says where each sample's sequences begin. It is immutable. Raises ValueError on a negative length or
+    offsets that do not rise from 0 to ``len(values)``."""
 
     __slots__ = ("_rows", "offsets", "values")
 
@@ -32,12 +32,13 @@ class Lengths:
 
     @staticmethod
     def of(nested: Sequence[Sequence[int]]) -> Lengths:
-        """From a list of samples of sequence lengths."""
+        """Build lengths from nested lists: for each sample, the lengths of its sequences."""
         flat = np.array([int(length) for inner in nested for length in inner], dtype=np.int64)
         return Lengths(flat, _cumulated(np.array([len(inner) for inner in nested], dtype=np.int64)))
 
     @staticmethod
     def join(parts: Sequence[Lengths]) -> Lengths:
+        """Concatenate the samples of several lengths."""
         values = [part.values for part in parts]
         if all(len(part.offsets) == 2 for part in parts):
             counts = np.array([len(column) for column in values], dtype=np.int64)
@@ -56,42 +57,43 @@ class Lengths:
         return len(self.offsets) - 1
 
     def nested(self) -> list[list[int]]:
+        """Return the lengths as nested lists: for each sample, those of its sequences."""
         values = self.values.tolist()
         return [values[a:b] for a, b in pairwise(self.offsets.tolist())]
 
     def total(self) -> int:
-        """Rows of the packed tensor."""
+        """Return the number of rows of the packed tensor."""
         return int(self.cumulated()[-1])
 
     def cumulated(self) -> IntArray:
-        """First row of every sequence and the total: int64 (n sequences + 1,)."""
+        """Return the first row of every sequence and, last, the total: int64 (n sequences + 1,)."""
         if self._rows is None:
             self._rows = _cumulated(self.values)
         return self._rows
 
     def rows(self) -> IntArray:
-        """First row of every sample and the total: int64 (n samples + 1,)."""
+        """Return the first row of every sample and, last, the total: int64 (n samples + 1,)."""
         return self.cumulated()[self.offsets]
 
     def take(self, samples: IntArray) -> Lengths:
-        """Lengths of the samples at these positions."""
+        """Return the lengths of the samples at these positions."""
         starts = self.offsets[samples]
         counts = self.offsets[samples + 1] - starts
         return Lengths(self.values[ranges(starts, counts)], _cumulated(counts))
 
     def take_rows(self, samples: IntArray) -> IntArray:
-        """Row numbers of the samples at these positions, in their order."""
+        """Return the row numbers of the samples at these positions, in their order."""
         starts = self.cumulated()[self.offsets[samples]]
         return ranges(starts, self.cumulated()[self.offsets[samples + 1]] - starts)
 
     def row_span(self, first: int, last: int) -> tuple[int, int]:
-        """Begin and end row of the samples ``first`` to ``last`` inclusive."""
+        """Return the begin and end row of the samples ``first`` to ``last`` inclusive."""
         rows = self.cumulated()
         return int(rows[self.offsets[first]]), int(rows[self.offsets[last + 1]])
 
 
 def joined_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]:
-    """The lengths of every key over all parts; keys that share theirs in every part go on sharing."""
+    """Join the lengths of every key over all parts; keys that share theirs in every part go on sharing."""
     joined: dict[tuple[int, ...], Lengths] = {}
     out: dict[str, Lengths] = {}
     for key in parts[0]:
@@ -104,7 +106,7 @@ def joined_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]
 
 
 def ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """Concatenation of ``arange(start, start + count)`` over the pairs."""
+    """Concatenate ``arange(start, start + count)`` over the pairs."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
@@ -117,14 +119,14 @@ def _cumulated(values: IntArray) -> IntArray:
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """All rows, one tensor after the other."""
+    """Join all rows, one tensor after the other."""
     import torch
 
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
-    """Rows of the samples at ``positions``; a view when they are one run."""
+    """Return the rows of the samples at ``positions``; a view when these are consecutive."""
     if len(positions) == 1 or bool((np.diff(positions) == 1).all()):
         begin, end = lengths.row_span(int(positions[0]), int(positions[-1]))
         return tensor[begin:end]
@@ -134,7 +136,7 @@ def take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal to the bit, NaN payloads included."""
+    """Return whether two tensors of one dtype and shape are equal to the bit, NaN payloads included."""
     import torch
 
     if not a.numel():

@@ -1,8 +1,8 @@
-"""Model function calls: the nodes of the dataflow graph (docs/reference/dataflow.md 3).
+"""Defines model function calls: the nodes of the dataflow graph (docs/reference/dataflow.md 3).
 
-Key names in an ``MFCDef`` are the names of the graph. An interface that uses other names says so with the
-remaps, which read ``{graph name: interface name}`` for inputs and ``{interface name: graph name}`` for
-outputs: each reads in the direction the data flows.
+Key names in an ``MFCDef`` are the names of the graph. An interface that uses other names says so with the remaps, which
+read ``{graph name: interface name}`` for inputs and ``{interface name: graph name}`` for outputs: each reads in the
+direction the data flows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from realhf.api.sample import MicroBatchSpec
 
 
 class InterfaceType(Enum):
-    """Which method of the interface a call runs. The value is the method's name."""
+    """Says which method of the interface a call runs. The value is the method's name."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -25,7 +25,7 @@ class InterfaceType(Enum):
 
     @property
     def produces_keys(self) -> bool:
-        """Generation and inference answer with a sample; training and evaluation with statistics only."""
+        """Whether a call of this type answers with a sample (generation, inference) or with statistics only."""
         return self in (InterfaceType.GENERATE, InterfaceType.INFERENCE)
 
 

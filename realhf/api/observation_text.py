@@ -1,8 +1,8 @@
-"""The text of an observation for the policy: short, and the same in every run.
+"""Renders an observation as text for the policy: short, and the same in every run.
 
-A pure function of the observation map, shared by rollouts and demonstrations. What differs between runs
-(ports, times, request ids) or has no use (response metadata) is normalised or dropped, because a small
-model would spend its capacity on copying it.
+The text is a pure function of the observation map, shared by rollouts and demonstrations. What differs between runs
+(ports, times, request ids) or has no use (response metadata) is normalised or dropped, because a small model would
+spend its capacity on copying it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OBSERVATION_CHARS = 200
-"""Default cap: what a small model reads after every turn."""
+"""Largest number of characters by default: what a small model reads after every turn."""
 NO_COMMAND = "error: no command; reply with one line that starts with aws"
 
 _DROPPED_KEYS = frozenset(
@@ -49,8 +49,8 @@ _CALLED = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) opera
 
 
 def observation_text(observation: Mapping[str, Any], *, max_chars: int = OBSERVATION_CHARS) -> str:
-    """Text of at most ``max_chars`` characters: minified output of a success ("ok" when there is none),
-    the last meaningful line of an error. Longer text keeps its head and its tail."""
+    """Return at most ``max_chars`` characters: minified output of a success ("ok" when there is none), the last
+    meaningful line of an error. Longer text keeps its head and its tail."""
     if observation["command_success"]:
         text = _compact(observation["command_output"]) or "ok"
     else:
@@ -61,8 +61,8 @@ def observation_text(observation: Mapping[str, Any], *, max_chars: int = OBSERVA
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """What a policy reads of one message of a demonstration: a ``tool`` message that carries the observation
-    map is rendered as a rollout renders it, anything else is its content."""
+    """Return what a policy reads of one message of a demonstration: a ``tool`` message that carries the observation map
+    is rendered as a rollout renders it, anything else is its content."""
     if message["role"] == "tool" and "observation" in message:
         return observation_text(message["observation"])
     return message["content"]

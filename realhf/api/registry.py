@@ -1,4 +1,4 @@
-"""A registry maps a name to an object, or to a ``"module:attribute"`` string that is imported on first use.
+"""Maps a name to an object, or to a ``"module:attribute"`` string that is imported on first use.
 
 So naming a part costs no import of torch. ``realhf.builtins`` holds the registries and what they know from the start.
 """
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class Registry:
-    """Name to object; an unknown name lists the known ones, a second registration is an error."""
+    """Maps names to objects; an unknown name lists the known ones, a second registration is an error."""
 
     def __init__(self, kind: str, builtin: Mapping[str, str] | None = None) -> None:
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin or {})
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds an object under ``name``. Raises ValueError if the name is taken."""
+        """Return a decorator that adds an object under ``name``. Raises ValueError if the name is taken."""
 
         def add(item: T) -> T:
             if name in self._entries:
@@ -32,7 +32,7 @@ class Registry:
         return add
 
     def get(self, name: str) -> Any:
-        """The object called ``name``. Raises KeyError that names close and known names."""
+        """Return the object called ``name``. Raises KeyError that names close and known names."""
         if name not in self._entries:
             close = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

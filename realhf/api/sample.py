@@ -1,11 +1,10 @@
-"""SequenceSample: a batch of samples as packed tensors, or their metadata only (docs/reference/dataflow.md 2).
+"""Defines SequenceSample: a batch of samples as packed tensors, or their metadata only (docs/reference/dataflow.md 2).
 
-Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. Key ``k`` is one
-tensor without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0, ...
+Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. Key ``k`` is one tensor
+without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0, ...
 
-Instances are immutable. Operations never write to tensors and may share storage between samples, so a
-tensor that has been put into a sample must not be written to. torch is imported only by operations that
-touch tensors.
+Instances are immutable. Operations never write to tensors and may share storage between samples, so a tensor that has
+been put into a sample must not be written to. torch is imported only by operations that touch tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class DuplicateKeyError(ValueError):
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """How a batch is cut by sequence: at least ``n_mbs`` parts, each of at most ``max_tokens_per_mb`` positions,
-    padding included (a single sequence above the cap is a part of its own)."""
+    """Says how a batch is cut by sequence: into at least ``n_mbs`` parts, each of at most ``max_tokens_per_mb``
+    positions, padding included (a single sequence above the cap is a part of its own)."""
 
     n_mbs: int = 1
     max_tokens_per_mb: int | None = None
@@ -46,7 +45,7 @@ class MicroBatchSpec:
 
 
 def inverse_perm(perm: Sequence[int]) -> list[int]:
-    """The permutation that undoes ``perm``."""
+    """Return the permutation that undoes ``perm``."""
     inverse = [0] * len(perm)
     for position, index in enumerate(perm):
         inverse[index] = position
@@ -54,7 +53,7 @@ def inverse_perm(perm: Sequence[int]) -> list[int]:
 
 
 class SequenceSample:
-    """A batch of samples; ``data is None`` means metadata only. Raises ValueError when a part of the
+    """Holds a batch of samples; ``data is None`` means metadata only. Raises ValueError when a part of the
     constructor's input contradicts another (docs/reference/dataflow.md 2, the table of invariants)."""
 
     __slots__ = ("_data", "_dtypes", "_ids", "_lengths", "_metadata", "_trailing")
@@ -95,7 +94,7 @@ class SequenceSample:
         seqlens: Mapping[str, Sequence[Sequence[int]]],
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
-        """Sample with data; dtypes and trailing shapes are those of the tensors."""
+        """Build a sample with data; dtypes and trailing shapes are those of the tensors."""
         dtypes = {k: dtype_tag(t.dtype) for k, t in tensors.items()}
         trailing = {k: tuple(t.shape[1:]) for k, t in tensors.items()}
         return cls(ids, seqlens, dtypes, trailing, data=tensors, metadata=metadata)
@@ -110,7 +109,8 @@ class SequenceSample:
         data: Mapping[str, Tensor] | None,
         metadata: Mapping[str, Sequence[Any]],
     ) -> SequenceSample:
-        """Same as the constructor with lengths already flat (the decoder's entrance); validated."""
+        """Build a sample as the constructor does, from lengths that are flat already, as the decoder has them; all is
+        validated."""
         self = cls._build(_checked_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {})
         self._data = None if data is None else dict(data)
         self._metadata = {k: list(v) for k, v in metadata.items()}
@@ -164,10 +164,12 @@ class SequenceSample:
 
     @property
     def ids(self) -> tuple[str, ...]:
+        """Ids of the samples, in order."""
         return self._ids
 
     @property
     def keys(self) -> frozenset[str]:
+        """Names of the fields."""
         return frozenset(self._lengths)
 
     @property
@@ -177,21 +179,26 @@ class SequenceSample:
 
     @property
     def dtypes(self) -> dict[str, str]:
+        """Tag of the element type of every key."""
         return dict(self._dtypes)
 
     @property
     def trailing_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of one row of every key, () for scalars."""
         return dict(self._trailing)
 
     @property
     def data(self) -> dict[str, Tensor] | None:
+        """Packed tensors by key; None when there is metadata only."""
         return None if self._data is None else dict(self._data)
 
     @property
     def metadata(self) -> dict[str, list[Any]]:
+        """Metadata columns by name, each with one entry per sample."""
         return {key: list(column) for key, column in self._metadata.items()}
 
     def lengths(self, key: str) -> Lengths:
+        """Return the flat lengths of a key. Raises KeyError when the sample has no such key."""
         return self._lengths[self._known(key)]
 
     def _known(self, key: str) -> str:
@@ -203,7 +210,7 @@ class SequenceSample:
         return len(self._ids)
 
     def __getitem__(self, key: str) -> Tensor:
-        """Packed tensor of a key. Raises ValueError on a metadata-only sample."""
+        """Return the packed tensor of a key. Raises ValueError on a metadata-only sample."""
         self._known(key)
         if self._data is None:
             raise ValueError(f"sample holds metadata only: no data for key {key!r}")
@@ -217,7 +224,7 @@ class SequenceSample:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __eq__(self, other: object) -> bool:
-        """Bit-exact equality of everything, NaN payloads included."""
+        """Compare everything to the bit, NaN payloads included."""
         if not isinstance(other, SequenceSample):
             return NotImplemented
         if (self._ids, self._dtypes, self._trailing, self._metadata) != (
@@ -232,42 +239,42 @@ class SequenceSample:
         return self._data is None or all(same_bits(t, other[k]) for k, t in self._data.items())
 
     def n_tokens(self, key: str) -> int:
-        """Rows of the packed tensor of a key."""
+        """Return the number of rows of the packed tensor of a key."""
         return self.lengths(key).total()
 
     def sample_tokens(self, key: str) -> IntArray:
-        """Rows of every sample: int64 (n samples,)."""
+        """Return the number of rows of every sample: int64 (n samples,)."""
         return np.diff(self.lengths(key).rows())
 
     def cu_seqlens(self, key: str) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Cumulative sequence lengths: int32 (n sequences + 1,), first 0."""
+        """Return the cumulative sequence lengths: int32 (n sequences + 1,), first 0."""
         return self.lengths(key).cumulated().astype(np.int32)
 
     def sequence_index(self, key: str) -> IntArray:
-        """Sequence number of every row: int64 (n tokens,)."""
+        """Return the sequence number of every row: int64 (n tokens,)."""
         values = self.lengths(key).values
         return np.repeat(np.arange(len(values), dtype=np.int64), values)
 
     def group_index(self, key: str) -> IntArray:
-        """Sample number of every sequence: int64 (n sequences,)."""
+        """Return the sample number of every sequence: int64 (n sequences,)."""
         offsets = self.lengths(key).offsets
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(offsets))
 
     # ---- choosing
 
     def meta(self) -> SequenceSample:
-        """The same without data."""
+        """Return the same sample without data."""
         return self._build(self._ids, self._lengths, self._dtypes, self._trailing, None, self._metadata)
 
     def annotated(self, metadata: Mapping[str, Sequence[Any]], *, keep: bool = True) -> SequenceSample:
-        """With these metadata columns, beside its own ones of other names if ``keep``."""
+        """Return the sample with these metadata columns, beside its own ones of other names if ``keep``."""
         columns = {name: list(column) for name, column in metadata.items()}
         self._check_metadata(columns)
         merged = {**self._metadata, **columns} if keep else columns
         return self._build(self._ids, self._lengths, self._dtypes, self._trailing, self._data, merged)
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
-        """Only these keys. Raises KeyError on one that is absent."""
+        """Keep only these keys. Raises KeyError on one that is absent."""
         names = sorted({self._known(key) for key in keys})
         return self._with_keys({name: name for name in names})
 
@@ -292,7 +299,7 @@ class SequenceSample:
         )
 
     def select_ids(self, index: Sequence[int]) -> SequenceSample:
-        """The samples at these positions, in this order. Raises ValueError on a repeated or bad position."""
+        """Keep the samples at these positions, in this order. Raises ValueError on a repeated or bad position."""
         positions = np.asarray(list(index), dtype=np.int64)
         if not len(positions) or len(np.unique(positions)) != len(positions):
             raise ValueError("positions must be non-empty and distinct")
@@ -312,31 +319,32 @@ class SequenceSample:
         )
 
     def _distinct_lengths(self) -> Iterable[Lengths]:
-        """Keys of equal lengths often share them."""
+        """Yield every distinct lengths object once: keys of equal lengths often share them."""
         return {id(lengths): lengths for lengths in self._lengths.values()}.values()
 
     def unpack(self) -> list[SequenceSample]:
-        """One sample per id; tensors are views. ``gather(s.unpack()) == s``."""
+        """Return one sample per id; tensors are views. ``gather(s.unpack()) == s``."""
         return [self.select_ids([i]) for i in range(len(self))]
 
     def reorder(self, perm: Sequence[int]) -> SequenceSample:
-        """Sample ``perm[i]`` moves to position ``i``. Raises ValueError unless a permutation."""
+        """Move sample ``perm[i]`` to position ``i``. Raises ValueError unless ``perm`` is a permutation."""
         if len(perm) != len(self):
             raise ValueError(f"permutation of {len(perm)} for {len(self)} samples")
         return self.select_ids(perm)
 
     def shuffled(self, seed: int) -> SequenceSample:
-        """Reordered by a permutation that depends on ``seed`` and length only."""
+        """Reorder by a permutation that depends on ``seed`` and length only."""
         return self.reorder(np.random.default_rng(seed).permutation(len(self)).tolist())
 
     def to(self, device: Any) -> SequenceSample:
+        """Return the sample with its tensors on ``device``; a metadata-only one stays as it is."""
         data = None if self._data is None else {k: t.to(device) for k, t in self._data.items()}
         return self._build(self._ids, self._lengths, self._dtypes, self._trailing, data, self._metadata)
 
     # ---- joining and cutting
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """This sample with the other's keys added. Ids must agree in order (ValueError), keys must be new
+        """Add the other's keys to this sample. Ids must agree in order (ValueError), keys must be new
         (DuplicateKeyError); metadata of the other replaces that of the same name."""
         if self._ids != other._ids:
             raise ValueError("update needs the same ids in the same order; reorder first")
@@ -362,7 +370,7 @@ class SequenceSample:
         *,
         allow_metadata_loss: bool = False,
     ) -> SequenceSample:
-        """Concatenate. Raises ValueError when ids repeat or parts disagree in keys, dtypes, trailing shapes,
+        """Concatenate samples. Raises ValueError when ids repeat or parts disagree in keys, dtypes, trailing shapes,
         presence of data or (unless ``allow_metadata_loss``) metadata names."""
         if not samples:
             raise ValueError("gather needs at least one sample")
@@ -390,7 +398,7 @@ class SequenceSample:
         return [self.select_ids(part) for part in parts]
 
     def costs(self) -> list[int]:
-        """Tokens per sample of the key with the most tokens (1 each when there is no key)."""
+        """Return the tokens per sample of the key with the most tokens (1 each when there is no key)."""
         if not self._lengths:
             return [1] * len(self)
         longest = max(sorted(self._lengths), key=self.n_tokens)

@@ -1,4 +1,4 @@
-"""Some of a batch's sequences, whatever groups they are in."""
+"""Chooses some of a batch's sequences, whatever groups they are in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | None:
-    """Only the sequences of ``packed_input_ids`` where ``keep`` bool (n sequences,) is True, in their order; None if
-    there are none. A sample without any is left out, and so is its metadata. A key with one entry per sample stays with
-    its sample. Raises ValueError on a key that has neither one entry per sequence nor one per sample."""
+    """Keep only the sequences of ``packed_input_ids`` where ``keep`` bool (n sequences,) is True, in their order;
+    returns None if there are none.
+
+    A sample without any is left out, and so is its metadata. A key with one entry per sample stays with its sample.
+    Raises ValueError on a key that has neither one entry per sequence nor one per sample.
+    """
     if not keep.any():
         return None
     offsets = sample.lengths("packed_input_ids").offsets

@@ -1,7 +1,7 @@
-"""Where samples come from: the protocol of a data source, which lives in the master process.
+"""Defines where samples come from: a data source, which lives in the master process.
 
-A source yields integers and metadata, never tensors: the executor has the integers stored as i64 tensors
-on a model worker (``SourceSpec.worker``) and keeps only their lengths.
+A source yields integers and metadata, never tensors: the executor has the integers stored as i64 tensors on a model
+worker (``SourceSpec.worker``) and keeps only their lengths.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class SourceItem:
-    """One sample before it enters the graph. ``id`` is unique within the run (``<prompt>@<n>``);
-    ``values[key]`` is one sequence of int64; ``metadata`` holds scalars and strings (msgpack-able)."""
+    """One sample before it enters the graph. ``id`` is unique within the run (``<prompt>@<n>``); ``values[key]`` is one
+    sequence of int64; ``metadata`` holds scalars and strings that msgpack can encode."""
 
     id: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -23,8 +23,8 @@ class SourceItem:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What became of one sample. ``rewards[i]``/``achieved[i]`` belong to its i-th sequence; a reward is
-    None where the rollout failed for a reason that is not the policy's. Both are empty without rollouts."""
+    """What became of one sample. ``rewards[i]``/``achieved[i]`` belong to its i-th sequence; a reward is None where the
+    rollout failed for a reason that is not the policy's. Both are empty without rollouts."""
 
     id: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -33,31 +33,38 @@ class SampleResult:
 
 
 class ResultSink(Protocol):
-    """The part of a source that hears of results."""
+    """The part of a source that receives results."""
 
-    def record(self, results: Sequence[SampleResult]) -> None: ...
+    def record(self, results: Sequence[SampleResult]) -> None:
+        """Take the results of consumed samples, in the order in which the samples were drawn."""
+        ...
 
-    def stats(self) -> dict[str, float]: ...
+    def stats(self) -> dict[str, float]:
+        """Return metrics for the step's log."""
+        ...
 
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Built once per run as ``sources.get(name)(seed=..., **args)``. Called from one thread only."""
+    """Draws samples and takes their results. It is built once per run as ``sources.get(name)(seed=..., **args)`` and
+    called from one thread only."""
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        """The next samples, at most ``n`` and fewer only when the source is exhausted."""
+        """Draw the next samples, at most ``n`` and fewer only when the source is exhausted."""
         ...
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Feedback, once per consumed sample, in the order in which the samples were drawn."""
+        """Take feedback, once per consumed sample, in the order in which the samples were drawn."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides future draws, JSON-able."""
+        """Return everything that decides future draws, as JSON can hold it."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned; the draws that follow are the same."""
+        ...
 
     def stats(self) -> dict[str, float]:
-        """Figures for the step's log."""
+        """Return metrics for the step's log."""
         ...

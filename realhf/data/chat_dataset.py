@@ -1,4 +1,4 @@
-"""Supervised data: conversations of a JSONL file as tokens with a loss mask on the assistant's words."""
+"""Reads supervised data: conversations of a JSONL file as tokens with a loss mask on the assistant's words."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from realhf.api.source import SampleResult, SourceItem
 
 
 def conversation_tokens(messages: Sequence[dict[str, Any]], chat: TemplateChat) -> tuple[list[int], list[bool]]:
-    """Ids and loss mask of a conversation that starts with the user's task.
+    """Return ids and loss mask of a conversation that starts with the user's task.
 
-    The ids are those an episode would have had: the same template text around the turns, every turn tokenised
-    alone, no observation after the last turn. An assistant message with ``"train": false`` (a mistake to recover
-    from) stays in the context and out of the loss.
+    The ids are those an episode would have had: the same template text around the turns, every turn tokenised alone, no
+    observation after the last turn. An assistant message with ``"train": false`` (a mistake to recover from) stays in
+    the context and out of the loss.
     """
     ids = chat.first(messages[0]["content"])
     mask = [False] * len(ids)
@@ -38,7 +38,7 @@ def conversation_tokens(messages: Sequence[dict[str, Any]], chat: TemplateChat) 
 
 
 class ChatDataset:
-    """The worker's side: rows of a JSONL file, tokenised once. Raises ValueError when one is longer than
+    """Holds the rows of a JSONL file, tokenised once, on the worker. Raises ValueError when a row is longer than
     ``max_tokens``: cut, it would teach commands without their ends."""
 
     def __init__(
@@ -68,7 +68,7 @@ class ChatDataset:
         return len(self._rows)
 
     def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
-        """Keys ``packed_input_ids`` i64 [L] and ``loss_mask`` bool [L] of these rows, named ``ids``."""
+        """Return the keys ``packed_input_ids`` i64 [L] and ``loss_mask`` bool [L] of these rows, named ``ids``."""
         import torch
 
         chosen = [self._rows[row] for row in rows]
@@ -84,7 +84,7 @@ class ChatDataset:
 
 
 class ChatDatasetSource:
-    """The master's side: which rows come next. A permutation per (seed, epoch); ids are ``row@epoch``."""
+    """Decides on the master which rows come next: a permutation per (seed, epoch). Ids are ``row@epoch``."""
 
     def __init__(self, *, seed: int, path: str) -> None:
         with Path(path).open("rb") as lines:
@@ -95,7 +95,7 @@ class ChatDatasetSource:
         self._cursor = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        """The next ``n`` rows; epochs follow one another without a break."""
+        """Draw the next ``n`` rows; epochs follow one another without a break."""
         items = []
         for _ in range(n):
             epoch, position = divmod(self._cursor, self._n_rows)
@@ -105,16 +105,19 @@ class ChatDatasetSource:
         return items
 
     def record(self, results: list[SampleResult]) -> None:
-        """Rows are drawn whatever was learned from them."""
+        """Do nothing: rows are drawn whatever was learned from them."""
         del results
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the number of rows drawn so far, which decides all later draws."""
         return {"cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. Raises KeyError without ``cursor``."""
         self._cursor = int(state["cursor"])
 
     def stats(self) -> dict[str, float]:
+        """Return ``epoch``, the epochs drawn so far, with their fraction."""
         return {"epoch": self._cursor / self._n_rows}
 
     def _permutation(self, epoch: int) -> list[int]:

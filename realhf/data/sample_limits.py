@@ -1,4 +1,4 @@
-"""What a finished sample that comes in from a rollout worker must look like."""
+"""Checks finished samples that come in from a rollout worker."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FLOATS = ("f16", "bf16", "f32", "f64")
 
 @dataclass(frozen=True)
 class SampleLimits:
-    """``keys``: exactly these must be there, with their dtype, trailing shape and length rule, one of them
-    ``packed_input_ids``; every sample has ``min_sequences`` to ``max_sequences`` sequences of at most ``max_tokens``
-    tokens, in at most ``max_bytes`` bytes."""
+    """Says what a finished sample must look like. Exactly the keys in ``keys`` must be there, with their dtype,
+    trailing shape and length rule, one of them ``packed_input_ids``; every sample has ``min_sequences`` to
+    ``max_sequences`` sequences of at most ``max_tokens`` tokens, in at most ``max_bytes`` bytes."""
 
     keys: tuple[KeySpec, ...]
     min_sequences: int = 1
@@ -35,7 +35,7 @@ class SampleLimits:
             raise ValueError("samples of a stream need the key packed_input_ids")
 
     def read(self, id: str, frames: Sequence[Any]) -> SequenceSample:
-        """The sample with this id in these frames. Raises CodecError with what is wrong."""
+        """Decode the sample with this id from these frames. Raises CodecError that says what is wrong."""
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
         if nbytes > self.max_bytes:
             raise CodecError(f"sample {id!r} has {nbytes} bytes, allowed are {self.max_bytes}")
@@ -65,7 +65,8 @@ class SampleLimits:
 def _check_key(
     sample: SequenceSample, spec: KeySpec, dtype: str, lengths: list[int], expected: dict[str, list[int]]
 ) -> None:
-    """``lengths``: those of the key's sequences; ``expected``: by rule."""
+    """Raise CodecError unless the key is as its specification says. ``lengths`` are those of the key's sequences,
+    ``expected`` what the length rule gives."""
     tensor = sample[spec.name]
     shape = tuple(tensor.shape[1:])
     if dtype != spec.dtype or shape != spec.trailing:
@@ -77,21 +78,22 @@ def _check_key(
 
 
 def _finite(tensor: Tensor) -> bool:
-    """In one pass over the values: their sum is finite exactly when all of them are, short of an overflow."""
+    """Return whether all values are finite, in one pass: their sum is finite exactly when all of them are, short of an
+    overflow."""
     total = tensor.sum() if tensor.element_size() >= 4 else tensor.double().sum()
     return math.isfinite(total.item())
 
 
 def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
-    """The key's values of the rollouts that succeeded, where it has one per rollout: a failed one has no reward, which
-    is written as NaN."""
+    """Return the key's values of the rollouts that succeeded, where it has one per rollout: a failed one has no reward,
+    which is written as NaN."""
     tensor = sample[spec.name]
     alike = spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
     return tensor[sample["outcome"] == 0] if alike else tensor
 
 
 def _length_lists(sample: SequenceSample) -> dict[str, list[int]]:
-    """Lengths of the sequences by key; keys that share them share the list."""
+    """Return the lengths of the sequences by key; keys that share them share the list."""
     columns = {key: sample.lengths(key) for key in sample.keys}
     lists = {id(column): column.values.tolist() for column in columns.values()}
     return {key: lists[id(column)] for key, column in columns.items()}
