@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,8 @@ def load_plugin(plugin: str | Path) -> ModuleType:
     if not str(plugin).endswith(".py"):
         return importlib.import_module(str(plugin))
     file = Path(plugin).resolve()
-    name = f"realhf_plugin_{file.stem}"
+    # Two files of one name in two folders are two modules.
+    name = f"realhf_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, file)

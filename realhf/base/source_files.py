@@ -60,9 +60,11 @@ def _names(module: ast.Module) -> Iterator[str]:
 
 
 def _file(package: Path, module: str) -> Path | None:
-    """Return the file of a module of the package; None for other modules and for packages."""
+    """Return the file of a module of the package, or of a package in it that imports something; None for others."""
     first, *rest = module.split(".")
     if first != package.name or not rest:
         return None
-    path = package.joinpath(*rest).with_suffix(".py")
-    return path if path.is_file() else None
+    path, initial = package.joinpath(*rest).with_suffix(".py"), package.joinpath(*rest, "__init__.py")
+    if path.is_file():
+        return path
+    return initial if initial.is_file() and initial.stat().st_size else None

@@ -69,3 +69,6 @@ def test_a_plugin_is_imported_once_and_a_broken_one_can_be_tried_again(tmp_path:
         load_plugin(file)
     file.write_text("value = []\n")
     assert load_plugin(file).value is load_plugin(file).value
+    (other := tmp_path / "elsewhere" / file.name).parent.mkdir()
+    other.write_text("value = {}\n")
+    assert load_plugin(other).value == {} and load_plugin(file).value == []

@@ -15,7 +15,10 @@ def package(tmp_path: Path) -> Path:
         "made/first.py": "from made import second\nimport json\nSTARTED = ['-m', 'made.started', 'made.nothing']\n",
         "made/second.py": "def later():\n    from made.deep.third import thing\n    return thing\n",
         "made/deep/third.py": "import made.first\nthing = 1\n",
-        "made/started.py": "",
+        "made/started.py": "from made.room import thing\n",
+        "made/room/__init__.py": "from made.room.one import thing\n",
+        "made/room/one.py": "thing = 1\n",
+        "made/deep/__init__.py": "",
         "made/alone.py": "",
         "made/data/one.yaml": "",
         "made/data/more/two.yaml": "",
@@ -28,7 +31,7 @@ def package(tmp_path: Path) -> Path:
 
 def test_imports_are_followed_through_others_and_into_processes(package: Path):
     names = [path.relative_to(package).as_posix() for path in imported_files(package, ["made.first"])]
-    assert names == ["deep/third.py", "first.py", "second.py", "started.py"]
+    assert names == ["deep/third.py", "first.py", "room/__init__.py", "room/one.py", "second.py", "started.py"]
 
 
 def test_a_module_or_a_pattern_that_finds_nothing_is_an_error(package: Path):
