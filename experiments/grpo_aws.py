@@ -8,14 +8,20 @@ task_ids ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf �
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from experiments import sft_aws
 from experiments.sft_aws import warm_start
-from realhf.algorithms.policy_gradient.presets import ResolvedPPO, resolve
-from realhf.api.config import ExperimentConfig, run_folder
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions, ResolvedOptions, batch_problems
+from realhf.algorithms.policy_gradient.resolve import resolve
+from realhf.api.config import run_folder
+from realhf.api.config.option import section
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec
+from realhf.aws.options import environment_server
 from realhf.aws.tasks.loader import load_templates, training_tags
 from realhf.base.dataclass_json import to_plain
 
@@ -31,7 +37,19 @@ EPISODE_KEYS = (
 )
 
 
-def build(config: ExperimentConfig) -> ExperimentSpec:
+@dataclass
+class Config(sft_aws.Config):
+    """With the policy gradient, beside the AWS environment that the supervised experiment has."""
+
+    ppo: PolicyGradientOptions = section(PolicyGradientOptions)
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Groups and minibatches must fit to rollouts and batches."""
+        del name
+        yield from batch_problems(self.ppo, self)
+
+
+def build(config: Config) -> ExperimentSpec:
     ppo = policy_options(config)
     before = (warm_start(config),) if config.actor.path == "builtin" else ()
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
@@ -47,12 +65,12 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
     return aws_experiment("grpo_aws", config, models, mfcs, before)
 
 
-def policy_options(config: ExperimentConfig) -> ResolvedPPO:
+def policy_options(config: Config) -> ResolvedOptions:
     """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most."""
     return resolve(config.ppo, loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns)
 
 
-def actor_gen(config: ExperimentConfig) -> MFCDef:
+def actor_gen(config: Config) -> MFCDef:
     """Groups of episodes, played by the actor."""
     return _call(
         config,
@@ -66,7 +84,7 @@ def actor_gen(config: ExperimentConfig) -> MFCDef:
     )
 
 
-def rew_inf(config: ExperimentConfig) -> MFCDef:
+def rew_inf(config: Config) -> MFCDef:
     """Outcomes to rewards; it needs no weights and runs where the actor is."""
     args = {name: getattr(config.ppo, name) for name in ("reward_scaling", "reward_bias", "max_reward_clip")}
     return _call(
@@ -81,7 +99,7 @@ def rew_inf(config: ExperimentConfig) -> MFCDef:
     )
 
 
-def ref_inf(config: ExperimentConfig) -> MFCDef:
+def ref_inf(config: Config) -> MFCDef:
     """Log-probabilities of the reference, for the KL term: of the trainable tokens, which are a third of all."""
     return _call(
         config,
@@ -95,7 +113,7 @@ def ref_inf(config: ExperimentConfig) -> MFCDef:
     )
 
 
-def actor_inf(config: ExperimentConfig) -> MFCDef:
+def actor_inf(config: Config) -> MFCDef:
     """Log-probabilities of the actor before it trains on the step: the proximal policy's."""
     args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
     return _call(
@@ -110,7 +128,7 @@ def actor_inf(config: ExperimentConfig) -> MFCDef:
     )
 
 
-def actor_train(config: ExperimentConfig, ppo: ResolvedPPO) -> MFCDef:
+def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
     """Advantages within each group, then one step on the objective that ``ppo`` was resolved to."""
     args = {"ppo": to_plain(config.ppo), "temperature": config.gen.temperature, "loss_scale_len": ppo.loss_scale_len}
     keys = (
@@ -126,7 +144,7 @@ def actor_train(config: ExperimentConfig, ppo: ResolvedPPO) -> MFCDef:
     return _call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
 
 
-def actor_model(config: ExperimentConfig, path: str) -> ModelSpec:
+def actor_model(config: Config, path: str) -> ModelSpec:
     actor = config.actor
     return ModelSpec(
         "actor",
@@ -141,7 +159,7 @@ def actor_model(config: ExperimentConfig, path: str) -> ModelSpec:
     )
 
 
-def rollout_args(config: ExperimentConfig) -> dict[str, Any]:
+def rollout_args(config: Config) -> dict[str, Any]:
     rollout = config.rollout
     return {
         "group_size": config.ppo.group_size,
@@ -160,7 +178,7 @@ def rollout_args(config: ExperimentConfig) -> dict[str, Any]:
 
 def aws_experiment(
     name: str,
-    config: ExperimentConfig,
+    config: Config,
     models: dict[str, ModelSpec],
     mfcs: list[MFCDef],
     before: tuple[ExperimentSpec, ...],
@@ -184,7 +202,7 @@ def aws_experiment(
         total_train_steps=config.total_train_steps,
         seed=config.seed,
         run_dir=run_folder(config),
-        needs_env=True,
+        environment=environment_server(config.env),
         evaluation=held_out(config),
         before=before,
         export_role="actor",
@@ -192,7 +210,7 @@ def aws_experiment(
     )
 
 
-def held_out(config: ExperimentConfig) -> EvaluationSpec:
+def held_out(config: Config) -> EvaluationSpec:
     """Every template on names that training never sees, at the training temperature and greedy."""
     evaluation, tiers = config.evaluation, list(config.env.tiers)
     templates = load_templates(tiers, tags=training_tags(tiers, config.env.tags), split="train")
@@ -206,7 +224,7 @@ def held_out(config: ExperimentConfig) -> EvaluationSpec:
 
 
 def _call(
-    config: ExperimentConfig,
+    config: Config,
     name: str,
     role: str,
     kind: InterfaceType,

@@ -10,16 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments import grpo_aws
-from realhf.api.config import AsyncConfig, ConfigError, ExperimentConfig, RolloutConfig
+from experiments.grpo_aws import Config
+from realhf.api.config import AsyncConfig, ConfigError, RolloutConfig
 from realhf.api.experiment import ExperimentSpec, RolloutSpec
 from realhf.api.graph import to_async
 
 
-def build(config: ExperimentConfig) -> ExperimentSpec:
+def build(config: Config) -> ExperimentSpec:
     return asynchronous(grpo_aws.build(config), config)
 
 
-def asynchronous(spec: ExperimentSpec, config: ExperimentConfig) -> ExperimentSpec:
+def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group,
     or for an option that does nothing."""
     options = config.async_rl

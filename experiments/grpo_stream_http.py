@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.grpo_aws import EPISODE_KEYS, actor_inf, actor_model, actor_train, ref_inf, rew_inf
+from experiments.grpo_aws import EPISODE_KEYS, Config, actor_inf, actor_model, actor_train, ref_inf, rew_inf
 from experiments.sft_aws import warm_start
-from realhf.algorithms.policy_gradient.presets import resolve
-from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
+from realhf.algorithms.policy_gradient.resolve import resolve
+from realhf.api.config import ConfigError, RecoverMode, run_folder
 from realhf.api.experiment import ExperimentSpec, ModelSpec, ServiceSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 
 
-def build(config: ExperimentConfig) -> ExperimentSpec:
+def build(config: Config) -> ExperimentSpec:
     # Who samples is not known here, and neither is how much: the longest sequence bounds it.
     ppo = resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens)
     before = (warm_start(config),) if config.actor.path == "builtin" else ()
@@ -49,17 +49,17 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
     )
 
 
-def places(config: ExperimentConfig) -> int:
+def places(config: Config) -> int:
     """Groups that a batch may consist of: as many as there can be when all are of the least size that teaches."""
     return batch_size(config) // config.rollout.min_group_size
 
 
-def batch_size(config: ExperimentConfig) -> int:
+def batch_size(config: Config) -> int:
     """Sequences of a batch, whatever groups they come in."""
     return config.dataset.train_bs_n_seqs * config.ppo.group_size
 
 
-def stream_gen(config: ExperimentConfig) -> MFCDef:
+def stream_gen(config: Config) -> MFCDef:
     """The next batch of the server, on the worker that trains on it."""
     stream = config.stream
     if stream.wait_s >= config.rpc.call_timeout_s:
@@ -92,7 +92,7 @@ def stream_gen(config: ExperimentConfig) -> MFCDef:
     )
 
 
-def own_server(config: ExperimentConfig) -> ServiceSpec:
+def own_server(config: Config) -> ServiceSpec:
     """A server of this run, with its queue in the run folder."""
     stream = config.stream
     argv = ("--host", stream.host, "--port", str(stream.port), "--store", f"sqlite:{run_folder(config) / 'trajectory'}")

@@ -6,13 +6,13 @@ task_ids ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf �
 
 from __future__ import annotations
 
-from experiments.grpo_aws import actor_gen, actor_model, actor_train, aws_experiment, policy_options, rew_inf
+from experiments.grpo_aws import Config, actor_gen, actor_model, actor_train, aws_experiment, policy_options, rew_inf
 from experiments.sft_aws import warm_start
-from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec
 
 
-def build(config: ExperimentConfig) -> ExperimentSpec:
+def build(config: Config) -> ExperimentSpec:
     ppo = policy_options(config)
     if ppo.loss != "reinforce" or ppo.scored_keys:
         raise ConfigError(

@@ -7,13 +7,15 @@ An experiment of its own, and the warm start of the built-in policy for the expe
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realhf.api.config import ExperimentConfig, OptimizerConfig, run_folder
+from realhf.api.config.option import section
 from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec
+from realhf.aws.options import AwsOptions
 from realhf.aws.tasks.loader import training_tags
 from realhf.base.content_key import content_key
 from realhf.base.dataclass_json import to_plain
@@ -33,14 +35,21 @@ LEARNING_MODULES = (
 """With all that they import: what a demonstration and a warm-started policy depend on."""
 
 
-def build(config: ExperimentConfig) -> ExperimentSpec:
+@dataclass
+class Config(ExperimentConfig):
+    """With the AWS environment, whose tasks are demonstrated."""
+
+    env: AwsOptions = section(AwsOptions)
+
+
+def build(config: Config) -> ExperimentSpec:
     spec = _supervised(
         config, steps=config.total_train_steps, batch=config.dataset.train_bs_n_seqs, optimizer=config.actor.optimizer
     )
     return replace(spec, run_dir=run_folder(config))
 
 
-def warm_start(config: ExperimentConfig) -> ExperimentSpec:
+def warm_start(config: Config) -> ExperimentSpec:
     """The built-in policy, trained on demonstrations; found again by the content of all that it depends on."""
     options = config.warm_start
     spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
@@ -55,7 +64,7 @@ def warm_start(config: ExperimentConfig) -> ExperimentSpec:
     return replace(spec, run_dir=run_folder(config) / f"warm_start-{key}", artifact=_cache(config) / f"policy-{key}")
 
 
-def _supervised(config: ExperimentConfig, *, steps: int, batch: int, optimizer: OptimizerConfig) -> ExperimentSpec:
+def _supervised(config: Config, *, steps: int, batch: int, optimizer: OptimizerConfig) -> ExperimentSpec:
     demonstrations = _demonstrations(config)
     jobs, path = (demonstrations,), config.actor.path
     if path == "builtin":
@@ -108,7 +117,7 @@ def _supervised(config: ExperimentConfig, *, steps: int, batch: int, optimizer: 
     )
 
 
-def _demonstrations(config: ExperimentConfig) -> JobSpec:
+def _demonstrations(config: Config) -> JobSpec:
     files = [*imported_files(PACKAGE, EPISODE_MODULES), *matching_files(PACKAGE, TASK_FILES)]
     options, tasks = config.warm_start, config.env
     content = (
@@ -134,7 +143,7 @@ def _demonstrations(config: ExperimentConfig) -> JobSpec:
     )
 
 
-def _untrained_model(config: ExperimentConfig, demonstrations: Path) -> JobSpec:
+def _untrained_model(config: Config, demonstrations: Path) -> JobSpec:
     builtin = to_plain(config.builtin)
     versions = package_versions(("torch", "transformers", "tokenizers"))
     key = content_key(
@@ -149,6 +158,6 @@ def _untrained_model(config: ExperimentConfig, demonstrations: Path) -> JobSpec:
     )
 
 
-def _cache(config: ExperimentConfig) -> Path:
+def _cache(config: Config) -> Path:
     folder = config.warm_start.cache_dir or Path(config.fileroot) / "warm_start"
     return Path(folder).expanduser().resolve()

@@ -6,6 +6,9 @@ its own with ``@interfaces.register("name")``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 from realhf.api.registry import Registry
 
 interfaces = Registry(
@@ -48,3 +51,20 @@ policy_losses = Registry(
         "reinforce": "realhf.algorithms.policy_gradient.losses:reinforce_loss",
     },
 )
+
+REGISTRIES: Mapping[str, Registry] = MappingProxyType(
+    {
+        "interfaces": interfaces,
+        "backends": backends,
+        "sources": sources,
+        "datasets": datasets,
+        "advantage_estimators": advantage_estimators,
+        "policy_losses": policy_losses,
+    }
+)
+"""By the name that an option gives as ``registry=``."""
+
+
+def registered_names(registry: str) -> Sequence[str]:
+    """The names that are known to a registry now. Raises KeyError for a registry that does not exist."""
+    return [*REGISTRIES[registry]]

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS: dict[str, str] = {
     "base": "",
-    "api": "base",
+    "api/config": "",
+    "api": "api/config base",
     "builtins": "api",
     "transport": "api",
     "transport/rpc": "transport",
@@ -22,18 +23,18 @@ ROOMS: dict[str, str] = {
     "transport/tensors": "api transport",
     "transport/weights": "api transport",
     "algorithms": "api",
-    "algorithms/policy_gradient": "algorithms api builtins",
+    "algorithms/policy_gradient": "algorithms api api/config builtins",
     "backends/threads": "",
-    "backends/embedded": "api backends/threads base",
-    "backends/training": "api backends/embedded backends/threads base",
-    "backends/vllm": "api backends/embedded base",
-    "backends": "api backends/embedded backends/training backends/vllm",
+    "backends/embedded": "api api/config backends/threads base",
+    "backends/training": "api api/config backends/embedded backends/threads base",
+    "backends/vllm": "api api/config backends/embedded base",
+    "backends": "api api/config backends/embedded backends/training backends/vllm",
     "data": "api transport transport/service transport/stream transport/tensors",
     "dataflow/buffer": "api",
     "dataflow": "api base builtins dataflow/buffer transport transport/rpc transport/tensors",
     "dataflow/journal": "",
-    "dataflow/rollouts": "api dataflow dataflow/buffer dataflow/journal transport transport/rpc transport/service "
-    "transport/weights",
+    "dataflow/rollouts": "api dataflow dataflow/buffer dataflow/journal transport transport/rpc "
+    "transport/service transport/weights",
     "env/containment": "base",
     "env/curriculum": "",
     "env/server": "api base env/containment",
@@ -41,6 +42,7 @@ ROOMS: dict[str, str] = {
     "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli base env/containment env/server",
     "aws/tasks": "",
+    "aws": "api api/config aws/tasks env/server",
     "aws/grading": "aws/cli aws/tasks",
     "aws/episode": "aws/cli aws/grading aws/simulator aws/tasks env/server",
     "aws/evaluation": "api aws/cli aws/episode aws/simulator aws/tasks base",
@@ -48,13 +50,13 @@ ROOMS: dict[str, str] = {
     "aws/training": "api aws/cli aws/episode aws/simulator aws/tasks env/curriculum",
     "aws/validation/plays": "aws/episode aws/grading aws/tasks",
     "aws/validation": "aws/cli aws/episode aws/grading aws/simulator aws/tasks aws/validation/plays",
-    "rollout/client": "api transport transport/service",
+    "rollout/client": "api api/config transport transport/service",
     "rollout/episode": "api",
     "rollout/openai_endpoint": "api rollout/episode",
-    "rollout/agents": "api backends/embedded backends/threads backends/training rollout/client rollout/episode "
-    "rollout/openai_endpoint",
-    "rollout/players": "api rollout/agents rollout/client rollout/episode",
-    "rollout": "api base rollout/agents rollout/episode rollout/players",
+    "rollout/agents": "api api/config backends/embedded backends/threads backends/training rollout/client "
+    "rollout/episode rollout/openai_endpoint",
+    "rollout/players": "api api/config rollout/agents rollout/client rollout/episode",
+    "rollout": "api api/config base rollout/agents rollout/episode rollout/players",
     "rollout/streaming": "api builtins rollout/episode rollout/players transport transport/service",
     "rollout/trl": "api rollout/client rollout/episode rollout/players",
     "trajectory/base": "",
@@ -67,8 +69,8 @@ ROOMS: dict[str, str] = {
     "trajectory/http": "trajectory/base trajectory/state trajectory/store trajectory/wire",
     "trajectory": "trajectory/http",
     "scheduler": "base",
-    "monitor": "api base",
-    "launch": "api aws/tasks base builtins env/server monitor scheduler",
+    "monitor": "api api/config base",
+    "launch": "api api/config base builtins monitor scheduler",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
 only, so no two rooms import each other, not even in a circle."""

@@ -3,7 +3,8 @@
     # experiments/my_algorithm.py
     def build(config: ExperimentConfig) -> ExperimentSpec: ...
 
-plus one YAML in ``configs/experiment/``. Nothing else needs an edit.
+plus one YAML in ``configs/experiment/``. Nothing else needs an edit. An experiment with options of its own takes a
+subclass of ``ExperimentConfig`` that adds them (docs/extend/algorithm.md).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 from realhf.api.config import (
     AsyncConfig,
     CheckpointConfig,
-    EnvConfig,
     MonitorConfig,
     OptimizerConfig,
     RecoverMode,
@@ -96,6 +96,17 @@ class ServiceSpec:
 
 
 @dataclass(frozen=True)
+class EnvironmentSpec:
+    """The environment server of a run, the worker ``env/0``: ``python -m module --name env/0 --host host --port port
+    *argv --master ... --run-id ...``. Port 0 is any free one."""
+
+    module: str
+    argv: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
 class RolloutSpec:
     """What rollout workers do in place of the graph (docs/reference/dataflow.md 9). ``calls``: the calls that left it,
     the generating one first; ``role``: the model role whose weights generate; ``sessions``: environment sessions of
@@ -124,9 +135,9 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class ExperimentSpec:
-    """The resolved experiment. ``before`` holds whole experiments that run first, each skipped when its
-    ``artifact`` exists; ``jobs`` are single processes that run first; ``rollout``: samples are streamed by
-    rollout workers, asynchronously."""
+    """The resolved experiment. ``environment``: the server that episodes are played on (None: there is none);
+    ``before`` holds whole experiments that run first, each skipped when its ``artifact`` exists; ``jobs`` are single
+    processes that run first; ``rollout``: samples are streamed by rollout workers, asynchronously."""
 
     name: str
     models: Mapping[str, ModelSpec]
@@ -138,7 +149,7 @@ class ExperimentSpec:
     run_dir: Path
     save_freq_steps: int = 0
     evaluation: EvaluationSpec | None = None
-    needs_env: bool = False
+    environment: EnvironmentSpec | None = None
     services: tuple[ServiceSpec, ...] = ()
     rollout: RolloutSpec | None = None
     jobs: tuple[JobSpec, ...] = ()
@@ -146,6 +157,11 @@ class ExperimentSpec:
     export_role: str | None = None
     artifact: Path | None = None
     log_keys: tuple[str, ...] = ()
+
+    @property
+    def needs_env(self) -> bool:
+        """Whether the run has an environment server."""
+        return self.environment is not None
 
     @property
     def n_model_workers(self) -> int:
@@ -160,7 +176,6 @@ class RunPlan:
     is the wall-clock time (s since the epoch) at which the person pressed return."""
 
     spec: ExperimentSpec
-    env: EnvConfig
     rpc: RpcConfig
     monitor: MonitorConfig
     exp_ctrl: CheckpointConfig

@@ -9,9 +9,6 @@ from typing import Any
 
 ENV_ERROR, ENGINE_ERROR, TIMEOUT, CANCELLED, REJECTED = "env_error", "engine_error", "timeout", "cancelled", "rejected"
 
-ON_FAILURE = ("drop", "retry", "raise")
-"""What becomes of a rollout whose environment failed: left out, played once more, an error."""
-
 
 @dataclass(frozen=True)
 class RolloutLease:

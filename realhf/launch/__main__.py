@@ -1,6 +1,8 @@
 """Parse, build, run.
 
 python -m realhf.launch experiment=NAME [key=value ...]
+python -m realhf.launch [experiment=NAME] --help
+python -m realhf.launch --options-reference
 """
 
 from __future__ import annotations
@@ -12,25 +14,25 @@ from collections.abc import Sequence
 import realhf
 from realhf.api.config import ConfigError, Mode
 from realhf.launch.checks import check_config
-from realhf.launch.compose import compose_config, help_text
+from realhf.launch.compose import compose_config
+
+HELP = frozenset({"-h", "--help"})
+ABOUT = HELP | {"--version", "--options-reference"}
+"""Arguments that ask for text in place of a run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 1: a process failed; 2: a mistake in the configuration; 130, 143: stopped."""
     started_at = time.time()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(help_text())
-        return 0
-    if "--version" in arguments:
-        print(f"realhf {realhf.__version__}")
-        return 0
     try:
+        if not arguments or ABOUT & set(arguments):
+            print(_about(arguments))
+            return 0
+
+        from realhf.launch.build import build_experiment, print_check, print_graph
+
         composed = compose_config(arguments)
-
-        from realhf.launch.build import build_experiment, experiment_module, print_check, print_graph
-
-        experiment_module(composed.config)  # options may name what it registers
         check_config(composed.config)
         built = build_experiment(composed)
         if composed.config.mode is Mode.graph:
@@ -47,6 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: stopped by SIGINT", file=sys.stderr)
         return 130
+
+
+def _about(arguments: Sequence[str]) -> str:
+    """Return what is asked for: the version, the reference of options, the options of one experiment, or of all."""
+    if "--version" in arguments:
+        return f"realhf {realhf.__version__}"
+
+    from realhf.launch.help import experiment_help, help_text, options_reference
+
+    if "--options-reference" in arguments:
+        return options_reference().rstrip()
+    rest = [text for text in arguments if text not in HELP]
+    return experiment_help(compose_config(rest)) if rest else help_text()
 
 
 if __name__ == "__main__":

@@ -1,37 +1,28 @@
-"""From a configuration to a checked experiment: import its file, call ``build``, infer the graph."""
+"""From a configuration to a checked experiment: call its ``build``, infer the graph."""
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.base.dataclass_json import from_plain, to_plain
-from realhf.base.plugin import load_plugin
 from realhf.launch.compose import Composed
+from realhf.launch.experiment_file import ExperimentFile, located
 from realhf.launch.unused_options import check_effects, watched
 
 if TYPE_CHECKING:
     from realhf.api.graph import DataFlowGraph
 
-IDLE_REASONS = {
-    "warm_start.": "a warm start belongs to actor.path=builtin",
-    "builtin.": "it describes the model of actor.path=builtin",
-    "ref.": "without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model",
-    "stream.host": "this run starts no trajectory server",
-    "stream.port": "this run starts no trajectory server",
-    "ppo.kl_estimator": "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)",
-}
-
 
 @dataclass(frozen=True)
 class BuiltExperiment:
-    """An experiment that can run: its configuration, what it consists of, and its graph."""
+    """An experiment that can run: its configuration, what it consists of, and its graph. ``plugin``: what every process
+    of the run imports."""
 
     config: ExperimentConfig
+    plugin: str
     spec: ExperimentSpec
     graph: DataFlowGraph
 
@@ -40,33 +31,29 @@ class BuiltExperiment:
         config = self.config
         return RunPlan(
             spec=spec,
-            env=config.env,
             rpc=config.rpc,
             monitor=config.monitor,
             exp_ctrl=config.exp_ctrl,
             recover_mode=config.recover_mode,
             torch_threads=config.torch_threads,
             started_at=started_at,
-            plugins=(_plugin(config),),
+            plugins=(self.plugin,),
         )
 
 
 def build_experiment(composed: Composed) -> BuiltExperiment:
     """Raises ConfigError for a mistake in the experiment, its graph, or an option that does nothing."""
     config = composed.config
-    module = experiment_module(config)
     watched_config, reads = watched(config)
-    spec = _build(module, watched_config)
-    if spec.needs_env:
-        to_plain(watched_config.env)
+    spec = _build(composed.file, watched_config)
     # What the workers will read, without the sections that watch who reads them.
     plain = to_plain(spec)
-    check_effects(composed, reads, IDLE_REASONS)
+    check_effects(composed, reads)
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)
     *_, graph = [spec_graph(every) for every in everything]
-    return BuiltExperiment(config, from_plain(ExperimentSpec, plain), graph)
+    return BuiltExperiment(config, composed.file.plugin, from_plain(ExperimentSpec, plain), graph)
 
 
 def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
@@ -100,43 +87,18 @@ def print_check(built: BuiltExperiment) -> int:
     return 0
 
 
-def experiment_module(config: ExperimentConfig) -> ModuleType:
-    """The experiment's module; what it registers is known afterwards. Raises ConfigError that names the line."""
+def _build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpec:
     try:
-        return load_plugin(_plugin(config))
-    except Exception as error:
-        where = config.experiment_path or f"experiments/{config.experiment}.py"
-        raise ConfigError(f"experiment={config.experiment}: {_located(error, where)}") from None
-
-
-def _plugin(config: ExperimentConfig) -> str:
-    """What every process of the run imports."""
-    return config.experiment_path or f"experiments.{config.experiment}"
-
-
-def _build(module: ModuleType, config: ExperimentConfig) -> ExperimentSpec:
-    build = getattr(module, "build", None)
-    if build is None:
-        raise ConfigError(f"experiment={config.experiment}: {module.__file__} defines no build(config)")
-    try:
-        spec = build(config)
+        spec = file.module.build(config)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
-        raise ConfigError(f"experiment={config.experiment}: {_located(error, str(module.__file__))}") from None
+        raise ConfigError(f"experiment={file.name}: {located(error, str(file.module.__file__))}") from None
     if not isinstance(spec, ExperimentSpec):
-        raise ConfigError(f"experiment={config.experiment}: build(config) returned a {type(spec).__name__}")
+        raise ConfigError(f"experiment={file.name}: build(config) returned a {type(spec).__name__}")
     return spec
-
-
-def _located(error: Exception, file: str) -> str:
-    """The error with the line of the experiment file where it arose."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    line = frames[-1].lineno if frames else getattr(error, "lineno", None)
-    text = str(error).splitlines()[0] if str(error) else ""
-    return f"{type(error).__name__}: {text} ({file}{f', line {line}' if line else ''})"
 
 
 def _check_workers(spec: ExperimentSpec) -> None:

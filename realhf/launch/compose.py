@@ -1,29 +1,31 @@
-"""Command line to ``ExperimentConfig``: Hydra groups over structured dataclasses, errors of one line.
+"""Command line to the experiment's configuration: Hydra groups over structured dataclasses, errors of one line.
 
 Importing this module is cheap; Hydra is imported by ``compose_config``. torch is never imported here.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config.option import walk
 from realhf.base.paths import CONFIGS
+from realhf.launch.experiment_file import ExperimentFile, load_experiment
+from realhf.launch.schema import Schema, close_name
 
 GROUPS = ("experiment", "model", "env", "scheduler")
 
 
 class Composed(NamedTuple):
-    """A configuration, and who set which dotted options: the command line (``overridden``), YAML files of the
-    experiment (``written``: option to file), and the choices ``model=``, ``env=``, ``scheduler=`` (``chosen``: choice
-    to its options)."""
+    """A configuration, the file of its experiment, and who set which dotted options: the command line
+    (``overridden``), YAML files of the experiment (``written``: option to file), and the choices ``model=``, ``env=``,
+    ``scheduler=`` (``chosen``: choice to its options)."""
 
     config: ExperimentConfig
+    file: ExperimentFile
     overridden: tuple[str, ...]
     written: Mapping[str, str]
     chosen: Mapping[str, tuple[str, ...]]
@@ -37,91 +39,71 @@ class Argument(NamedTuple):
 
 
 def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Composed:
-    """The configuration for these ``key=value`` arguments. Raises ConfigError that names the option."""
+    """The configuration for these ``key=value`` arguments. The experiment's file is imported for the class of its
+    configuration. Raises ConfigError that names the option."""
     pairs = [_argument(text) for text in arguments]
     given = {pair.key: pair.value for pair in pairs}
     user_file = _user_file(given.get("experiment_path"))
-    _check_names(pairs, config_dir)
     if user_file is not None:
         given.setdefault("experiment", user_file.stem)
-    _check_experiment(given.get("experiment"), config_dir, user_file)
+    name = _experiment(given.get("experiment"), config_dir, user_file)
+    file = load_experiment(config_dir, name, user_file)
+    schema = Schema(file.config_class)
+    _check_names(pairs, name, schema, config_dir)
     # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
     overrides = [
-        f"{'++' if _mapping_of(key) else ''}{key}={value}" for key, value in given.items() if key != "experiment_path"
+        f"{'++' if schema.mapping_of(key) else ''}{key}={value}"
+        for key, value in given.items()
+        if key != "experiment_path"
     ]
-    config = _compose(overrides, config_dir, user_file)
+    try:
+        config = _compose(overrides, config_dir, schema, user_file)
+    except _Unknown as unknown:
+        raise ConfigError(_unknown_option(unknown.option, name, schema, config_dir)) from None
     config.experiment_path = str(user_file) if user_file else None
-    overridden = tuple(_mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
+    overridden = tuple(schema.mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
     chosen = {
-        f"{group}={given[group]}": tuple(yaml_options(config_dir / group / f"{given[group]}.yaml"))
+        f"{group}={given[group]}": tuple(schema.set_in(config_dir / group / f"{given[group]}.yaml"))
         for group in GROUPS[1:]
         if group in given
     }
-    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{given['experiment']}.yaml"
-    written = _written(config, own)
-    undone = {name for name in yaml_options(own) if name not in written}
+    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
+    written = _written(config, schema, own)
+    undone = {option for option in schema.set_in(own) if option not in written}
     elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
     return Composed(
         config,
-        tuple(name for name in overridden if name not in undone),
-        {name: file for name, file in written.items() if name not in elsewhere},
+        file,
+        tuple(option for option in overridden if option not in undone),
+        {option: source for option, source in written.items() if option not in elsewhere},
         chosen,
     )
 
 
-def yaml_options(path: Path) -> dict[str, Any]:
-    """The dotted options that a YAML file sets itself, with their values; {} if there is no such file."""
-    import yaml
-
-    known = {name for name, _ in option_names()}
-
-    def flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in section.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, Mapping) and name not in known:
-                yield from flat(value, f"{name}.")
-            else:
-                yield name, value
-
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: value for name, value in flat(content or {}, "") if name in known}
+def shipped_schemas(config_dir: Path = CONFIGS) -> dict[str, Schema]:
+    """The options of every experiment in the tree whose file can be imported."""
+    found = {}
+    for name in experiment_names(config_dir):
+        try:
+            found[name] = Schema(load_experiment(config_dir, name, None).config_class)
+        except ConfigError:
+            continue
+    return found
 
 
-def _written(config: ExperimentConfig, own: Path) -> dict[str, str]:
+def _written(config: ExperimentConfig, schema: Schema, own: Path) -> dict[str, str]:
     """What YAML files of the experiment set: its own, and those that it builds on, of which only values are known that
     differ from the library's. What one file sets and another, or the command line, sets back to the library's value is
     as if nobody had set it."""
-    options = yaml_options(own)
+    options = schema.set_in(own)
     written = dict.fromkeys(options, own.name)
     builds_on = own.exists() and re.search(r"(?m)^defaults:", own.read_text("utf-8")) is not None
-    for name, default in option_names():
-        value = _option(config, name)
-        if value != default:
+    for name, _, value in walk(config):
+        if value != schema.options[name].value:
             written.setdefault(name, f"what {own.name} builds on")
         elif name in options and (builds_on or value != options[name]):
             del written[name]
     return written
-
-
-def _option(config: ExperimentConfig, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def option_names() -> Iterator[tuple[str, Any]]:
-    """Every dotted option with its default, in the order of the dataclasses."""
-    return _options_of(ExperimentConfig(), "")
-
-
-def _options_of(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if is_dataclass(value):
-            yield from _options_of(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value
 
 
 def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
@@ -152,51 +134,56 @@ def _user_file(text: str | None) -> Path | None:
     return path
 
 
-def _check_names(pairs: Sequence[Argument], config_dir: Path) -> None:
-    known = [name for name, _ in option_names()]
-    sections = {name.rpartition(".")[0] for name in known} - {""}
+def _check_names(pairs: Sequence[Argument], experiment: str, schema: Schema, config_dir: Path) -> None:
     for key, value in pairs:
         if key in ("model", "env", "scheduler"):
             if value not in (names := choices(key, config_dir)):
                 raise ConfigError(f"{key}={value}: {_unknown('choice', value, names)}")
-        elif key in sections or any(section.startswith(f"{key}.") for section in sections):
+            if key == "env" and key not in schema.sections:
+                raise ConfigError(f"{key}={value} has no effect in experiment {experiment}: it has no section {key}")
+        elif key in schema.sections:
             raise ConfigError(
                 f"{key}={value}: {key} is a section; set one of its options, e.g. "
-                f"{next(name for name in known if name.startswith(key + '.'))}=..."
+                f"{next(name for name in schema.options if name.startswith(f'{key}.'))}=..."
             )
-        elif key not in known and not _mapping_of(key):
-            raise ConfigError(_unknown("option", key, known))
+        elif key != "experiment" and key not in schema.options and not schema.mapping_of(key):
+            raise ConfigError(_unknown_option(key, experiment, schema, config_dir))
 
 
-def _mapping_of(key: str) -> str:
-    """The option that holds a mapping and that ``key`` is, or is a name in; empty if there is none."""
-    mappings = (name for name, default in option_names() if isinstance(default, dict))
-    return next((name for name in mappings if key == name or key.startswith(f"{name}.")), "")
+def _unknown_option(name: str, experiment: str, schema: Schema, config_dir: Path) -> str:
+    """What is said about an option that the experiment does not have; others may."""
+    owners = [
+        other for other, its in shipped_schemas(config_dir).items() if name in its.options or name in its.sections
+    ]
+    if owners:
+        return f"option {name} has no effect in experiment {experiment}: it belongs to {', '.join(owners)}"
+    return schema.unknown(name)
 
 
-def _check_experiment(name: str | None, config_dir: Path, user_file: Path | None) -> None:
+def _experiment(name: str | None, config_dir: Path, user_file: Path | None) -> str:
     names = experiment_names(config_dir) + ([user_file.stem] if user_file else [])
     if not name:
         raise ConfigError(f"experiment=NAME is missing (known: {', '.join(names)})")
     if name not in names:
         raise ConfigError(f"experiment={name}: {_unknown('experiment', name, names)}")
+    return name
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) or _same_leaf(name, known)
-    if close:
-        return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
+    if close := close_name(name, known):
+        return f"unknown {what} {name!r}; did you mean {close!r}?"
     return f"unknown {what} {name!r}" + (f" (known: {', '.join(known)})" if len(known) < 12 else "")
 
 
-def _same_leaf(name: str, known: Sequence[str]) -> list[str]:
-    """Options whose last part resembles the last part of ``name`` (``lr`` finds ``actor.optimizer.lr``)."""
-    leaves = {option.rpartition(".")[2]: option for option in reversed(known)}
-    close = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
-    return [leaves[close[0]]] if close else []
+class _Unknown(Exception):
+    """A YAML file sets an option that does not exist."""
+
+    def __init__(self, option: str) -> None:
+        super().__init__(option)
+        self.option = option
 
 
-def _compose(overrides: list[str], config_dir: Path, user_file: Path | None) -> ExperimentConfig:
+def _compose(overrides: list[str], config_dir: Path, schema: Schema, user_file: Path | None) -> ExperimentConfig:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -204,7 +191,7 @@ def _compose(overrides: list[str], config_dir: Path, user_file: Path | None) -> 
     from omegaconf.errors import OmegaConfBaseException
 
     store = ConfigStore.instance()
-    store.store(name="base_config", node=ExperimentConfig)
+    store.store(name="base_config", node=schema.kind)
     if user_file is not None:
         node = _user_yaml(user_file)
         store.store(group="experiment", name=user_file.stem, node=node, package="_global_")
@@ -214,7 +201,7 @@ def _compose(overrides: list[str], config_dir: Path, user_file: Path | None) -> 
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         _raise_plain(error, overrides)
-    assert isinstance(config, ExperimentConfig)
+    assert isinstance(config, schema.kind)
     return config
 
 
@@ -244,32 +231,5 @@ def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:
     given = next((text for text in overrides if text.partition("=")[0] == full_key), full_key)
     name = re.search(r"Key '([\w.]+)' (?:is )?not in", lines[0])
     if name:
-        known = [option for option, _ in option_names()]
-        raise ConfigError(_unknown("option", full_key or name.group(1), known)) from None
+        raise _Unknown(full_key or name.group(1)) from None
     raise ConfigError(f"{given}: {lines[0]}" if given and given not in lines[0] else lines[0]) from None
-
-
-def help_text(config_dir: Path = CONFIGS) -> str:
-    """Usage, the choices of every group and all options with the library's defaults."""
-    lines = [
-        "usage: python -m realhf.launch experiment=NAME [key=value ...]",
-        "       python -m realhf.launch --version",
-        "",
-    ]
-    lines += [f"  {group:11}{', '.join(choices(group, config_dir))}" for group in GROUPS]
-    lines += [
-        "",
-        "An experiment file of your own: +experiment_path=FILE.py (its options in FILE.yaml beside it).",
-        "Modes: mode=check validates, mode=graph prints the dataflow graph, mode=run (default) trains.",
-        "",
-        "Options and their defaults (experiments change some; see configs/experiment/NAME.yaml):",
-    ]
-    section = ""
-    for name, default in option_names():
-        head = name.rpartition(".")[0]
-        if head != section:
-            lines.append("")
-            section = head
-        shown = getattr(default, "value", default)
-        lines.append(f"  {name}={'' if shown in ('???', None) else shown}")
-    return "\n".join(lines)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import EnvConfig, RecoverMode
+from realhf.api.config import RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
@@ -81,9 +81,9 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
     a person when a worker dies. Raises LaunchError that names the worker that failed for good."""
     rollout = plan.spec.rollout
     retries = rollout.options.recover_retries if rollout else 0
-    if rollout is not None and plan.env.port == 0:
+    if rollout is not None and (environment := plan.spec.environment) is not None and environment.port == 0:
         # A server that is started again must be found where the one before it was.
-        plan = replace(plan, env=replace(plan.env, port=_free_port()))
+        plan = replace(plan, spec=replace(plan.spec, environment=replace(environment, port=_free_port())))
     while True:
         plan.write()
         try:
@@ -196,28 +196,12 @@ def _master(plan: RunPlan, run_id: str) -> WorkerSpec:
 
 def worker_specs(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
     """All processes of a run but its master, who is at the address ``master``."""
-    spec, env = plan.spec, plan.env
-    join = ("--run-id", run_id, "--master", master)
+    spec, join = plan.spec, ("--run-id", run_id, "--master", master)
     niceness = spec.rollout.options.niceness if spec.rollout else 0
     workers = []
-    if spec.needs_env:
-        argv = (
-            "--name",
-            "env/0",
-            "--host",
-            env.host,
-            "--port",
-            str(env.port),
-            "--pool-size",
-            str(env.pool_size),
-            "--ministack-base-port",
-            str(env.ministack_base_port),
-            "--max-steps",
-            str(env.max_steps),
-            *_simulated(env),
-            *join,
-        )
-        workers.append(WorkerSpec("env/0", "workers.env_worker", argv, _log(spec, "env/0"), niceness=niceness))
+    if (server := spec.environment) is not None:
+        argv = ("--name", "env/0", "--host", server.host, "--port", str(server.port), *server.argv, *join)
+        workers.append(WorkerSpec("env/0", server.module, argv, _log(spec, "env/0"), niceness=niceness))
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
         workers.append(WorkerSpec(service.name, service.module, argv, _log(spec, service.name)))
@@ -231,21 +215,6 @@ def worker_specs(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
         name = f"model_worker/{index}"
         workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name)))
     return workers
-
-
-def _simulated(env: EnvConfig) -> list[str]:
-    """Flags of the simulated trouble that is asked for."""
-    flags = ["--step-latency-ms", str(env.step_latency_ms)] if env.step_latency_ms else []
-    if env.fault_rate:
-        flags += [
-            "--fault-rate",
-            str(env.fault_rate),
-            "--fault-kinds",
-            env.fault_kinds,
-            "--fault-seed",
-            str(env.fault_seed),
-        ]
-    return flags
 
 
 def _keep(partial: Path, artifact: Path) -> None:

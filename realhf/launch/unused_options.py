@@ -7,11 +7,12 @@ section that was set and not read does nothing, and saying so is kinder than obe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config.option import walk
 from realhf.launch.compose import Composed
 
 T = TypeVar("T")
@@ -57,10 +58,10 @@ def _watch(section: T, prefix: str, reads: set[str]) -> T:
     return watching(**values)  # type: ignore[return-value]
 
 
-def check_effects(composed: Composed, reads: set[str], reasons: Mapping[str, str]) -> None:
-    """Raise ConfigError for options that were set and not read. ``reasons`` maps a prefix of an option
-    to the words that explain why it is not read."""
+def check_effects(composed: Composed, reads: set[str]) -> None:
+    """Raise ConfigError for options that were set and not read, with the reason that stands at their field."""
     experiment = composed.config.experiment
+    reasons = {found.name: found.option.idle for found in walk(composed.config)}
 
     def idle(names: Iterable[str]) -> list[str]:
         return [
@@ -71,7 +72,7 @@ def check_effects(composed: Composed, reads: set[str], reasons: Mapping[str, str
 
     lines = []
     for name in (*idle(composed.overridden), *idle(composed.written)):
-        why = next((f": {text}" for prefix, text in reasons.items() if name.startswith(prefix)), "")
+        why = f": {reasons[name]}" if reasons[name] else ""
         where = f" (set in {composed.written[name]})" if name in composed.written else ""
         lines.append(f"option {name} has no effect in experiment {experiment}{why}{where}")
     for choice, options in composed.chosen.items():

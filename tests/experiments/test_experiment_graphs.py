@@ -171,5 +171,6 @@ def test_a_plan_survives_the_way_to_the_workers(tmp_path):
     read = RunPlan.read(made.spec.run_dir)
     assert read.spec.mfcs == plan.spec.mfcs
     assert read.spec.models == plan.spec.models
-    assert (read.rpc, read.env, read.recover_mode, read.started_at) == (plan.rpc, plan.env, plan.recover_mode, 1.5)
+    assert read.spec.environment == plan.spec.environment and read.spec.needs_env
+    assert (read.rpc, read.recover_mode, read.started_at) == (plan.rpc, plan.recover_mode, 1.5)
     assert read.spec.before[0].jobs == plan.spec.before[0].jobs

@@ -3,13 +3,15 @@ the rest come from ``toy_experiment``, which is copied beside it)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.toy_experiment import ToyNumbers, ToyTrain
 from experiments.toy_experiment import build as build_toy
 
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.config import ExperimentConfig
+from realhf.api.config.option import section
 from realhf.api.experiment import ExperimentSpec
 from realhf.builtins import interfaces, policy_losses, sources
 
@@ -37,7 +39,14 @@ class HouseTrain(ToyTrain):
         return {**stats, "loss": self._loss(stats["loss"])}
 
 
-def build(config: ExperimentConfig) -> ExperimentSpec:
+@dataclass
+class Config(ExperimentConfig):
+    """With the options of the policy gradient."""
+
+    ppo: PolicyGradientOptions = section(PolicyGradientOptions)
+
+
+def build(config: Config) -> ExperimentSpec:
     spec = build_toy(config)
     train = replace(spec.mfcs[0], interface="house_train", interface_args={"loss": config.ppo.loss})
     return replace(

@@ -12,7 +12,8 @@ from realhf.api.config import ConfigError
 from realhf.base.paths import CONFIGS
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
-from realhf.launch.compose import choices, compose_config, experiment_names, help_text
+from realhf.launch.compose import choices, compose_config, experiment_names
+from realhf.launch.help import help_text
 
 TOY = Path(__file__).with_name("toy_experiment.py")
 
@@ -47,12 +48,12 @@ def test_in_the_yaml_of_an_experiment_of_the_house(configs: Path):
 def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path: Path, capsys):
     shutil.copy(TOY, tmp_path / "mine.py")
     (tmp_path / "mine.yaml").write_text(
-        TOY.with_suffix(".yaml").read_text().replace("toy_experiment", "mine") + "ppo: {group_size: 4}\n"
+        TOY.with_suffix(".yaml").read_text().replace("toy_experiment", "mine") + "rollout: {max_turns: 4}\n"
     )
     arguments = [f"+experiment_path={tmp_path / 'mine.py'}", "mode=check"]
     assert main(arguments) == 2
-    assert "option ppo.group_size has no effect in experiment mine (set in mine.yaml)" in capsys.readouterr().err
-    assert main([*arguments, "ppo.group_size=8"]) == 0, "the command line sets it back to the library's value"
+    assert "option rollout.max_turns has no effect in experiment mine (set in mine.yaml)" in capsys.readouterr().err
+    assert main([*arguments, "rollout.max_turns=6"]) == 0, "the command line sets it back to the library's value"
 
 
 def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs: Path):

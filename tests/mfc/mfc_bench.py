@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realhf.api.config import CheckpointConfig, EnvConfig, MonitorConfig, RecoverMode, RpcConfig
+from realhf.api.config import CheckpointConfig, MonitorConfig, RecoverMode, RpcConfig
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan, SourceSpec
 from realhf.api.mfc import MFCDef
 from realhf.api.sample import SequenceSample
@@ -63,7 +63,6 @@ class MfcBench:
         )
         RunPlan(
             spec,
-            EnvConfig(),
             RpcConfig(),
             MonitorConfig(),
             CheckpointConfig(),

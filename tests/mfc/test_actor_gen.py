@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo_aws import actor_gen, actor_model
-from realhf.api.config import EnvConfig, ExperimentConfig, GenConfig, PPOConfig, RolloutConfig
+from experiments.grpo_aws import Config, actor_gen, actor_model
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
+from realhf.aws.options import AwsOptions
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
@@ -25,10 +27,10 @@ Played = tuple[SequenceSample, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    config = ExperimentConfig(
+    config = Config(
         experiment="grpo_aws",
-        env=EnvConfig(pool_size=SESSIONS),
-        ppo=PPOConfig(group_size=G),
+        env=AwsOptions(pool_size=SESSIONS),
+        ppo=PolicyGradientOptions(group_size=G),
         gen=GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE),
         rollout=RolloutConfig(max_turns=MAX_TURNS),
     )

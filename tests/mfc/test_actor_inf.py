@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo_aws import actor_inf, actor_model
-from realhf.api.config import ExperimentConfig, GenConfig
+from experiments.grpo_aws import Config, actor_inf, actor_model
+from realhf.api.config import GenConfig
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
 
@@ -20,7 +20,7 @@ GROUPS = [[12, 7], [9, 20]]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    config = ExperimentConfig(experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE))
+    config = Config(experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE))
     return make_bench(actor_inf(config), actor_model(config, str(policy)))
 
 

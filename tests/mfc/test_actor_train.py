@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from experiments.grpo_aws import actor_model, actor_train, policy_options
-from realhf.api.config import ExperimentConfig, ModelConfig, OptimizerConfig, PPOConfig
+from experiments.grpo_aws import Config, actor_model, actor_train, policy_options
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.api.config import ModelConfig, OptimizerConfig
 from realhf.api.sample import SequenceSample
 from realhf.aws.tasks.task import Task
 from tests.mfc.mfc_bench import USELESS, MfcBench, sequences
@@ -27,8 +28,10 @@ OUTCOME = [0, 0, 0, 3, 0, 0, 0, 0]
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
     actor = ModelConfig(optimizer=OptimizerConfig(lr=LR, weight_decay=0.0, gradient_clipping=0.0))
-    config = ExperimentConfig(
-        experiment="grpo_aws", actor=actor, ppo=PPOConfig(group_size=4, kl_loss_coef=0.0, loss_agg="token_mean")
+    config = Config(
+        experiment="grpo_aws",
+        actor=actor,
+        ppo=PolicyGradientOptions(group_size=4, kl_loss_coef=0.0, loss_agg="token_mean"),
     )
     return make_bench(actor_train(config, policy_options(config)), actor_model(config, str(policy)))
 

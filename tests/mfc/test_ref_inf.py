@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo_aws import ref_inf
-from realhf.api.config import ExperimentConfig, GenConfig, MicroBatchConfig
+from experiments.grpo_aws import Config, ref_inf
+from realhf.api.config import GenConfig, MicroBatchConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
@@ -21,7 +21,7 @@ GROUPS = [[9, 30, 2], [17, 17, 5]]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    config = ExperimentConfig(
+    config = Config(
         experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE), mb_spec=MicroBatchConfig(max_tokens_per_mb=32)
     )
     return make_bench(ref_inf(config), ModelSpec("ref", str(policy)))

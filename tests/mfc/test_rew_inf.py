@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.grpo_aws import rew_inf
-from realhf.api.config import ExperimentConfig, PPOConfig
+from experiments.grpo_aws import Config, rew_inf
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists
@@ -20,8 +20,8 @@ ENV_ERROR, FILTERED = 3, 2
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    ppo = PPOConfig(reward_scaling=2.0, reward_bias=-0.25, max_reward_clip=1.25)
-    return make_bench(rew_inf(ExperimentConfig(experiment="grpo_aws", ppo=ppo)), ModelSpec("actor", str(policy)))
+    ppo = PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.25, max_reward_clip=1.25)
+    return make_bench(rew_inf(Config(experiment="grpo_aws", ppo=ppo)), ModelSpec("actor", str(policy)))
 
 
 def scored(scores: list[list[float]], outcome: list[list[int]]) -> SequenceSample:

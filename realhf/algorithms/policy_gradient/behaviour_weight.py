@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.losses import LossTerms, exponential
-from realhf.algorithms.policy_gradient.presets import ResolvedPPO
+from realhf.algorithms.policy_gradient.options import ResolvedOptions
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class BehaviourWeight:
     clamped: int
 
 
-def behaviour_weight(terms: LossTerms, behaviour: Tensor, options: ResolvedPPO) -> BehaviourWeight:
+def behaviour_weight(terms: LossTerms, behaviour: Tensor, options: ResolvedOptions) -> BehaviourWeight:
     """w = proximal over behaviour probability of each token, ``terms.old`` being the proximal policy's; with
     ``behav_imp_weight_level=sequence`` the geometric mean over the sequence's trainable tokens.
 

@@ -17,10 +17,10 @@ from realhf.algorithms.policy_gradient.advantages import at_last_token, normalis
 from realhf.algorithms.policy_gradient.losses import kl_estimate
 from realhf.algorithms.policy_gradient.objective import ADVANTAGES, PROXIMAL, WEIGHTS, PolicyObjective
 from realhf.algorithms.policy_gradient.off_policy_statistics import mismatch_statistics, staleness_statistics
-from realhf.algorithms.policy_gradient.preset_checks import RETURN_TO_GO
-from realhf.algorithms.policy_gradient.presets import resolve
+from realhf.algorithms.policy_gradient.option_checks import RETURN_TO_GO
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
-from realhf.api.config import PPOConfig
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 from realhf.builtins import advantage_estimators
@@ -44,14 +44,14 @@ class PolicyGradientInterface:
 
     def __init__(
         self,
-        ppo: PPOConfig | Mapping[str, Any] | None = None,
+        ppo: PolicyGradientOptions | Mapping[str, Any] | None = None,
         temperature: float = 1.0,
         loss_scale_len: int | None = None,
         skip_zero_advantage: bool = True,
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive to train, got {temperature}")
-        self.options = resolve(ppo if ppo is not None else PPOConfig(), loss_scale_len=loss_scale_len)
+        self.options = resolve(ppo if ppo is not None else PolicyGradientOptions(), loss_scale_len=loss_scale_len)
         self._temperature = temperature
         self._skip_zero = skip_zero_advantage
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.presets import ResolvedPPO
+from realhf.algorithms.policy_gradient.options import ResolvedOptions
 
 _MAX_EXPONENT = 20.0
 _MAX_KL = 10.0
@@ -50,7 +50,7 @@ class TokenLoss:
     clamped: int
 
 
-def ppo_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
+def ppo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
     """max(-A rho, -A clip(rho)), and at most ``c_clip`` |A| (dual clip; binds only for A < 0). With
     ``ratio=sequence`` rho is the length-normalised sequence ratio (GSPO, Zheng et al. 2025)."""
     ratio, clamped = policy_ratio(terms, options.ratio)
@@ -67,7 +67,7 @@ def ppo_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
     return TokenLoss(torch.where(terms.mask, loss, 0.0), ratio.detach(), clipped, dual, clamped)
 
 
-def cispo_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
+def cispo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
     """-stop_gradient(clip(rho)) A log pi: clipped weights, no token loses its gradient (MiniMax-M1, 2025)."""
     ratio, clamped = policy_ratio(terms, options.ratio)
     ratio = ratio.detach()
@@ -77,7 +77,7 @@ def cispo_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
     return TokenLoss(loss, ratio, (weight != ratio) & terms.mask, torch.zeros_like(terms.mask), clamped)
 
 
-def reinforce_loss(terms: LossTerms, options: ResolvedPPO) -> TokenLoss:
+def reinforce_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
     """-A log pi; the ratio is reported, not used."""
     ratio, clamped = policy_ratio(terms, "token")
     advantages = torch.where(terms.mask, terms.advantages, 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from realhf.algorithms.aggregation import weighted_sum
 from realhf.algorithms.policy_gradient.behaviour_weight import BehaviourWeight, behaviour_weight, loglinear_proximal
 from realhf.algorithms.policy_gradient.losses import LossTerms, TokenLoss, kl_estimate
-from realhf.algorithms.policy_gradient.presets import ResolvedPPO
+from realhf.algorithms.policy_gradient.options import ResolvedOptions
 from realhf.algorithms.sequences import PredictedTokens
 from realhf.api.sample import SequenceSample
 from realhf.builtins import policy_losses
@@ -25,7 +25,7 @@ class PolicyObjective:
 
     ``mismatch``: |behaviour - current| of the trained tokens seen so far, one tensor per microbatch."""
 
-    def __init__(self, options: ResolvedPPO, step: int) -> None:
+    def __init__(self, options: ResolvedOptions, step: int) -> None:
         self._options, self._step = options, step
         self._loss = policy_losses.get(options.loss)
         self.mismatch: list[Tensor] = []
@@ -94,7 +94,7 @@ class PolicyObjective:
 
 
 def _add_weight_statistics(
-    stats: dict[str, float], correction: BehaviourWeight, mask: Tensor, options: ResolvedPPO
+    stats: dict[str, float], correction: BehaviourWeight, mask: Tensor, options: ResolvedOptions
 ) -> None:
     """``behav_weight_mean`` of the weights used, ``behav_weight_max`` before any bound; the fraction of tokens that
     the bounds left out (``rejected_fraction``) or cut (``truncated_fraction``)."""

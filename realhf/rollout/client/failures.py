@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.api.streaming import ON_FAILURE
+from realhf.api.config import ON_FAILURE
 from realhf.rollout.client.env_client import CapacityError, EnvError
 
 FAILURES = (ConnectionError, TimeoutError, EnvError)

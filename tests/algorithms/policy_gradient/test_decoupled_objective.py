@@ -11,7 +11,7 @@ import torch
 from realhf.algorithms.aggregation import token_weights
 from realhf.algorithms.policy_gradient.behaviour_weight import loglinear_proximal
 from realhf.algorithms.policy_gradient.objective import PolicyObjective
-from realhf.algorithms.policy_gradient.presets import resolve
+from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import micro_batches

@@ -16,7 +16,7 @@ from realhf.algorithms.policy_gradient.losses import (
     ppo_loss,
     reinforce_loss,
 )
-from realhf.algorithms.policy_gradient.presets import resolve
+from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.builtins import policy_losses
 
 LENGTHS = [4, 1, 6, 3]

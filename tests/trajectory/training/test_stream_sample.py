@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.algorithms.reward import OutcomeRewardInterface
-from realhf.api.config import PPOConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec, SequenceSample
@@ -160,7 +160,7 @@ def test_the_grpo_interface_takes_it_empty_places_and_all(tmp_path):
     """Advantages come from the groups, and the places without one change no figure."""
     context = CallContext(0, 1, MicroBatchSpec(), tmp_path)
     for minibatches in (1, 2):
-        ppo = PolicyGradientInterface(PPOConfig(ppo_n_minibatches=minibatches))
+        ppo = PolicyGradientInterface(PolicyGradientOptions(ppo_n_minibatches=minibatches))
         found = []
         for places in (2, 6):
             sample = converted(plain(2), plain(3), places=places).sample

@@ -1,21 +1,13 @@
-"""Policy-gradient options that must be refused: unknown, out of range, or without effect. No torch."""
+"""Policy-gradient options that are refused because of each other: without effect, or contradictory. No torch."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from realhf.api.config import PPOConfig
-from realhf.builtins import advantage_estimators, policy_losses
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 
-LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
-WEIGHT_MODES = ("mask", "truncate", "none")
-LEVELS = ("token", "sequence")
-"""Of the policy ratio and of the behaviour weight."""
 RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
 """Estimators whose advantage is what a token and those after it earn; the others know one number per response."""
 DEFAULT_CAP = 5.0
@@ -28,34 +20,15 @@ _HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
 
 
-def check_options(config: PPOConfig, value: Mapping[str, Any]) -> None:
-    """``value``: the options of a preset row after overriding, and whether log-probabilities are recomputed. Raises
-    ValueError naming the option."""
-    _check_names(value, config)
+def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> None:
+    """``value``: the options of ``config`` with those of the preset filled in, and whether log-probabilities are
+    recomputed. Raises ValueError naming the option."""
     _check_effect(value, config)
     _check_off_policy(value, config)
     _check_ranges(value, config)
 
 
-def _check_names(value: Mapping[str, Any], config: PPOConfig) -> None:
-    choices: dict[str, tuple[Any, list[str]]] = {
-        "adv_estimator": (value["adv_estimator"], list(advantage_estimators)),
-        "loss": (value["loss"], list(policy_losses)),
-        "ratio": (value["ratio"] or "token", list(LEVELS)),
-        "loss_agg": (value["loss_agg"], list(LOSS_AGGREGATIONS)),
-        "kl_estimator": (value["kl_estimator"], list(KL_ESTIMATORS)),
-        "prox_logp_method": (config.prox_logp_method, list(PROXIMAL_METHODS)),
-        "behav_imp_weight_mode": (config.behav_imp_weight_mode, list(WEIGHT_MODES)),
-        "behav_imp_weight_level": (config.behav_imp_weight_level, list(LEVELS)),
-    }
-    for name, (given, known) in choices.items():
-        if given is not None and given not in known:
-            near = difflib.get_close_matches(str(given), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"ppo.{name}={given!r} is not known{hint}; known: {', '.join(known)}")
-
-
-def _check_effect(value: Mapping[str, Any], config: PPOConfig) -> None:
+def _check_effect(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
     for name in _HAS_NO_EFFECT.get(value["loss"], ()):
         if getattr(config, name) is not None:
             raise ValueError(f"ppo.{name} has no effect with loss {value['loss']!r}: remove it")
@@ -72,7 +45,7 @@ def _check_effect(value: Mapping[str, Any], config: PPOConfig) -> None:
         raise ValueError(f"ppo.loss_scale_len has no effect with loss_agg {value['loss_agg']!r}: remove it")
 
 
-def _check_off_policy(value: Mapping[str, Any], config: PPOConfig) -> None:
+def _check_off_policy(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
     decoupled, mode = config.use_decoupled_loss, config.behav_imp_weight_mode
     recomputed = value["recompute_logprob"]
     if decoupled and recomputed:
@@ -102,23 +75,10 @@ def _check_off_policy(value: Mapping[str, Any], config: PPOConfig) -> None:
         raise ValueError("ppo.recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it")
 
 
-def _check_ranges(value: Mapping[str, Any], config: PPOConfig) -> None:
-    if config.group_size < 1:
-        raise ValueError(f"ppo.group_size must be at least 1, got {config.group_size}")
+def _check_ranges(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
     if config.group_size < 2 and value["adv_estimator"] in _NEEDS_GROUPS:
         raise ValueError(f"ppo.group_size must be at least 2 for adv_estimator {value['adv_estimator']!r}")
-    for name in ("ppo_n_minibatches", "sample_reuse", "max_nonfinite_steps"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"ppo.{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("eps_clip", "eps_clip_higher", "kl_ctl", "kl_loss_coef"):
-        if value[name] is not None and value[name] < 0:
-            raise ValueError(f"ppo.{name} must not be negative, got {value[name]}")
-    if value["c_clip"] is not None and value["c_clip"] <= 1:
-        raise ValueError(f"ppo.c_clip must be above 1, got {value['c_clip']}")
-    if not 0 < config.discount <= 1:
-        raise ValueError(f"ppo.discount must be above 0 and at most 1, got {config.discount}")
-    cap, floor = config.behav_imp_weight_cap, config.behav_imp_weight_floor
-    if cap is not None and not cap > 0:
-        raise ValueError(f"ppo.behav_imp_weight_cap must be positive, got {cap}")
-    if floor is not None and not 0 < floor < (DEFAULT_CAP if cap is None else cap):
+    floor = config.behav_imp_weight_floor
+    cap = DEFAULT_CAP if config.behav_imp_weight_cap is None else config.behav_imp_weight_cap
+    if floor is not None and floor >= cap:
         raise ValueError(f"ppo.behav_imp_weight_floor must be above 0 and below the cap, got {floor}")

@@ -1,0 +1,156 @@
+"""The section ``ppo`` of experiments that train with a policy gradient, and the form in which no option is open. No
+torch: the launcher resolves options too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from realhf.algorithms.policy_gradient.presets import PRESETS
+from realhf.api.config import ExperimentConfig
+from realhf.api.config.option import option
+
+LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
+WEIGHT_MODES = ("mask", "truncate", "none")
+LEVELS = ("token", "sequence")
+"""Of the policy ratio and of the behaviour weight."""
+
+_NO_KL = "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)"
+
+
+@dataclass
+class PolicyGradientOptions:
+    """Policy-gradient options. ``algo`` names a preset (realhf/algorithms/policy_gradient/presets.py), which gives a
+    value to every option without one.
+
+    Off-policy tokens (docs/reference/dataflow.md 10): with ``use_decoupled_loss`` the ratio is clipped against the
+    proximal policy, the weights at the start of the train step, and every token is weighed by its proximal over its
+    behaviour probability; ``recompute_logprob`` puts the proximal in the place of the behaviour log-probabilities
+    instead. That is the default where the ratio is that of a sequence (gspo): its clip range is narrower than the
+    difference between the log-probabilities of generator and trainer."""
+
+    algo: str = option("grpo", "This preset fills in every option that is not set.", choices=tuple(PRESETS))
+    group_size: int = option(8, "Every task is played this many times, which makes a group.", at_least=1)
+    adv_estimator: str | None = option(
+        None, "This estimator makes advantages of a group's rewards.", registry="advantage_estimators"
+    )
+    loss: str | None = option(None, "This function is the loss of a token.", registry="policy_losses")
+    ratio: str | None = option(None, "The policy ratio is that of a token or of a sequence.", choices=LEVELS)
+    loss_agg: str | None = option(None, "The losses of tokens are put together in this way.", choices=LOSS_AGGREGATIONS)
+    eps_clip: float | None = option(None, "The ratio is clipped this far below 1.", at_least=0)
+    eps_clip_higher: float | None = option(None, "The ratio is clipped this far above 1.", at_least=0)
+    c_clip: float | None = option(
+        None, "Dual clipping bounds the loss at this many times a negative advantage.", above=1
+    )
+    kl_loss_coef: float | None = option(
+        None, "The loss contains the KL divergence from the reference times this.", at_least=0
+    )
+    kl_ctl: float | None = option(
+        None, "The reward contains the KL divergence from the reference times minus this.", at_least=0
+    )
+    kl_estimator: str | None = option(
+        None, "This estimator of the KL divergence is used.", choices=KL_ESTIMATORS, idle=_NO_KL
+    )
+    entropy_coef: float = option(0.0, "The loss contains the entropy times minus this.", at_least=0)
+    adv_norm: bool | None = option(None, "Advantages are normalised over the batch.")
+    discount: float = option(
+        1.0, "The return-to-go of reinforce_pp is discounted by this per sampled token.", above=0, at_most=1
+    )
+    use_decoupled_loss: bool = option(
+        False, "The ratio is taken against the proximal policy, and tokens carry a behaviour weight."
+    )
+    recompute_logprob: bool | None = option(
+        None, "The proximal log-probabilities stand in the place of the generator's."
+    )
+    prox_logp_method: str | None = option(
+        None,
+        "The proximal log-probabilities come from the call actor_inf, are recomputed in the train call, or are "
+        "interpolated from versions (loglinear) without a forward pass.",
+        choices=PROXIMAL_METHODS,
+    )
+    behav_imp_weight_mode: str | None = option(
+        None,
+        "A behaviour weight outside its bounds is set to 0 (mask, the default), cut to them (truncate), or no weight "
+        "is used (none).",
+        choices=WEIGHT_MODES,
+    )
+    behav_imp_weight_cap: float | None = option(None, "A behaviour weight is at most this, by default 5.", above=0)
+    behav_imp_weight_floor: float | None = option(None, "A behaviour weight is at least this.", above=0)
+    behav_imp_weight_level: str | None = option(
+        None,
+        "A behaviour weight is that of a token (the default), or the geometric mean of a sequence.",
+        choices=LEVELS,
+    )
+    loss_scale_len: int | None = option(
+        None,
+        "loss_agg=constant divides by this; by default the most tokens that the policy can sample in an episode.",
+        at_least=1,
+    )
+    ppo_n_minibatches: int = option(1, "A pass over the batch makes this many updates.", at_least=1)
+    sample_reuse: int = option(1, "A train step makes this many passes over its batch.", at_least=1)
+    reward_scaling: float = option(1.0, "Rewards are multiplied by this, after the bias.")
+    reward_bias: float = option(0.0, "This is added to every reward.")
+    max_reward_clip: float = option(20.0, "Rewards are clipped at this distance from 0.", at_least=0)
+    mask_too_long: bool = option(
+        False, "Sequences that a limit of tokens ended, not one of turns, are left out of the loss."
+    )
+    max_nonfinite_steps: int = option(
+        3, "The run ends after this many updates in a row without a finite gradient.", at_least=1
+    )
+
+
+class ResolvedOptions(PolicyGradientOptions):
+    """The same options with the preset filled in: those below are never None. ``loss_scale_len`` is the divisor of
+    ``loss_agg=constant`` (None with another aggregation), ``prox_logp_method`` is None when no proximal
+    log-probabilities are used, ``behav_imp_weight_mode`` none when the objective is not decoupled."""
+
+    adv_estimator: str
+    loss: str
+    ratio: str
+    loss_agg: str
+    eps_clip: float
+    eps_clip_higher: float
+    kl_loss_coef: float
+    kl_ctl: float
+    kl_estimator: str
+    adv_norm: bool
+    recompute_logprob: bool
+    behav_imp_weight_mode: str
+    behav_imp_weight_cap: float
+    behav_imp_weight_floor: float
+    behav_imp_weight_level: str
+
+    @property
+    def n_updates(self) -> int:
+        """Optimizer steps of one train step, if every minibatch has something to train on."""
+        return self.ppo_n_minibatches * self.sample_reuse
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``packed_ref_logprobs`` is an input, hence ``ref_inf`` in the graph."""
+        return self.kl_loss_coef != 0 or self.kl_ctl != 0
+
+    @property
+    def needs_actor_inf(self) -> bool:
+        """Whether ``proximal_logprobs`` is an input, hence ``actor_inf`` in the graph."""
+        return self.prox_logp_method == "actor_inf"
+
+    @property
+    def scored_keys(self) -> tuple[str, ...]:
+        """Inputs of the train call that ``ref_inf`` and ``actor_inf`` make."""
+        reference = ("packed_ref_logprobs",) if self.needs_reference else ()
+        return (*reference, "proximal_logprobs") if self.needs_actor_inf else reference
+
+
+def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with groups and minibatches beside the options of rollouts and batches."""
+    if config.rollout.min_group_size > ppo.group_size:
+        yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than ppo.group_size={ppo.group_size}")
+    sequences = config.dataset.train_bs_n_seqs * ppo.group_size
+    if ppo.ppo_n_minibatches > sequences:
+        yield (
+            f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches}: a step has dataset.train_bs_n_seqs times "
+            f"ppo.group_size = {sequences} sequences"
+        )

@@ -1,0 +1,83 @@
+"""Asynchronous training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from realhf.api.config.option import option, section
+
+
+@dataclass
+class FailureConfig:
+    """What a rollout worker does about a rollout that failed."""
+
+    policy: str = option(
+        "minimum_group",
+        "minimum_group plays it again, then leaves it out if rollout.min_group_size others are valid; retry wants the "
+        "whole group; fail_fast ends the run.",
+        choices=("minimum_group", "retry", "fail_fast"),
+    )
+    retries: int = option(2, "A failed rollout is played again this many times.", at_least=0)
+    max_attempts: int = option(
+        3, "A sample whose group did not come about is admitted this many times in all.", at_least=1
+    )
+    max_deaths: int = option(
+        3, "A sample is given up when the worker that played it has died this many times.", at_least=1
+    )
+
+
+@dataclass
+class AsyncConfig:
+    """Asynchronous training: rollout workers play while the trainer trains (docs/asynchronous.md)."""
+
+    max_head_offpolicyness: int = option(
+        1,
+        "The oldest token of a sample lies at most this many versions (eta) behind the weights it trains; 0 is "
+        "synchronous batches.",
+        at_least=0,
+    )
+    max_concurrent_rollouts: int | None = option(
+        None,
+        "At most this many samples are in play or on their way to the trainer; without a number, as many as the "
+        "environment's sessions hold and two batches.",
+    )
+    n_rollout_workers: int = option(1, "This many processes play episodes.", at_least=1)
+    n_generation_workers: int = option(1, "This many processes generate tokens.", at_least=1)
+    generation_threads: int = option(1, "Every embedded engine computes on this many threads.", at_least=1)
+    engine: str = option("embedded", "This engine generates tokens.", choices=("embedded", "vllm"))
+    vllm_url: str | None = option(
+        None, "Tokens come from the vLLM server at this URL; without one every generation worker starts a server."
+    )
+    vllm_executable: str = option("vllm", "Generation workers start vLLM with this command.")
+    staleness_policy: str = option(
+        "wait", "A step waits for stragglers, or drops samples that are too old.", choices=("wait", "drop")
+    )
+    kv_policy: str = option(
+        "recompute",
+        "Under new weights, running episodes recompute their keys and values or keep them.",
+        choices=("recompute", "keep"),
+    )
+    weights: str = option(
+        "shm",
+        "New weights travel through shared memory, files, or a broadcast.",
+        choices=("shm", "disk", "broadcast"),
+    )
+    rollout_deadline_s: float = option(600.0, "A sample that takes longer than these seconds is given back.", above=0)
+    pause_timeout_s: float = option(30.0, "An engine stops for new weights within these seconds.", above=0)
+    recover_retries: int = option(
+        1,
+        "After the death of its master or a model worker, the run begins again from its last checkpoint this many "
+        "times.",
+        at_least=0,
+    )
+    keep_journal: bool = option(
+        False,
+        "What the journal needs no more is kept in its folder 'archive', so that every sample can be audited.",
+    )
+    niceness: int = option(
+        0,
+        "Rollouts, generation and environment step back this far behind the trainer, for cores that are always busy.",
+        at_least=0,
+        at_most=19,
+    )
+    on_failure: FailureConfig = section(FailureConfig)

@@ -1,0 +1,86 @@
+"""The sections that every experiment has, and the folder of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from realhf.api.config.asynchronous import AsyncConfig
+from realhf.api.config.dataset import DatasetConfig
+from realhf.api.config.evaluation import EvaluationConfig
+from realhf.api.config.generation import GenConfig
+from realhf.api.config.micro_batches import MicroBatchConfig
+from realhf.api.config.model import BuiltinModelConfig, ModelConfig, ReferenceConfig
+from realhf.api.config.option import option, section
+from realhf.api.config.rollout import RolloutConfig
+from realhf.api.config.services import CheckpointConfig, MonitorConfig, RpcConfig
+from realhf.api.config.stream import StreamConfig
+from realhf.api.config.warm_start import WarmStartConfig
+
+
+class Mode(Enum):
+    """run trains; check validates and stops; graph prints the dataflow graph."""
+
+    run = "run"
+    check = "check"
+    graph = "graph"
+
+
+class RecoverMode(Enum):
+    """auto resumes from the last valid checkpoint if there is one; resume demands it; disabled starts afresh."""
+
+    auto = "auto"
+    resume = "resume"
+    disabled = "disabled"
+
+
+@dataclass
+class ExperimentConfig:
+    """What every experiment can be told. An experiment with sections of its own subclasses it and says so where
+    ``build`` takes its configuration."""
+
+    experiment: str = option(MISSING, "The run is this experiment.")
+    experiment_path: str | None = option(
+        None, "The experiment lies in this Python file outside the package, with its YAML beside it."
+    )
+    experiment_name: str = option("${experiment}", "The run folder lies in a folder of this name.")
+    trial_name: str = option("default", "The run folder has this name.")
+    fileroot: str = option("runs", "Everything that a run writes lies in this folder.")
+    seed: int = option(1, "Everything random in the run is drawn from this seed.")
+    mode: Mode = option(Mode.run, "run trains; check validates and stops; graph prints the dataflow graph.")
+    recover_mode: RecoverMode = option(
+        RecoverMode.auto,
+        "auto goes on after the last valid checkpoint if there is one; resume demands one; disabled starts afresh.",
+    )
+    scheduler: str = option("local", "This scheduler starts the processes.", choices=("local",))
+    total_train_steps: int = option(60, "The run ends after this many train steps.", at_least=1)
+    torch_threads: int = option(
+        0,
+        "A model worker computes on this many threads; 0 shares all cores but those of generation workers.",
+        at_least=0,
+    )
+
+    actor: ModelConfig = section(ModelConfig)
+    ref: ReferenceConfig = section(
+        ReferenceConfig, idle="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model"
+    )
+    builtin: BuiltinModelConfig = section(BuiltinModelConfig, idle="it describes the model of actor.path=builtin")
+    warm_start: WarmStartConfig = section(WarmStartConfig, idle="a warm start belongs to actor.path=builtin")
+    dataset: DatasetConfig = section(DatasetConfig)
+    gen: GenConfig = section(GenConfig)
+    mb_spec: MicroBatchConfig = section(MicroBatchConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    stream: StreamConfig = section(StreamConfig)
+    async_rl: AsyncConfig = section(AsyncConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    exp_ctrl: CheckpointConfig = section(CheckpointConfig)
+    rpc: RpcConfig = section(RpcConfig)
+    monitor: MonitorConfig = section(MonitorConfig)
+
+
+def run_folder(config: ExperimentConfig) -> Path:
+    """<fileroot>/<experiment_name>/<trial_name>, absolute."""
+    return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name

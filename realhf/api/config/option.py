@@ -1,0 +1,156 @@
+"""An option says at its field what it means, what it is by default and which values it takes.
+
+    @dataclass
+    class MarginOptions:
+        '''What the section as a whole is about.'''
+
+        margin: float = option(0.5, "Advantages are cut at this distance from 0.", above=0, at_most=10)
+
+    class Config(ExperimentConfig):
+        algorithm: MarginOptions = section(MarginOptions)
+
+Help, the reference of options and refusals are made from the fields, whoever declares them. A section whose options
+depend on each other has a method ``problems(self, name)``, see ``Checked``.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+_KEY = "option"
+_IDLE = "idle"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field says about itself beside its default. ``about``: one sentence; ``registry``: the values are the
+    names of a registry in ``realhf.builtins``; ``idle``: why the option may have been set and read by nobody."""
+
+    about: str = ""
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    choices: tuple[str, ...] = ()
+    registry: str = ""
+    idle: str = ""
+
+    def bound(self) -> str:
+        """``at least 1``, ``between 0 and 1``, ...; empty if every number will do."""
+        low, high = self.at_least, self.at_most
+        if low is not None and high is not None:
+            return f"between {low:g} and {high:g}"
+        found = []
+        if low is not None:
+            found.append(f"at least {low:g}")
+        if self.above is not None:
+            found.append("positive" if self.above == 0 else f"above {self.above:g}")
+        if high is not None:
+            found.append(f"at most {high:g}")
+        return " and ".join(found)
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies within the bounds; not-a-number never does."""
+        low = self.at_least is None or value >= self.at_least
+        return low and (self.above is None or value > self.above) and (self.at_most is None or value <= self.at_most)
+
+
+class Found(NamedTuple):
+    """An option of a configuration under its dotted name."""
+
+    name: str
+    option: Option
+    value: Any
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A section with checks across its options."""
+
+    def problems(self, name: str) -> Iterable[str]:
+        """What is wrong with the options together, a line each; ``name`` is the section's own. Asked only when each of
+        its options is right by itself."""
+        ...
+
+
+def option(
+    default: Any,
+    about: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: Sequence[str] = (),
+    registry: str = "",
+    idle: str = "",
+) -> Any:
+    """A dataclass field. A list or mapping is copied for every instance; bounds and choices hold for each item of a
+    list, and None is always allowed where the type allows it."""
+    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, idle)
+    metadata = {_KEY: about_it}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type[Any], *, idle: str = "", **changed: Any) -> Any:
+    """A dataclass field that holds a section. ``changed``: defaults that differ from those of ``kind``; ``idle``: of
+    every option in it that has no reason of its own."""
+    return field(default_factory=lambda: kind(**changed), metadata={_IDLE: idle})
+
+
+def walk(config: Any, name: str = "", idle: str = "") -> Iterator[Found]:
+    """Every option of a section and of those in it, in the order of the fields. A field that was not made by
+    ``option`` has an empty description."""
+    for every in fields(config):
+        value, dotted = getattr(config, every.name), f"{name}.{every.name}" if name else every.name
+        if is_dataclass(value):
+            yield from walk(value, dotted, every.metadata.get(_IDLE) or idle)
+        else:
+            known: Option = every.metadata.get(_KEY, Option())
+            yield Found(dotted, known if known.idle else replace(known, idle=idle), value)
+
+
+def sections(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The section itself and all in it, with their dotted names."""
+    yield name, config
+    for every in fields(config):
+        if is_dataclass(value := getattr(config, every.name)):
+            yield from sections(value, f"{name}.{every.name}" if name else every.name)
+
+
+def problems(config: Any, name: str = "", known: Callable[[str], Iterable[str]] | None = None) -> Iterator[str]:
+    """What is wrong with a section, a line each: options out of range or unknown, then the sections' own checks.
+    ``known`` gives the names of a registry; without it they are not checked."""
+    wrong = []
+    for found in walk(config, name):
+        if line := _problem(found, known):
+            wrong.append(found.name)
+            yield line
+    for dotted, part in sections(config, name):
+        inside = f"{dotted}." if dotted else ""
+        if isinstance(part, Checked) and not any(option.startswith(inside) for option in wrong):
+            yield from part.problems(dotted)
+
+
+def _problem(found: Found, known: Callable[[str], Iterable[str]] | None) -> str:
+    """The line about the first value that cannot be, empty if there is none."""
+    name, about, value = found
+    allowed = [*known(about.registry)] if about.registry and known else [*about.choices]
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if item is None or isinstance(item, (bool, Enum, Mapping)):
+            continue
+        if allowed and item not in allowed:
+            return f"{name}={item}: {_unknown(str(item), allowed)}"
+        if isinstance(item, (int, float)) and not about.holds(item):
+            return f"{name}={item}: must be {about.bound()}{f'. {about.about}' if about.about else ''}"
+    return ""
+
+
+def _unknown(value: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(value, allowed, n=1)
+    return f"unknown (known: {', '.join(allowed)})" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,0 +1,46 @@
+"""Checkpoints, the control plane, and what a person sees: options that the launcher itself reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from realhf.api.config.option import option
+
+
+@dataclass
+class CheckpointConfig:
+    """Recovery checkpoints."""
+
+    ckpt_freq_steps: int = option(5, "A checkpoint is written every so many steps.", at_least=1)
+    keep: int = option(2, "This many checkpoints stay on the disk.", at_least=1)
+
+
+@dataclass
+class RpcConfig:
+    """Deadlines of the control plane."""
+
+    connect_timeout_s: float = option(120.0, "A worker comes up within these seconds.", above=0)
+    control_timeout_s: float = option(30.0, "A worker answers a control message within these seconds.", above=0)
+    call_timeout_s: float = option(1800.0, "A call of the graph ends within these seconds.", above=0)
+    heartbeat_s: float = option(2.0, "A worker shows that it lives every so many seconds.", above=0)
+    dead_after_s: float = option(8.0, "A worker that was silent for these seconds counts as dead.", above=0)
+    shm: bool = option(True, "Tensors move between workers of a host through shared memory.")
+
+    def problems(self, name: str) -> Iterator[str]:
+        """A worker must get the chance to send a heartbeat."""
+        if self.dead_after_s <= self.heartbeat_s:
+            yield f"{name}.dead_after_s={self.dead_after_s}: must be longer than {name}.heartbeat_s"
+
+
+@dataclass
+class MonitorConfig:
+    """What a person sees of a run."""
+
+    progress: bool = option(True, "A live display shows the run.")
+    tensorboard: bool = option(True, "Every figure is written for TensorBoard.")
+    wandb: bool = option(False, "Every figure is sent to Weights & Biases.")
+    episodes_per_step: int = option(2, "This many sampled episodes of a step are written as text.", at_least=0)
+    plot_every_steps: int = option(
+        20, "The pictures are drawn again every so many steps; 0 draws them at the end only.", at_least=0
+    )

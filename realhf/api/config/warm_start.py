@@ -1,0 +1,34 @@
+"""The supervised warm start of the built-in policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from realhf.api.config.model import LRSchedule, OptimizerConfig
+from realhf.api.config.option import option, section
+
+
+@dataclass
+class WarmStartConfig:
+    """Supervised warm start of the built-in policy on episodes really played against MiniStack.
+
+    The demonstrations are of mixed quality, as logs of real operators are: some make a mistake and leave it at that,
+    some make one and repair it. A warm start on perfect episodes only would leave reinforcement learning little to
+    do."""
+
+    episodes_per_task: int = option(45, "Every task template is demonstrated this many times.", at_least=1)
+    habit_fraction: float = option(0.35, "This fraction of the demonstrations makes a mistake and leaves it at that.")
+    recovery_fraction: float = option(0.15, "This fraction of the demonstrations makes a mistake and repairs it.")
+    train_steps: int = option(400, "The warm start makes this many train steps.", at_least=1)
+    batch_size: int = option(32, "Every step of the warm start trains on this many demonstrations.", at_least=1)
+    optimizer: OptimizerConfig = section(
+        OptimizerConfig,
+        lr=2.5e-3,
+        weight_decay=0.01,
+        warmup_steps_proportion=0.05,
+        lr_scheduler_type=LRSchedule.cosine,
+        beta2=0.99,
+    )
+    cache_dir: str | None = option(
+        None, "Warm starts are kept in this folder; without one in 'warm_start' below fileroot."
+    )

@@ -1,0 +1,87 @@
+"""The file of an experiment: where it lies, its module, and the configuration that its ``build`` takes."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.base.plugin import load_plugin
+
+
+class ExperimentFile(NamedTuple):
+    """An imported experiment. ``plugin``: what every process of the run imports, a module or a file."""
+
+    name: str
+    plugin: str
+    module: ModuleType
+    config_class: type[ExperimentConfig]
+
+
+def load_experiment(config_dir: Path, name: str, user_file: Path | None) -> ExperimentFile:
+    """The experiment ``name``, or the one in ``user_file``; what it registers is known afterwards. Raises ConfigError
+    that names the line of a mistake in the file."""
+    plugin = str(user_file) if user_file else f"experiments.{_named(config_dir, name)}"
+    try:
+        module = load_plugin(plugin)
+    except Exception as error:
+        where = str(user_file) if user_file else f"{plugin.replace('.', '/')}.py"
+        raise ConfigError(f"experiment={name}: {located(error, where)}") from None
+    return ExperimentFile(name, plugin, module, config_class(name, module))
+
+
+def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
+    """The class that the first parameter of ``build`` is annotated with; ``ExperimentConfig`` if it is not."""
+    build = getattr(module, "build", None)
+    if build is None:
+        raise ConfigError(f"experiment={name}: {module.__file__} defines no build(config)")
+    first = next(iter(inspect.signature(build).parameters.values()), None)
+    if first is None or first.annotation is inspect.Parameter.empty:
+        return ExperimentConfig
+    try:
+        kind = _evaluated(first.annotation, vars(module))
+    except NameError as error:
+        raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}): {error}") from None
+    if not (isinstance(kind, type) and issubclass(kind, ExperimentConfig)):
+        raise ConfigError(f"experiment={name}: build({first.name}: {kind}) must take an ExperimentConfig")
+    try:
+        kind()
+    except TypeError as error:
+        raise ConfigError(f"experiment={name}: every option of {kind.__name__} needs a default: {error}") from None
+    return kind
+
+
+def located(error: Exception, file: str) -> str:
+    """The error with the line of the experiment file where it arose."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line = frames[-1].lineno if frames else getattr(error, "lineno", None)
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {text} ({file}{f', line {line}' if line else ''})"
+
+
+def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """What an annotation means where it is written."""
+    holder = type("Holder", (), {"__annotations__": {"config": annotation}})
+    return typing.get_type_hints(holder, globalns=dict(names), localns={})["config"]
+
+
+def _named(config_dir: Path, name: str) -> str:
+    """The experiment that the YAML of this name is about: it may say so, or build on one that does."""
+    import yaml
+
+    path = config_dir / "experiment" / f"{name}.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError):
+        return name
+    if not isinstance(content, dict):
+        return name
+    if isinstance(content.get("experiment"), str):
+        return content["experiment"]
+    bases = [base for base in content.get("defaults") or () if isinstance(base, str) and base not in ("_self_", name)]
+    return _named(config_dir, bases[-1]) if bases else name

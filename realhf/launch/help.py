@@ -1,0 +1,122 @@
+"""What the fields of a configuration say about themselves, as text for a terminal and as the reference of options.
+
+python -m realhf.launch --options-reference
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from realhf.api.config.option import Found, Option, walk
+from realhf.base.paths import CONFIGS
+from realhf.builtins import registered_names
+from realhf.launch.compose import GROUPS, Composed, choices, shipped_schemas
+from realhf.launch.schema import Schema
+
+_COLUMN = 44
+"""Where the sentences begin, unless an option is longer."""
+_USAGE = """usage: python -m realhf.launch experiment=NAME [key=value ...]
+
+{groups}
+
+An experiment file of your own: +experiment_path=FILE.py (its options in FILE.yaml beside it).
+Modes: mode=check validates, mode=graph prints the dataflow graph, mode=run (default) trains.
+Options of one experiment, with its own values: experiment=NAME --help
+
+Options with the library's defaults:"""
+_HEAD = """# Options
+
+Every option of `python -m realhf.launch`, with the library's default; an experiment's YAML changes some of them, and
+`python -m realhf.launch experiment=NAME --help` shows what it makes of them. Which value wins:
+[running.md](../running.md#which-value-wins). This page is made from the fields of the configuration:
+`python -m realhf.launch --options-reference > docs/reference/options.md`.
+"""
+
+
+def help_text(config_dir: Path = CONFIGS) -> str:
+    """Usage, the choices of every group, and all options with the library's defaults."""
+    groups = "\n".join(f"  {group:11}{', '.join(choices(group, config_dir))}" for group in GROUPS)
+    lines = [_USAGE.format(groups=groups), *_terminal(Schema().options.values())]
+    for section, (owners, schema) in _own_sections(config_dir).items():
+        lines += ["", f"Of {', '.join(owners)}:", *_terminal(_within(schema, section))]
+    return "\n".join(lines)
+
+
+def experiment_help(composed: Composed) -> str:
+    """The options of one experiment, with the values that its YAML and the command line give them."""
+    about = inspect.getdoc(composed.file.module) or ""
+    lines = [f"{composed.file.name}: {about}", "", "Options with the values of this experiment:"]
+    return "\n".join([*lines, *_terminal(walk(composed.config))])
+
+
+def options_reference(config_dir: Path = CONFIGS) -> str:
+    """The page ``docs/reference/options.md``."""
+    common = Schema()
+    parts = [_HEAD, "## All experiments\n", _table(found for found in common.options.values() if "." not in found.name)]
+    for section in common.sections:
+        parts += _chapter(section, common)
+    for section, (owners, schema) in _own_sections(config_dir).items():
+        parts += _chapter(section, schema, f" Of {', '.join(owners)}.")
+    return "\n".join(parts)
+
+
+def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
+    """The sections that shipped experiments add: who has each of them, and where it is described."""
+    common, found = Schema().sections, {}
+    for name, schema in shipped_schemas(config_dir).items():
+        for section in schema.sections:
+            if section not in common:
+                found.setdefault(section, ([], schema))[0].append(name)
+    return found
+
+
+def _chapter(section: str, schema: Schema, aside: str = "") -> list[str]:
+    """A section of the page: its docstring and its table."""
+    kind = type(schema.sections[section])
+    about = (inspect.getdoc(kind) or "").replace("``", "`")
+    return [f"## {section}\n", f"{about}{aside}\n", _table(_within(schema, section))]
+
+
+def _within(schema: Schema, section: str) -> Iterator[Found]:
+    """The options of a section, without those of the sections in it."""
+    return (found for found in schema.options.values() if found.name.rpartition(".")[0] == section)
+
+
+def _terminal(options: Iterable[Found]) -> Iterator[str]:
+    """A line for each option, an empty one between sections."""
+    section = ""
+    for name, about, value in options:
+        if (head := name.rpartition(".")[0]) != section:
+            yield ""
+            section = head
+        given = f"  {name}={_shown(value)}"
+        allowed = f" [{text}]" if (text := _allowed(about, value)) else ""
+        yield f"{given:{_COLUMN}} {about.about}{allowed}".rstrip()
+
+
+def _table(options: Iterable[Found]) -> str:
+    rows = ["| option | default | says | allowed |", "|---|---|---|---|"]
+    for name, about, value in options:
+        default = f"`{text}`" if (text := _shown(value)) else ""
+        rows.append(f"| `{name}` | {default} | {about.about} | {_allowed(about, value)} |")
+    return "\n".join([*rows, ""])
+
+
+def _allowed(about: Option, value: Any) -> str:
+    """Bounds or choices, as short as they can be said."""
+    if about.registry:
+        return ", ".join(registered_names(about.registry))
+    if about.choices:
+        return ", ".join(about.choices)
+    return ", ".join(item.value for item in type(value)) if isinstance(value, Enum) else about.bound()
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written on the command line; nothing for none."""
+    if value is None or value == "???":
+        return ""
+    return str(getattr(value, "value", value))
