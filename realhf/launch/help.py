@@ -20,6 +20,7 @@ from realhf.launch.schema import Schema
 _COLUMN = 44
 """Where the sentences begin, unless an option is longer."""
 _USAGE = """usage: python -m realhf.launch experiment=NAME [key=value ...]
+       python -m realhf.launch --version
 
 {groups}
 
@@ -33,7 +34,7 @@ _HEAD = """# Options
 Every option of `python -m realhf.launch`, with the library's default; an experiment's YAML changes some of them, and
 `python -m realhf.launch experiment=NAME --help` shows what it makes of them. Which value wins:
 [running.md](../running.md#which-value-wins). This page is made from the fields of the configuration:
-`python -m realhf.launch --options-reference > docs/reference/options.md`.
+`python -m realhf.launch --options-reference > docs/reference/{page}`.
 """
 
 
@@ -54,9 +55,13 @@ def experiment_help(composed: Composed) -> str:
 
 
 def options_reference(config_dir: Path = CONFIGS) -> str:
-    """The page ``docs/reference/options.md``."""
+    """The page that lists every option, as Markdown."""
     common = Schema()
-    parts = [_HEAD, "## All experiments\n", _table(found for found in common.options.values() if "." not in found.name)]
+    parts = [
+        _HEAD.format(page="options.md"),
+        "## All experiments\n",
+        _table(found for found in common.options.values() if "." not in found.name),
+    ]
     for section in common.sections:
         parts += _chapter(section, common)
     for section, (owners, schema) in _own_sections(config_dir).items():

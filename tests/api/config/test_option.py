@@ -1,0 +1,101 @@
+"""Options at their fields: what they refuse, what they are called, and that every one says what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from experiments.grpo_aws import Config
+from realhf.api.config import ExperimentConfig
+from realhf.api.config.option import Option, option, problems, section, sections, walk
+
+
+@dataclass
+class Inner:
+    """A section in a section."""
+
+    share: float = option(0.5, "A share of the whole.", above=0, at_most=1)
+    words: list[str] = option(["a"], "These words are taken.", choices=("a", "b"))
+    loss: str | None = option(None, "This loss is used.", registry="losses", idle="there is no loss")
+    low: int = option(0, "The lower end.")
+    high: int = option(9, "The upper end.")
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Ends in order."""
+        if self.low > self.high:
+            yield f"{name}.low={self.low}: above {name}.high={self.high}"
+
+
+@dataclass
+class Outer:
+    """A configuration."""
+
+    count: int = option(1, "So many.", at_least=1)
+    port: int = option(0, "A port.", at_least=0, at_most=65535)
+    bare: int = -3
+    inner: Inner = section(Inner, idle="nobody looks inside", high=7)
+
+
+def said(**changed: object) -> list[str]:
+    """What is wrong with a configuration whose section ``inner`` has these values."""
+    return [*problems(Outer(inner=Inner(**changed)), known=lambda registry: [registry, "ppo"])]  # type: ignore[arg-type]
+
+
+def test_defaults_are_right_and_a_section_may_change_them():
+    assert said() == []
+    assert Outer().inner.high == 7 and Outer().inner.low == 0
+
+
+def test_a_list_is_not_shared_between_configurations():
+    Outer().inner.words.append("b")
+    assert Outer().inner.words == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"share": 0.0}, "inner.share=0.0: must be positive and at most 1. A share of the whole."),
+        ({"share": float("nan")}, "inner.share=nan: must be positive and at most 1. A share of the whole."),
+        ({"words": ["a", "c"]}, "inner.words=c: unknown (known: a, b)"),
+        ({"loss": "pop"}, "inner.loss=pop: unknown (known: losses, ppo); did you mean 'ppo'?"),
+        ({"low": 8, "high": 7}, "inner.low=8: above inner.high=7"),
+    ],
+)
+def test_what_cannot_be_is_one_line_that_names_the_option(changed: dict[str, object], line: str):
+    assert said(**changed) == [line]
+
+
+def test_a_name_of_a_registry_and_no_value_are_right():
+    assert said(loss="ppo") == said(loss=None) == []
+    assert [*problems(Inner(loss="anything"))] == [], "nobody knows the registry"
+
+
+def test_the_options_of_a_section_are_not_judged_together_while_one_of_them_is_wrong():
+    assert said(low=8, high=7, share=2.0) == ["inner.share=2.0: must be positive and at most 1. A share of the whole."]
+
+
+def test_all_that_is_wrong_is_told_under_its_dotted_name():
+    wrong = [*problems(Outer(count=0, port=-1), "top")]
+    assert [line.partition("=")[0] for line in wrong] == ["top.count", "top.port"]
+    assert "must be between 0 and 65535" in wrong[1]
+
+
+def test_the_walk_goes_through_sections_and_reasons_are_those_of_the_field_or_the_section():
+    found = {name: (about, value) for name, about, value in walk(Outer())}
+    inner = ["inner.share", "inner.words", "inner.loss", "inner.low", "inner.high"]
+    assert [*found] == ["count", "port", "bare", *inner]
+    assert found["bare"] == (Option(), -3)
+    assert found["inner.low"][0].idle == "nobody looks inside" and found["inner.loss"][0].idle == "there is no loss"
+    assert [name for name, _ in sections(Outer())] == ["", "inner"]
+
+
+@pytest.mark.parametrize("kind", [ExperimentConfig, Config])
+def test_every_option_of_the_house_has_a_sentence_and_every_section_a_docstring(kind: type[ExperimentConfig]):
+    found = [*walk(kind())]
+    assert len(found) > 80
+    for name, about, _ in found:
+        assert len(about.about.split()) >= 3 and about.about.endswith("."), name
+    for name, part in sections(kind()):
+        assert not (type(part).__doc__ or "").startswith(f"{type(part).__name__}("), f"{name} has no docstring"

@@ -1,0 +1,72 @@
+"""Which class an experiment is configured with, and what is said about a file that does not tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.base.paths import CONFIGS
+from realhf.launch.compose import compose_config
+from realhf.launch.experiment_file import load_experiment
+
+HEAD = """from __future__ import annotations
+from dataclasses import dataclass
+from realhf.api.config import ExperimentConfig
+from realhf.api.config.option import option
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "mine.py"
+    file.write_text(HEAD + text)
+    return file
+
+
+def test_the_annotation_of_the_first_parameter_names_the_class(tmp_path: Path):
+    file = written(
+        tmp_path,
+        "@dataclass\nclass Mine(ExperimentConfig):\n    extra: int = option(3, 'An extra.')\n"
+        "def build(given: Mine) -> NotImportedHere: ...\n",
+    )
+    found = load_experiment(CONFIGS, "mine", file)
+    assert found.config_class.__name__ == "Mine" and found.plugin == str(file)
+    assert compose_config([f"+experiment_path={file}", "extra=5"]).config.extra == 5  # type: ignore[attr-defined]
+
+
+def test_without_an_annotation_there_are_the_common_sections_only(tmp_path: Path):
+    assert load_experiment(CONFIGS, "mine", written(tmp_path, "def build(config): ...\n")).config_class is (
+        ExperimentConfig
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build(config: Missing): ...\n", "name 'Missing' is not defined"),
+        ("def build(config: int): ...\n", "must take an ExperimentConfig"),
+        (
+            "@dataclass(kw_only=True)\nclass Mine(ExperimentConfig):\n    extra: int\ndef build(config: Mine): ...\n",
+            "every option of Mine needs a default",
+        ),
+        ("nothing = 1\n", "defines no build"),
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        load_experiment(CONFIGS, "mine", written(tmp_path, text))
+
+
+def test_a_yaml_names_the_experiment_that_it_varies_or_builds_on_one_that_does(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    for name, text in (("named", "experiment: sft_aws\n"), ("built", "defaults: [named, _self_]\nseed: 2\n")):
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+        assert load_experiment(tmp_path, name, None).plugin == "experiments.sft_aws"
+
+
+def test_a_choice_about_a_section_that_the_experiment_lacks_is_refused(tmp_path: Path):
+    file = written(tmp_path, "def build(config): ...\n")
+    with pytest.raises(ConfigError, match="env=small has no effect in experiment mine: it has no section env"):
+        compose_config([f"+experiment_path={file}", "env=small"])
