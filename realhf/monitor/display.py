@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from realhf.monitor.headline import figure, success_by_tier, time_split
-from realhf.monitor.rollout_figures import flatten_rollouts, rollout_figures, rollout_metrics
+from realhf.monitor.headline import metric, success_by_tier, time_split
+from realhf.monitor.rollout_metrics import flatten_rollouts, rollout_labels, rollout_metrics
 
 _BAR = 24
 _ROLLOUT_COLUMNS = 6
@@ -157,9 +157,9 @@ class LiveDisplay:
 
     def _figures(self, metrics: Mapping[str, Any]) -> Table:
         table = Table.grid(padding=(0, 3))
-        shown = [(name, figure(metrics, name)) for name in ("reward", "success", "loss", "mismatch_kl")]
+        shown = [(name, metric(metrics, name)) for name in ("reward", "success", "loss", "mismatch_kl")]
         shown += [(tier, value) for tier, value in success_by_tier(metrics).items()]
-        shown += [("tokens/s", figure(metrics, "tokens_per_second"))]
+        shown += [("tokens/s", metric(metrics, "tokens_per_second"))]
         table.add_row(
             *[
                 Text.assemble((f"{name} ", "dim"), (_number(value), "bold"))
@@ -181,25 +181,25 @@ def step_line(event: Mapping[str, Any]) -> str:
     metrics = event["metrics"]
     parts = [f"step {event['step']}/{event['total']}"]
     for name in ("reward", "success", "loss", "mismatch_kl"):
-        if (value := figure(metrics, name)) is not None:
+        if (value := metric(metrics, name)) is not None:
             parts.append(f"{name} {_number(value)}")
     tiers = success_by_tier(metrics)
     if tiers:
         parts.append("(" + ", ".join(f"{tier} {value:.0%}" for tier, value in tiers.items()) + ")")
-    if (speed := figure(metrics, "tokens_per_second")) is not None:
+    if (speed := metric(metrics, "tokens_per_second")) is not None:
         parts.append(f"{speed:.0f} tokens/s")
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time_split(metrics).items() if seconds >= 0.05)
     if "step_seconds" in metrics:
         parts.append(f"{metrics['step_seconds']:.1f} s" + (f" ({split})" if split else ""))
     if "buffer/resident" in metrics:
         parts.append(f"buffer {metrics['buffer/resident']:.0f}")
-    parts += [f"{label} {text}" for label, text in rollout_figures(metrics)]
+    parts += [f"{label} {text}" for label, text in rollout_labels(metrics)]
     return "  ".join(parts)
 
 
 def rollouts_line(metrics: Mapping[str, Any]) -> str:
     """Return in one line what the rollouts do between two steps."""
-    return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_figures(metrics)]])
+    return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_labels(metrics)]])
 
 
 def evaluation_line(event: Mapping[str, Any]) -> str:
@@ -213,7 +213,7 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
 
 def _rollout_lines(metrics: Mapping[str, Any]) -> list[Table]:
     """Lay out the metrics of the rollouts, a few to a line."""
-    shown = rollout_figures(metrics)
+    shown = rollout_labels(metrics)
     tables = []
     for start in range(0, len(shown), _ROLLOUT_COLUMNS):
         table = Table.grid(padding=(0, 3))

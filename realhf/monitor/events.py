@@ -2,7 +2,7 @@
 
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
 total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; between the steps of an
-asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.rollout_figures``.
+asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.rollout_metrics``.
 """
 
 from __future__ import annotations

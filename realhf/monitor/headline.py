@@ -11,7 +11,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-def figure(row: Row, name: str) -> float | None:
+def metric(row: Row, name: str) -> float | None:
     """Return the value called ``name``, of the step or of the first call that has one; None if there is none."""
     if name in row:
         return row[name]
@@ -45,10 +45,10 @@ def time_split(row: Row) -> dict[str, float]:
 
 def total(rows: Sequence[Row], name: str) -> float:
     """Sum a metric over the steps; a step without it counts as 0."""
-    return sum(figure(row, name) or 0.0 for row in rows)
+    return sum(metric(row, name) or 0.0 for row in rows)
 
 
 def mean(rows: Sequence[Row], name: str) -> float | None:
     """Average a metric over the steps that have it; None if no step has it."""
-    values = [value for row in rows if (value := figure(row, name)) is not None]
+    values = [value for row in rows if (value := metric(row, name)) is not None]
     return sum(values) / len(values) if values else None

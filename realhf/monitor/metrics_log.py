@@ -45,12 +45,12 @@ class MetricsLog:
         if self._wandb:
             self._wandb.log(dict(metrics), step=step)
 
-    def note(self, step: int, figures: Mapping[str, float]) -> None:
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics that do not come with every step, to TensorBoard and wandb only."""
         if self._tensorboard:
-            self._tensorboard.write(step, figures)
+            self._tensorboard.write(step, metrics)
         if self._wandb:
-            self._wandb.log(dict(figures), step=step)
+            self._wandb.log(dict(metrics), step=step)
 
     def close(self) -> None:
         """Close TensorBoard and wandb if they are on."""
@@ -148,8 +148,8 @@ def flatten_step(
     return metrics
 
 
-def _name(call: str, figure: str) -> str:
-    return figure if figure.startswith("staleness/") else f"{call}/{figure}"
+def _name(call: str, name: str) -> str:
+    return name if name.startswith("staleness/") else f"{call}/{name}"
 
 
 def _is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from realhf.monitor.headline import Row
 from realhf.monitor.plots import plot_async, plot_learning, plot_time_split, staleness_bound
-from realhf.monitor.rollout_figures import is_asynchronous
+from realhf.monitor.rollout_metrics import is_asynchronous
 from realhf.monitor.run_files import Evaluations
 
 LEARNING, TIME, ASYNC, TIMELINE = "learning.png", "time.png", "async.png", "timeline.png"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.headline import Row, figure, success_by_tier, time_split
+from realhf.monitor.headline import Row, metric, success_by_tier, time_split
 
 Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -32,7 +32,7 @@ def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | No
         curves = fig.subplots()
     steps = [row["step"] for row in rows]
     for name in ("reward", "success", "loss"):
-        values = [figure(row, name) for row in rows]
+        values = [metric(row, name) for row in rows]
         if any(value is not None for value in values) and not (name == "loss" and curves.lines):
             draw_curve(curves, steps, values, name)
     for tier in sorted({tier for row in rows for tier in success_by_tier(row)}):
@@ -199,8 +199,8 @@ def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Pat
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(group for report in reports.values() for group in report))
-    figure = Figure(figsize=(1.6 + 1.3 * len(groups), 3.6), layout="constrained")
-    axes = figure.subplots()
+    fig = Figure(figsize=(1.6 + 1.3 * len(groups), 3.6), layout="constrained")
+    axes = fig.subplots()
     width = 0.8 / len(reports)
     for number, (agent, report) in enumerate(reports.items()):
         shown = [
@@ -221,4 +221,4 @@ def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Pat
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(reports))
-    figure.savefig(path, dpi=130)
+    fig.savefig(path, dpi=130)

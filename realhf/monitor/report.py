@@ -1,4 +1,4 @@
-"""``report.html``: one file about a run that can be sent to somebody: figures, pictures, tables, configuration.
+"""``report.html``: one file about a run that can be sent to somebody: metrics, pictures, tables, configuration.
 
 python -m realhf.monitor.report RUN_DIR       # of any run, also of one that goes on or was killed
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor import report_html as html
-from realhf.monitor.headline import Row, figure, success_by_tier
+from realhf.monitor.headline import Row, metric, success_by_tier
 from realhf.monitor.metrics_log import read_metrics
 from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
 from realhf.monitor.plots import staleness_bound
-from realhf.monitor.rollout_figures import is_asynchronous, rollout_summary
+from realhf.monitor.rollout_metrics import is_asynchronous, rollout_summary
 from realhf.monitor.run_files import NONFINITE_FILE, Evaluations
 from realhf.monitor.timeline import plot_timeline
 from realhf.monitor.trace import merge_traces
@@ -81,9 +81,9 @@ def _overview(rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
         return []
     first, last = rows[0], rows[-1]
     table = [
-        [name, html.number(figure(first, name)), html.number(figure(last, name))]
+        [name, html.number(metric(first, name)), html.number(metric(last, name))]
         for name in COLUMNS
-        if figure(last, name) is not None
+        if metric(last, name) is not None
     ]
     seconds = [
         [name.removesuffix("_seconds"), f"{summary[name]:.1f} s"]
@@ -144,12 +144,12 @@ def _picture(path: Path, name: str) -> list[str]:
 
 def _steps(rows: Sequence[Row]) -> list[str]:
     shown = rows[-STEPS_SHOWN:]
-    names = [name for name in COLUMNS if any(figure(row, name) is not None for row in shown)]
+    names = [name for name in COLUMNS if any(metric(row, name) is not None for row in shown)]
     tiers = sorted({tier for row in shown for tier in success_by_tier(row)})
     table = [
         [
             str(row["step"]),
-            *[html.number(figure(row, name)) for name in names],
+            *[html.number(metric(row, name)) for name in names],
             *[html.number(success_by_tier(row).get(tier)) for tier in tiers],
         ]
         for row in shown

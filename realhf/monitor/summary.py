@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor.headline import Row, mean, total
-from realhf.monitor.rollout_figures import is_asynchronous, rollout_summary
+from realhf.monitor.rollout_metrics import is_asynchronous, rollout_summary
 
 Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 

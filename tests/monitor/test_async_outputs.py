@@ -19,10 +19,10 @@ from realhf.monitor.display import LiveDisplay, PlainDisplay, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics_log import MetricsLog
 from realhf.monitor.plots import staleness_bound
-from realhf.monitor.rollout_figures import (
+from realhf.monitor.rollout_metrics import (
     flatten_rollouts,
     is_asynchronous,
-    rollout_figures,
+    rollout_labels,
     rollout_summary,
     total_counted,
 )
@@ -73,7 +73,7 @@ def run_folder(tmp_path: Path, eta: int = 2) -> Path:
 def test_an_event_has_the_names_of_the_metrics():
     flat = flatten_rollouts(EVENT)
     assert flat["admission/running"] == 48 and flat["rollout/failed/timeout"] == 3 and "kind" not in flat
-    assert dict(rollout_figures(flat)) == {
+    assert dict(rollout_labels(flat)) == {
         "generation": "91%",
         "in play": "48",
         "capacity": "16",
@@ -85,8 +85,8 @@ def test_an_event_has_the_names_of_the_metrics():
         "failed": "timeout 3",
         "retried": "env_error 7",
     }
-    assert dict(rollout_figures(row(1)))["staleness"] == "0.5 max 1"
-    assert rollout_figures({"reward": 1.0, "success/warmup": 0.5}) == []
+    assert dict(rollout_labels(row(1)))["staleness"] == "0.5 max 1"
+    assert rollout_labels({"reward": 1.0, "success/warmup": 0.5}) == []
 
 
 def test_a_step_line_ends_with_the_rollouts():

@@ -42,7 +42,7 @@ def by_kind(row: Row, counter: str) -> dict[str, float]:
     return {name.removeprefix(start): value for name, value in row.items() if name.startswith(start) and value}
 
 
-def rollout_figures(row: Row) -> list[tuple[str, str]]:
+def rollout_labels(row: Row) -> list[tuple[str, str]]:
     """Return the metrics that are known as (label, text), in the order in which they are read."""
     shown = [
         ("staleness", _joined(_number(row, "staleness/head_mean"), _number(row, "staleness/head_max", "max "))),
