@@ -1,7 +1,7 @@
-"""Metadata of samples that is too large for a header: a msgpack map of columns in a frame of its own.
+"""Carries metadata of samples that is too large for a header: a msgpack map of columns in a frame of its own.
 
-It is read column by column with the number of samples known, so that no more is made of a frame than it has bytes for:
-no nested value, no column longer or shorter than the samples.
+The frame is read column by column with the number of samples known, so that reading never builds more than the frame
+has bytes for: no nested value, no column longer or shorter than the samples.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import msgpack
 from realhf.transport.errors import CodecError
 
 INLINE_BYTES = 256 << 10
-"""A header up to this size holds the metadata itself."""
+"""Size up to which a header holds the metadata itself."""
 MAX_METADATA_BYTES = 32 << 20
 MAX_COLUMNS = 1024
 
 
 def pack_metadata(metadata: Mapping[str, Sequence[Any]]) -> bytes:
-    """Raises CodecError when it exceeds its limits, with the column that is largest."""
+    """Encode the columns as one frame. Raises CodecError when they exceed the limits, with the column that is
+    largest."""
     packed = cast(bytes, msgpack.packb(dict(metadata)))
     if len(metadata) > MAX_COLUMNS:
         raise CodecError(f"metadata of {len(metadata)} columns, allowed are {MAX_COLUMNS}")
@@ -31,7 +32,7 @@ def pack_metadata(metadata: Mapping[str, Sequence[Any]]) -> bytes:
 
 
 def unpack_metadata(frame: memoryview, samples: int) -> dict[str, list[Any]]:
-    """The columns, each with a value per sample. Raises CodecError on anything else."""
+    """Decode the columns, each with one value per sample. Raises CodecError on anything else."""
     if frame.nbytes > MAX_METADATA_BYTES:
         raise CodecError(f"metadata of {frame.nbytes} bytes exceeds {MAX_METADATA_BYTES}")
     unpacker = msgpack.Unpacker(max_buffer_size=MAX_METADATA_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0)

@@ -48,8 +48,8 @@ _NOTHING = memoryview(b"")
 
 
 def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
-    """Frames of a sample. Large tensors are views of the sample's own storage: send them before it is
-    freed. Raises CodecError when a limit of docs/reference/dataflow.md 6 is exceeded."""
+    """Encode a sample as frames. Large tensors are views of the sample's own storage: send them before it is freed.
+    Raises CodecError when a limit of docs/reference/dataflow.md 6 is exceeded."""
     shared = _SharedFrame()
     frames: list[bytes | memoryview] = []
     keys: list[dict[str, Any]] = []
@@ -91,8 +91,8 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
 
 
 def decode_sample(frames: Sequence[Any]) -> SequenceSample:
-    """The sample in these frames (any buffers). Tensors are views of writable, aligned frames and copies
-    otherwise. Raises CodecError on anything malformed, before memory is allocated for it."""
+    """Decode the sample in these frames (any buffers). Tensors are views of frames that are writable and aligned, and
+    copies otherwise. Raises CodecError on anything malformed, before memory is allocated for it."""
     views = [memoryview(frame).cast("B") for frame in frames]
     _check_limits([view.nbytes for view in views])
     try:
@@ -124,7 +124,7 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
 
 
 class _Entry(NamedTuple):
-    """One key of the header, checked against the frames."""
+    """Describes one key of the header, checked against the frames."""
 
     key: str
     dtype: str
@@ -140,7 +140,7 @@ class _Entry(NamedTuple):
         meta_only: bool,
         known: dict[bytes | tuple[int, int, int], Lengths],
     ) -> _Entry:
-        """``known``: lengths of keys read before; keys of equal lengths share them."""
+        """Read and check one entry. ``known``: lengths of keys read before; keys of equal lengths share them."""
         if not isinstance(item, dict):
             raise CodecError("an entry of keys is not a map")
         key, dtype, trailing, sequences, lens_frame, lens_offset = _typed(item)
@@ -170,7 +170,7 @@ class _Entry(NamedTuple):
 
 
 class _SharedFrame:
-    """Small buffers, each at a multiple of ALIGNMENT."""
+    """Collects small buffers in one frame, each at a multiple of ALIGNMENT."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -188,7 +188,7 @@ class _SharedFrame:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes of a tensor; no copy when it is contiguous on the CPU."""
+    """View the raw bytes of a tensor; nothing is copied when it is contiguous on the CPU."""
     import torch
 
     try:
@@ -203,7 +203,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
-    """Tensor over raw bytes, keeping them alive; a copy when they are read-only or misaligned."""
+    """Make a tensor over raw bytes and keep them alive; the bytes are copied when they are read-only or misaligned."""
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[tag])
@@ -216,7 +216,7 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
 
 
 def _typed(item: dict[str, Any]) -> Sequence[Any]:
-    """The fields of an entry that every entry has, of their types."""
+    """Return the fields that every entry has, checked for their types."""
     try:
         values = _ENTRY_FIELDS(item)
     except KeyError as error:

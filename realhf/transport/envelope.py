@@ -1,8 +1,8 @@
-"""Messages of the request-reply protocol: a msgpack header frame and a msgpack payload frame.
+"""Packs and checks messages of the request-reply protocol: a msgpack header frame and a msgpack payload frame.
 
-Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the worker's process; requests
-add ``id`` (16 random bytes), ``no`` (call number on the ordered lane, 0 on the immediate lane), ``handler``,
-``mfc``, ``step`` and ``deadline_ms``. Sizes are checked before anything is decoded (docs/reference/dataflow.md 6).
+Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the worker's process; requests add ``id``
+(16 random bytes), ``no`` (call number on the ordered lane, 0 on the immediate lane), ``handler``, ``mfc``, ``step`` and
+``deadline_ms``. Sizes are checked before anything is decoded (docs/reference/dataflow.md 6).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def pack_header(kind: str, run: str, session: bytes, **fields: Any) -> bytes:
-    """Raises ProtocolError when the header exceeds its limit."""
+    """Encode a header. Raises ProtocolError when it exceeds its limit."""
     header = _packed({"v": PROTOCOL, "kind": kind, "run": run, "session": session, **fields})
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"{kind} header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
@@ -39,7 +39,7 @@ def _packed(value: Any) -> bytes:
 
 
 def unpack_header(frame: Any) -> dict[str, Any]:
-    """Raises ProtocolError on anything but a small, shallow msgpack map of this protocol version."""
+    """Decode a header. Raises ProtocolError on anything but a small, shallow msgpack map of this protocol version."""
     header = unpack_map(frame, MAX_HEADER_BYTES)
     if header.get("v") != PROTOCOL:
         raise ProtocolError(f"protocol version {header.get('v')!r}, expected {PROTOCOL}")
@@ -47,7 +47,7 @@ def unpack_header(frame: Any) -> dict[str, Any]:
 
 
 def unpack_map(frame: Any, limit: int) -> dict[str, Any]:
-    """A msgpack map of at most ``limit`` bytes and MAX_DEPTH levels."""
+    """Decode a msgpack map of at most ``limit`` bytes and MAX_DEPTH levels. Raises ProtocolError on anything else."""
     view = memoryview(frame)
     if view.nbytes > limit:
         raise ProtocolError(f"header of {view.nbytes} bytes exceeds {limit}")
@@ -72,7 +72,7 @@ def _check_depth(value: Any) -> None:
 
 
 def pack_payload(value: Any) -> bytes:
-    """Raises ProtocolError when the value is not plain data or too large for the control path."""
+    """Encode a payload. Raises ProtocolError when the value is not plain data or too large for the control path."""
     try:
         payload = _packed(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -85,7 +85,7 @@ def pack_payload(value: Any) -> bytes:
 
 
 def unpack_payload(frames: Sequence[Any]) -> Any:
-    """Value of the single payload frame after the header; None when there is none."""
+    """Decode the single payload frame after the header; None when there is none."""
     if not frames:
         return None
     if len(frames) > 1:
@@ -100,7 +100,7 @@ def unpack_payload(frames: Sequence[Any]) -> Any:
 
 
 def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
-    """A header field of the given type. Raises ProtocolError when absent or of another type."""
+    """Return a header field of the given type. Raises ProtocolError when it is absent or of another type."""
     value = header.get(name)
     if type(value) is kind:
         return value
@@ -110,8 +110,8 @@ def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
 
 
 def require_loopback(address: str) -> str:
-    """The address if it is ``tcp://`` on a loopback interface. Raises ValueError otherwise: the protocol
-    carries no authentication, so nothing may listen where another host can reach it."""
+    """Return the address if it is ``tcp://`` on a loopback interface. Raises ValueError otherwise: the protocol carries
+    no authentication, so nothing may listen where another host can reach it."""
     parts = urlsplit(address)
     host = parts.hostname or ""
     try:

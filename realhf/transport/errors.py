@@ -1,4 +1,4 @@
-"""What can go wrong between processes. Every message names the peer."""
+"""Defines what can go wrong between processes. Every message names the peer."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Sequence
 
 
 class TransportError(Exception):
-    """Base of all errors of this package."""
+    """Is the base of all errors of this package."""
 
 
 class CodecError(TransportError, ValueError):
-    """Frames that are not a well-formed sample."""
+    """Is raised for frames that are not a well-formed sample."""
 
 
 class RpcError(TransportError):
-    """Base of the errors of a remote call."""
+    """Is the base of the errors of a remote call."""
 
 
 class ProtocolError(RpcError):
-    """A message that breaks the protocol: malformed, too large, refused, or out of call order."""
+    """Is raised for a message that breaks the protocol: malformed, too large, refused, or out of call order."""
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """A deadline passed; the message names the worker, the handler and the worker's last known state."""
+    """Is raised when a deadline passed; the message names the worker, the handler and the worker's last known state."""
 
 
 class CallCancelled(RpcError):
-    """The worker's answer to a call that was cancelled before it had begun, and was not made."""
+    """Answers a call that was cancelled before the worker began it, so that it never ran."""
 
 
 class MasterLost(RpcError):
-    """The master is gone: seen by a worker."""
+    """Is raised in a worker when the master is gone."""
 
 
 class WorkerDied(RpcError):
-    """The worker is gone: all its calls in flight fail with this."""
+    """Is raised when a worker is gone: all its calls in flight fail with this."""
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"worker {worker!r} died: {reason}")
@@ -43,7 +43,7 @@ class WorkerDied(RpcError):
 
 
 class RemoteError(RpcError):
-    """A handler raised. The text ends with the remote traceback."""
+    """Is raised when a handler raised. The text ends with the remote traceback."""
 
     def __init__(
         self, *, worker: str, handler: str, mfc: str, step: int, kind: str, message: str, remote_traceback: str
@@ -60,15 +60,15 @@ class RemoteError(RpcError):
 
 
 class DataError(TransportError):
-    """Base of the errors of tensor storage and exchange."""
+    """Is the base of the errors of tensor storage and exchange."""
 
 
 class DuplicateDataError(DataError):
-    """A value that is stored already was stored again by another producer call."""
+    """Is raised when a value that is stored already is stored again by another producer call."""
 
 
 class DataMissing(DataError, KeyError):
-    """Values that the owner does not hold. ``missing`` lists them as (sample id, key)."""
+    """Is raised for values that the owner does not hold. ``missing`` lists them as (sample id, key)."""
 
     def __init__(self, owner: str, missing: Sequence[tuple[str, str]]) -> None:
         shown = ", ".join(f"{key} of {sample}" for sample, key in missing[:8])
@@ -82,8 +82,8 @@ class DataMissing(DataError, KeyError):
 
 
 class PeerLost(DataError, ConnectionError):
-    """The peer of a tensor transfer cannot be reached or closed the connection."""
+    """Is raised when the peer of a tensor transfer cannot be reached or closed the connection."""
 
 
 class FetchTimeout(DataError, TimeoutError):
-    """A tensor transfer passed its deadline."""
+    """Is raised when a tensor transfer passed its deadline."""

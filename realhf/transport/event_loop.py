@@ -1,4 +1,4 @@
-"""The event loop of processes that live on messages."""
+"""Makes the event loop of processes that live on messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, as the servers have it; asyncio's own on Windows, which uvloop lacks."""
+    """Make a uvloop, the loop that the servers use; on Windows, which uvloop does not support, one of asyncio."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop

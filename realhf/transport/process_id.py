@@ -1,4 +1,4 @@
-"""Which process on which host: identity that survives the reuse of process numbers (Linux)."""
+"""Identifies a process and its host in a way that survives the reuse of process numbers (Linux)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def host_token() -> str:
-    """Equal for two processes exactly when they can see each other's /proc entries: kernel boot and process
-    namespace. Empty where the system does not say."""
+    """Return a token that is equal for two processes exactly when they can see each other's /proc entries: it names the
+    kernel boot and the process namespace. Empty where the system does not provide them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -17,7 +17,7 @@ def host_token() -> str:
 
 
 def start_time(pid: int) -> int:
-    """Start of a running process in clock ticks since boot; 0 when it is gone, dead or unreadable."""
+    """Return the start of a running process in clock ticks since boot; 0 when it is gone, dead or unreadable."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -27,8 +27,8 @@ def start_time(pid: int) -> int:
 
 
 def open_process(pid: int, started: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the system has none. Raises
-    ProcessLookupError when the process that started then is gone."""
+    """Open a descriptor that becomes readable when the process ends; None where the system has no such descriptors.
+    Raises ProcessLookupError when the process that started at ``started`` is gone."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

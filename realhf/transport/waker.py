@@ -7,7 +7,8 @@ import os
 
 
 class Waker:
-    """A pipe: ``wake`` from any thread or signal handler makes ``fileno()`` readable until ``clear``."""
+    """Wakes a poller through a pipe: ``wake``, called from any thread or signal handler, makes ``fileno()`` readable
+    until ``clear``."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -15,18 +16,21 @@ class Waker:
         os.set_blocking(self._write, False)
 
     def fileno(self) -> int:
+        """Return the descriptor to poll for reading."""
         return self._read
 
     def wake(self) -> None:
+        """Make the descriptor readable. Does nothing after ``close``."""
         with contextlib.suppress(OSError):
             os.write(self._write, b"\0")
 
     def clear(self) -> None:
+        """Make the descriptor unreadable again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
 
     def close(self) -> None:
-        """Later calls of ``wake`` have no effect."""
+        """Close the pipe; later calls of ``wake`` have no effect."""
         read, write, self._read, self._write = self._read, self._write, -1, -1
         for descriptor in (read, write):
             if descriptor >= 0:

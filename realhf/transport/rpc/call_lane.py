@@ -1,4 +1,4 @@
-"""The calls that one lane of a worker has not answered yet, in the order in which it serves them.
+"""Keeps the calls that one lane of a worker has not answered yet, in the order in which it serves them.
 
 A worker serves a lane strictly one call after another. So the deadline of a call begins when it is the next to be
 served, not when it is sent: a short call behind a long one is not late because the other is long. Its wait is bounded
@@ -17,8 +17,8 @@ from realhf.transport.errors import ProtocolError, RemoteError, RpcError
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A request without an answer. Its caller may have given it up (``future`` is done then): it keeps its place in
-    the lane until the worker answers, because the worker may be in the middle of it."""
+    """Holds a request that has no answer yet. When its caller gives it up, ``future`` is done, but the request keeps
+    its place in the lane until the worker answers, because the worker may be in the middle of it."""
 
     id: bytes
     worker: str
@@ -32,26 +32,27 @@ class PendingCall:
 
 
 class CallLane:
-    """``expire(call)`` is told of a call whose turn has lasted ``timeout_s``; it has left the lane by then."""
+    """Bounds the turn of each call of a lane. When a turn has lasted ``timeout_s``, the call leaves the lane and
+    ``expire(call)`` is called."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[PendingCall], None]) -> None:
         self._loop, self._expire = loop, expire
         self._calls: dict[bytes, PendingCall] = {}
 
     def add(self, call: PendingCall) -> None:
-        """The call was sent."""
+        """Append a call that was sent."""
         self._calls[call.id] = call
         self._begin_next()
 
     def over(self, call: PendingCall) -> None:
-        """The worker has answered the call, or will not any more."""
+        """Remove a call that the worker has answered or will never answer; the turn of the next one begins."""
         if call.timer is not None:
             call.timer.cancel()
         if self._calls.pop(call.id, None) is not None:
             self._begin_next()
 
     def clear(self) -> list[PendingCall]:
-        """The worker is gone: all its calls, in order."""
+        """Empty the lane of a worker that is gone; return its calls, in order."""
         calls = list(self._calls.values())
         self._calls.clear()
         for call in calls:
@@ -70,7 +71,7 @@ class CallLane:
 
 
 def remote_error(call: PendingCall, value: Any) -> RpcError:
-    """What a worker's error answer to this call says."""
+    """Turn a worker's error answer to this call into an exception."""
     if not isinstance(value, dict):
         return ProtocolError(f"worker {call.worker!r} sent a malformed error")
     message = str(value.get("message", ""))

@@ -1,8 +1,8 @@
-"""Signs of life between master and workers, each side on a thread of its own.
+"""Exchanges signs of life between master and workers, each side on a thread of its own.
 
-Workers ping, the master answers; a busy event loop or a long computation delays neither. On one host both
-sides also hold a process descriptor of the other, so the end of a process is seen at once; elsewhere
-silence counts as death after a limit.
+Workers ping, the master answers; a busy event loop or a long computation delays neither. On one host both sides also
+hold a process descriptor of the other, so the end of a process is noticed at once; elsewhere silence counts as death
+after a limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Watched:
 
 
 class HeartbeatServer:
-    """The master's side. ``on_death(name, session, reason)`` is called on the heartbeat thread."""
+    """Watches the workers for the master. ``on_death(name, session, reason)`` is called on the heartbeat thread."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class HeartbeatServer:
         self._waker.wake()
 
     def forget(self, session: bytes) -> None:
+        """Stop watching a worker. Has no effect on an unknown session."""
         with self._lock:
             watched = self._watched.pop(session, None)
             if watched and watched.process is not None:
@@ -77,7 +78,7 @@ class HeartbeatServer:
         self._waker.wake()
 
     def state(self, session: bytes) -> str:
-        """What the worker last said it was doing, and how long ago."""
+        """Describe what the worker last reported to be doing, and how long ago."""
         with self._lock:
             watched = self._watched.get(session)
             if watched is None:
@@ -85,6 +86,7 @@ class HeartbeatServer:
             return f"{time.monotonic() - watched.seen:.1f} s ago it was {watched.state}"
 
     def close(self) -> None:
+        """Stop the thread and release the socket and all descriptors."""
         self._stopping = True
         self._waker.wake()
         self._thread.join(timeout=5)
@@ -113,7 +115,8 @@ class HeartbeatServer:
             self._check_silence()
 
     def _close_retired(self) -> None:
-        """Descriptors are closed on the polling thread only, so none is closed while it is polled."""
+        """Close descriptors of workers that are no longer watched. Only the polling thread does this, so that no
+        descriptor is closed while it is polled."""
         with self._lock:
             retired, self._retired = self._retired, []
         for process in retired:
@@ -163,8 +166,8 @@ class HeartbeatServer:
 
 
 class HeartbeatClient:
-    """The worker's side. ``on_lost(reason)`` is called once, on the heartbeat thread. Raises MasterLost when
-    the master is gone already."""
+    """Pings the master for a worker. ``on_lost(reason)`` is called once, on the heartbeat thread. Raises MasterLost
+    when the master is gone already."""
 
     def __init__(
         self,
@@ -195,6 +198,7 @@ class HeartbeatClient:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread and release its descriptors."""
         self._stopping = True
         self._waker.wake()
         self._thread.join(timeout=5)

@@ -51,7 +51,7 @@ LINGER_MS = 500
 
 @dataclass
 class _Peer:
-    """A registered worker. ``lanes``: the lane of each handler; ``calls``: what each lane has not answered."""
+    """Holds a registered worker. ``lanes``: the lane of each handler; ``calls``: the unanswered calls of each lane."""
 
     info: WorkerInfo
     session: bytes
@@ -68,10 +68,10 @@ class _Peer:
 class RpcMaster:
     """Calls workers. All methods belong to the event loop's thread.
 
-    ``bind`` must be a loopback address (ValueError otherwise). A worker is dead when its process on this
-    host ends, or after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on
-    the loop and all its calls fail with WorkerDied. ``on_join`` is called with every worker that registers,
-    ``on_left(name, reason)`` where one says bye by itself, before ``close``.
+    ``bind`` must be a loopback address (ValueError otherwise). A worker is dead when its process on this host ends, or
+    after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on the loop and all its calls
+    fail with WorkerDied. ``on_join`` is called with every worker that registers, ``on_left(name, reason)`` with every
+    worker that leaves on its own before ``close``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RpcMaster:
         self.endpoint = ""
 
     async def start(self) -> None:
-        """Bind. Raises RpcError when the address is taken."""
+        """Bind the socket. Raises RpcError when the address is taken."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -130,8 +130,8 @@ class RpcMaster:
         self._loop.call_soon(self._drain)
 
     async def wait_for(self, names: Iterable[str], timeout_s: float) -> None:
-        """Until all these workers have registered. Raises RpcTimeout naming the missing ones, or WorkerDied
-        when one died meanwhile."""
+        """Wait until all these workers have registered. Raises RpcTimeout naming the missing ones, or WorkerDied when
+        one died meanwhile."""
         wanted = list(names)
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in wanted if name not in self.roster]:
@@ -155,11 +155,12 @@ class RpcMaster:
         step: int = -1,
         mfc: str = "",
     ) -> asyncio.Future[Any]:
-        """Send a request now; the future gives the handler's result.
+        """Send a request now; the returned future yields the handler's result.
 
         ``timeout_s`` counts from the moment at which all earlier calls of the handler's lane are over. The future fails
         with RpcTimeout, WorkerDied, RemoteError or ProtocolError. Cancelling it cancels the call if the worker has not
-        begun it."""
+        begun it.
+        """
         future: asyncio.Future[Any] = self._loop.create_future()
         try:
             self._send_call(future, worker, handler, payload, timeout_s, step, mfc)
@@ -168,8 +169,7 @@ class RpcMaster:
         return future
 
     async def close(self) -> None:
-        """Say bye to every worker, wait a moment for their answers, release all ports. Calls in flight
-        fail."""
+        """Say bye to every worker, wait a moment for their answers and release all ports. Calls in flight fail."""
         if self._closing or not self.endpoint:
             return
         self._closing = True
@@ -188,8 +188,8 @@ class RpcMaster:
         self._context.term()
 
     def fail_worker(self, name: str, reason: str) -> None:
-        """Declare a worker dead, e.g. because its supervisor saw it exit. No effect if it is not known as
-        alive, except that ``wait_for`` no longer waits for it."""
+        """Declare a worker dead, e.g. because its supervisor saw it exit. For a worker that is not known to be alive,
+        the only effect is that ``wait_for`` no longer waits for it."""
         self._dead[name] = reason
         self._joined.set()
         if name in self._peers:
@@ -199,22 +199,22 @@ class RpcMaster:
                 self._on_death(name, reason)
 
     def dismiss(self, worker: str, reason: str) -> None:
-        """Send a worker away: it is told to leave, and counts as dead from now on. A successor may take its name."""
+        """Order a worker to leave and count it as dead from now on. A successor may take its name."""
         peer = self._peers.get(worker)
         if peer is not None:
             self._say(peer.control, peer.session, "bye")
             self.fail_worker(worker, reason)
 
     def list_services(self, worker: str, listed: bool) -> None:
-        """Whether the roster that workers get shows the addresses of this one; it does at first, unless ``on_join``
-        says otherwise. What is known here, ``roster``, does not change."""
+        """Set whether the roster sent to workers shows the addresses of this one. At first it does, unless ``on_join``
+        decides otherwise. ``roster`` here always has them."""
         if worker not in self._peers or listed == (worker not in self._unlisted):
             return
         (self._unlisted.discard if listed else self._unlisted.add)(worker)
         self._publish()
 
     def expect(self, name: str) -> None:
-        """A new process is being started under this name: forget the death of the previous one."""
+        """Announce that a new process is being started under this name, and forget the death of the previous one."""
         self._dead.pop(name, None)
 
     # ---- sending
@@ -269,7 +269,7 @@ class RpcMaster:
         self._after_send()
 
     def _after_send(self) -> None:
-        # Sending may swallow the edge by which the descriptor announces a message that came in.
+        # Sending may consume the event by which the descriptor announces an incoming message.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
             self._loop.call_soon(self._drain)
 
@@ -359,7 +359,7 @@ class RpcMaster:
         self._joined.set()
 
     def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
-        """Add the worker; a reason when it cannot be."""
+        """Add the worker to the roster; return the reason when it is refused."""
         if info.name in self._peers:
             return f"a worker named {info.name!r} is registered already"
         ordered = self._ordered_lanes.pop(session, None)
@@ -429,5 +429,5 @@ class RpcMaster:
     def _fail(future: asyncio.Future[Any], error: Exception) -> None:
         if not future.done():
             future.set_exception(error)
-            # The failure is also reported where the worker's death is: a future nobody awaits is no news.
+            # The death of the worker is reported elsewhere, so asyncio need not warn of a failure that nobody awaited.
             future.exception()

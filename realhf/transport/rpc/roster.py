@@ -1,4 +1,4 @@
-"""Who takes part in a run: published by the master, versioned."""
+"""Describes who takes part in a run; the master publishes the roster, with a version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from realhf.transport.errors import ProtocolError
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """One registered worker. ``endpoints`` maps a service to its address, e.g. ``{"env": "http://..."}``."""
+    """Describes one registered worker. ``endpoints`` maps a service to its address, e.g. ``{"env": "http://..."}``."""
 
     name: str
     kind: str
@@ -21,12 +21,12 @@ class WorkerInfo:
     endpoints: dict[str, str] = field(default_factory=dict)
 
     def to_map(self, *, listed: bool = True) -> dict[str, Any]:
-        """As plain data; not ``listed``: without the addresses of its services."""
+        """Return the worker as plain data, without the addresses of its services unless ``listed``."""
         return asdict(self) if listed else {**asdict(self), "endpoints": {}}
 
     @staticmethod
     def from_map(value: Any) -> WorkerInfo:
-        """Raises ProtocolError on a map that does not describe a worker."""
+        """Read what ``to_map`` returned. Raises ProtocolError on a map that does not describe a worker."""
         try:
             info = WorkerInfo(**value)
         except TypeError as error:

@@ -40,11 +40,11 @@ LINGER_MS = 1000
 class RpcWorker:
     """Serves calls of the master until it says bye.
 
-    ``ordered`` handlers run strictly one after the other in the order of the master's calls; ``immediate``
-    ones run beside them. A handler takes the payload and returns msgpack-able data; what it raises reaches
-    the caller as RemoteError and the worker goes on. ``on_roster`` is called with every new roster, on the
-    control lane's thread. ``leave_within_s``: when the master says bye and the process lives so long after it, in a
-    handler that hangs, it is ended (None: never).
+    ``ordered`` handlers run strictly one after the other in the order of the master's calls; ``immediate`` ones run
+    beside them. A handler takes the payload and returns msgpack-able data; what it raises reaches the caller as
+    RemoteError and the worker goes on. ``on_roster`` is called with every new roster, on the control lane's thread.
+    ``leave_within_s`` bounds how long the process may live after the master's bye, for instance in a handler that
+    hangs; then it is ended (None: never).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RpcWorker:
         self._lost = ""
         self._control_failure: BaseException | None = None
         self._last_no = 0
-        # Guards the begin of a call against its cancellation: a cancelled call is not made, or knows about it.
+        # Guards the start of a call against its cancellation: a cancelled call either never starts or learns of it.
         self._begin_lock = threading.Lock()
         self._running: tuple[bytes, str, float] | None = None
         self._cancelled: set[bytes] = set()
@@ -91,23 +91,23 @@ class RpcWorker:
 
     @property
     def roster(self) -> dict[str, WorkerInfo]:
-        """The latest roster the master published."""
+        """The latest roster that the master published."""
         return dict(self._roster)
 
     def given_up(self) -> bool:
-        """Whether the master has cancelled the ordered call that is running. From any thread."""
+        """Whether the master has cancelled the ordered call that is running. May be read on any thread."""
         with self._begin_lock:
             return self._running is not None and self._running[0] == self._abandoned
 
     def stop(self) -> None:
-        """Make ``run`` return after the handler that is running. From any thread or signal handler."""
+        """Make ``run`` return after the handler that is running. May be called from any thread or signal handler."""
         self._stopping.set()
         self._waker.wake()
         self._control_waker.wake()
 
     def run(self) -> None:
-        """Register and serve. Returns after the master's bye or ``stop``. Raises MasterLost, RpcTimeout
-        when the master does not answer at first, ProtocolError when it refuses or breaks the call order."""
+        """Register and serve. Returns after the master's bye or ``stop``. Raises MasterLost, RpcTimeout when the master
+        does not answer at first, and ProtocolError when it refuses the worker or breaks the call order."""
         context = zmq.Context(io_threads=1)
         try:
             ordered = self._connect(context)
@@ -172,7 +172,7 @@ class RpcWorker:
         return socket
 
     def _greet(self, socket: zmq.Socket[bytes], **fields: Any) -> dict[str, Any]:
-        """Say hello and wait for the answer."""
+        """Send hello and return the answer."""
         socket.send(pack_header("hello", self._run_id, self._session, **fields))
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -213,7 +213,7 @@ class RpcWorker:
                 self._reply_error(socket, header, error)
                 raise error
             if not self._begin(header):
-                # The master counts the deadlines of later calls from here.
+                # The master starts the deadlines of later calls at this answer.
                 self._reply_error(socket, header, CallCancelled("cancelled before it had begun"))
                 continue
             try:
@@ -222,7 +222,7 @@ class RpcWorker:
                 self._running = None
 
     def _begin(self, header: dict[str, Any]) -> bool:
-        """Make this the running call; False when it was cancelled before."""
+        """Make this the running call; return False when it was cancelled before."""
         with self._begin_lock:
             self._last_no = header["no"]
             if header["id"] in self._cancelled:
@@ -285,7 +285,7 @@ class RpcWorker:
                 faulthandler.dump_traceback(file=sys.__stderr__)
 
     def _leave(self, socket: zmq.Socket[bytes]) -> None:
-        """Say bye and wait shortly for the answer, so that the master does not take the end for a death."""
+        """Say bye and wait briefly for the answer, so that the master does not take the end for a death."""
         socket.send(pack_header("bye", self._run_id, self._session))
         deadline = time.monotonic() + BYE_TIMEOUT_S
         while socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
@@ -294,7 +294,7 @@ class RpcWorker:
                 return
 
     def _accept(self, frames: list[bytes]) -> dict[str, Any] | None:
-        """The header of a message for this process; None (and counted) for any other."""
+        """Return the header of a message for this process; None (and counted) for any other."""
         try:
             header = unpack_header(frames[0])
             if header.get("run") != self._run_id or header.get("session") != self._session:

@@ -1,4 +1,4 @@
-"""Asks a ``ServiceServer``, many requests at once, from one event loop."""
+"""Sends requests to a ``ServiceServer``, many at once, from one event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from realhf.transport.errors import PeerLost, ProtocolError, RpcTimeout, Transpo
 
 
 class ServiceError(TransportError):
-    """The server refused or failed; ``kind`` is the type of its error."""
+    """Is raised when the server refused or failed; ``kind`` is the type of its error."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -24,9 +24,10 @@ class ServiceError(TransportError):
 
 
 class ServiceClient:
-    """``peer`` names the server in messages, ``client`` this process to the server. Belongs to the running loop.
+    """Sends requests to one server. It belongs to the running loop.
 
-    A server that dies fails its requests at once with PeerLost, later ones too: make a new client for its successor.
+    ``peer`` names the server in messages, ``client`` names this process to the server. When the server dies, its
+    requests fail at once with PeerLost, and so do later ones: make a new client for its successor.
     """
 
     def __init__(self, endpoint: str, peer: str, client: str, run_id: str) -> None:
@@ -42,7 +43,7 @@ class ServiceClient:
         self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
-        # A server listens before anyone learns its endpoint, so a refused connection (closed) is a dead one too.
+        # A server listens before anyone learns its endpoint, so a refused connection (closed) means a dead server too.
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._socket.connect(endpoint)
         self._loop.add_reader(self._socket.FD, self._drain)
@@ -50,7 +51,8 @@ class ServiceClient:
         self._loop.call_soon(self._watch)
 
     async def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
-        """The server's answer. Raises ServiceError (its own words), PeerLost or RpcTimeout."""
+        """Send a request and return the answer. Raises ServiceError with the server's own text, PeerLost or
+        RpcTimeout."""
         if self.lost or self._closed:
             raise PeerLost(f"{self._peer} at {self.endpoint} is gone")
         number = next(self._numbers)
@@ -70,7 +72,7 @@ class ServiceClient:
             self._waiting.pop(number, None)
 
     def close(self) -> None:
-        """Requests in flight fail with PeerLost."""
+        """Close the connection; requests in flight fail with PeerLost."""
         if self._closed:
             return
         self._closed = True
@@ -83,7 +85,7 @@ class ServiceClient:
         self._context.term()
 
     def _after_send(self) -> None:
-        # Sending may swallow the edge by which the descriptor announces a message that came in.
+        # Sending may consume the event by which the descriptor announces an incoming message.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
             self._loop.call_soon(self._drain)
 

@@ -1,4 +1,4 @@
-"""A ``ServiceServer`` without a thread of its own, for a process whose requests are answered by one event loop."""
+"""Runs a ``ServiceServer`` without a thread of its own, for a process whose event loop answers all requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from realhf.transport.service.server import LINGER_MS, Request, ServiceListener
 
 
 class LoopServiceServer(ServiceListener):
-    """Belongs to the running loop, on which ``handle(request)`` is called and every answer has to be given."""
+    """Belongs to the running loop: ``handle(request)`` is called on it, and every answer must be given on it."""
 
     def __init__(
         self, name: str, run_id: str, handle: Callable[[Request], None], *, bind: str = "tcp://127.0.0.1:0"
@@ -24,16 +24,16 @@ class LoopServiceServer(ServiceListener):
         self._loop.call_soon(self._drain)
 
     def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
-        """Give an answer; after ``close`` nothing happens."""
+        """Send an answer; does nothing after ``close``."""
         if self._closed:
             return
         self._socket.send_multipart(self._answer(identity, kind, number, value), zmq.NOBLOCK)
-        # Sending may swallow the edge by which the descriptor announces a message that came in.
+        # Sending may consume the event by which the descriptor announces an incoming message.
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
             self._loop.call_soon(self._drain)
 
     async def close(self) -> None:
-        """Stop listening; what was answered before still leaves."""
+        """Stop listening; answers given before are still sent."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._socket.FD)

@@ -1,7 +1,8 @@
-"""Requests of many clients to one process, answered out of order: admission at the master, tokens at a generation
-worker. The other direction of ``rpc_master``, which calls; see docs/reference/dataflow.md 6 and 9.
+"""Answers requests of many clients to one process, in any order: admission at the master, tokens at a generation
+worker.
 
-A message is a header (``kind`` request, ``id`` of the client's choice, ``method``) and one msgpack payload.
+``realhf.transport.rpc.master`` goes the other way, it calls; see docs/reference/dataflow.md 6 and 9. A message is a
+header (``kind`` request, ``id`` of the client's choice, ``method``) and one msgpack payload.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ LINGER_MS = 500
 
 
 class Request:
-    """One request. Answer it once, ``reply`` or ``fail``, from any thread unless the server says otherwise; a client
-    that has gone is no error."""
+    """Is one request. Answer it once, with ``reply`` or ``fail``, from any thread unless the server's docstring says
+    otherwise. Answering a client that has gone is not an error."""
 
     def __init__(
         self, server: ServiceListener, identity: bytes, number: int, client: str, method: str, payload: Any
@@ -35,17 +36,19 @@ class Request:
         self._server, self._identity, self._number = server, identity, number
 
     def reply(self, value: Any) -> None:
+        """Send ``value`` (msgpack-able) as the answer."""
         self._server.send(self._identity, "reply", self._number, value)
 
     def fail(self, error: BaseException) -> None:
+        """Answer with the type of an error and its message, up to 10 000 characters."""
         self._server.send(
             self._identity, "error", self._number, {"type": type(error).__name__, "message": str(error)[:10_000]}
         )
 
 
 class ServiceListener:
-    """What all servers share: a socket on loopback, and messages read from it; ``handle`` gets every request of this
-    run, and what it raises goes to the client."""
+    """Holds what all servers share: a socket on loopback and the reading of messages. ``handle`` receives every request
+    of this run; what it raises goes to the client."""
 
     def __init__(self, name: str, run_id: str, handle: Callable[[Request], None], bind: str) -> None:
         self._name, self._run_id, self._handle = name, run_id, handle
@@ -60,11 +63,11 @@ class ServiceListener:
         self.dropped_messages = 0
 
     def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
-        """Give an answer."""
+        """Send an answer."""
         raise NotImplementedError
 
     def _answer(self, identity: bytes, kind: str, number: int, value: Any) -> list[bytes]:
-        """The frames of an answer."""
+        """Return the frames of an answer."""
         try:
             payload = pack_payload(value)
         except ProtocolError as error:
@@ -107,7 +110,7 @@ class ServiceListener:
 
 
 class ServiceServer(ServiceListener):
-    """Listens on loopback; ``handle(request)`` runs on the server's thread and must not wait. ``failure``: why the
+    """Listens on loopback; ``handle(request)`` runs on the server's thread and must not wait. ``failure`` holds why the
     thread ended, if it did."""
 
     def __init__(
@@ -122,14 +125,14 @@ class ServiceServer(ServiceListener):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; what was answered before still leaves."""
+        """Stop listening; answers given before are still sent."""
         self._closing = True
         self._waker.wake()
         self._thread.join(_CLOSE_S)
         self._waker.close()
 
     def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
-        """Queue an answer; from any thread."""
+        """Queue an answer. May be called from any thread."""
         self._answers.append(self._answer(identity, kind, number, value))
         if threading.current_thread() is not self._thread:
             self._waker.wake()

@@ -1,4 +1,4 @@
-"""A ``ServiceClient`` for code that blocks, on an event loop of its own."""
+"""Wraps a ``ServiceClient``, on an event loop of its own, for code that blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GRACE_S = 5.0
 
 
 class BlockingServiceClient:
-    """The same arguments and errors as ``ServiceClient``; from any thread."""
+    """Takes the same arguments and raises the same errors as ``ServiceClient``; any thread may use it."""
 
     def __init__(self, endpoint: str, peer: str, client: str, run_id: str) -> None:
         self._peer = peer
@@ -32,7 +32,7 @@ class BlockingServiceClient:
         return self._on_loop(self._client.request(method, payload, timeout_s=timeout_s), timeout_s + _GRACE_S)
 
     def close(self) -> None:
-        """Requests in flight fail with PeerLost."""
+        """Close the client; requests in flight fail with PeerLost."""
         with self._lock:
             if self._closed:
                 return
@@ -46,7 +46,7 @@ class BlockingServiceClient:
             self._loop.close()
 
     async def _end(self) -> None:
-        """The requests have ended, and whoever waits for them knows, before the loop stops."""
+        """End the requests, and let their callers learn of it, before the loop stops."""
         self._client.close()
         requests = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*requests, return_exceptions=True)

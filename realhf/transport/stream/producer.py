@@ -1,4 +1,4 @@
-"""The sending end of the push stream, on an event loop."""
+"""Implements the sending end of the push stream, on an event loop."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class _Spooled:
 
 
 class StreamProducer:
-    """Pushes samples to one receiver and keeps each until the receiver says that it is safe there.
+    """Pushes samples to one receiver and keeps each until the receiver reports that it is safe there.
 
-    Belongs to the event loop that runs when it is made; no method may be called from another thread. A receiver
-    that does not answer is asked again after ``probe_s`` seconds, then less often (after ten times that at most).
-    ``on_ack((id, attempt))`` is called for every message that is safe."""
+    Belongs to the event loop that runs when it is made; no method may be called from another thread. A receiver that
+    does not answer is asked again after ``probe_s`` seconds, then less often (after ten times that at most).
+    ``on_ack((id, attempt))`` is called for every message that is safe.
+    """
 
     def __init__(
         self,
@@ -79,19 +80,20 @@ class StreamProducer:
 
     @property
     def unacked(self) -> int:
-        """Messages pushed that are not known to be safe at the receiver."""
+        """Number of messages pushed that are not known to be safe at the receiver."""
         return len(self._spool)
 
     @property
     def credits(self) -> int:
-        """Messages that can be pushed now without waiting; 0 until the receiver has answered once."""
+        """Number of messages that can be pushed now without waiting; 0 until the receiver has answered once."""
         return max(0, self._up_to + self._granted - self._seq - self._reserved)
 
     async def push(self, id: str, attempt: int, frames: Sequence[Buffer], *, timeout_s: float) -> None:
-        """Wait for a credit, send, keep. The buffers must not change until the message is acked.
+        """Wait for a credit, then send the message and keep it. The buffers must not change until the message is acked.
 
         Raises TimeoutError (naming the receiver) when there is no credit, ProtocolError when the frames exceed the
-        limits of the wire, StreamFailed when the producer is closed."""
+        limits of the wire, StreamFailed when the producer is closed.
+        """
         check_frames(frames)
         await self._reserve(timeout_s)
         self._reserved -= 1
@@ -105,7 +107,7 @@ class StreamProducer:
         self._arm()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every message is acked; False when some are not by then."""
+        """Wait until every message is acked; return False when some are not after ``timeout_s`` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
@@ -114,7 +116,7 @@ class StreamProducer:
         return not self._spool
 
     async def close(self) -> None:
-        """Give up the sockets. What is not acked is given half a second to leave, and is not sent again."""
+        """Release the sockets. Messages that are not acked have half a second to leave, and are not sent again."""
         if self._closed:
             return
         self._closed = True
@@ -206,7 +208,7 @@ class StreamProducer:
     # ---- hearing
 
     def _read_acks(self) -> None:
-        """The descriptor tells only that something changed: read until there is nothing."""
+        """Read all acks that have arrived: the descriptor reports a change once, not every message."""
         while not self._closed:
             try:
                 frames = self._back.recv_multipart(zmq.NOBLOCK)
@@ -244,7 +246,7 @@ class StreamProducer:
                 self._on_ack((spooled.id, spooled.attempt))
 
     def _restart_timer(self) -> None:
-        """Something moved: the next probe is due a full interval from now."""
+        """Restart the timer after an event: the next probe is due a full interval from now."""
         self._probe_after = self._probe_s
         if self._timer is not None:
             self._timer.cancel()

@@ -1,9 +1,9 @@
-"""The wire of the push stream: samples from many producers to one receiver.
+"""Defines the wire of the push stream: samples from many producers to one receiver.
 
 A producer pushes *sample* messages, numbered from 1 per session (one start of a producer), to a socket the receiver
 binds. The receiver pushes *acks* back to a socket the producer binds, whose address travels in every header. An ack
-says which messages are done (``up_to``: all up to this number), which have arrived (``received``), and how many may
-be on their way at once (``credits``). A *probe* asks for an ack and says how much has been sent, so a loss on the way
+says which messages are done (``up_to``: all up to this number), which have arrived (``received``), and how many may be
+on their way at once (``credits``). A *probe* asks for an ack and says how much has been sent, so a loss on the way
 shows without sending anything twice; ``base`` (the lowest number not acked) lets a new receiver take up the count.
 *bye* ends a session. All headers are those of ``realhf.transport.envelope``.
 
@@ -23,16 +23,16 @@ from realhf.transport.errors import ProtocolError, TransportError
 
 MAX_NUMBER = 1 << 53
 WINDOW = 1 << 16
-"""Messages of one session that may be waiting for their ack, whatever the credits were when they were sent."""
+"""Number of messages of one session that may wait for their ack, whatever the credits were when they were sent."""
 
 
 class StreamFailed(TransportError):
-    """This end of a stream does not work any more, or is closed."""
+    """Is raised when this end of a stream no longer works, or is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """One sample as it arrived. ``frames`` are buffers that stay valid while they are referred to."""
+    """Holds one sample as it arrived. ``frames`` are buffers that stay valid while they are referred to."""
 
     producer: str
     session: bytes
@@ -44,7 +44,8 @@ class StreamMessage:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """``to``: session of the producer; ``sent``: echo of a probe, 0 when this answers none."""
+    """Reports arrivals to a producer. ``to``: session of the producer; ``sent``: echo of a probe, 0 when this answers
+    none."""
 
     to: bytes
     receiver: bytes
@@ -57,23 +58,26 @@ class Ack:
 def pack_sample(
     run: str, session: bytes, name: str, back: str, *, base: int, seq: int, sample: tuple[str, int]
 ) -> bytes:
+    """Encode the header of a sample message; ``sample`` is its (id, attempt)."""
     return pack_header(
         "sample", run, session, name=name, back=back, base=base, seq=seq, id=sample[0], attempt=sample[1]
     )
 
 
 def pack_probe(run: str, session: bytes, name: str, back: str, *, base: int, sent: int) -> bytes:
+    """Encode a probe, which asks for an ack of the messages up to ``sent``."""
     return pack_header("probe", run, session, name=name, back=back, base=base, sent=sent)
 
 
 def pack_ack(run: str, ack: Ack) -> bytes:
+    """Encode an ack."""
     return pack_header(
         "ack", run, ack.receiver, to=ack.to, up_to=ack.up_to, received=ack.received, sent=ack.sent, credits=ack.credits
     )
 
 
 def read_from_producer(frames: Sequence[Any], run: str) -> dict[str, Any]:
-    """The checked header of a sample, probe or bye message of this run. Raises ProtocolError."""
+    """Return the checked header of a sample, probe or bye message of this run. Raises ProtocolError."""
     header = _header(frames, run)
     kind = header.get("kind")
     name = field(header, "name", str)
@@ -98,7 +102,7 @@ def read_from_producer(frames: Sequence[Any], run: str) -> dict[str, Any]:
 
 
 def read_ack(frames: Sequence[Any], run: str) -> Ack:
-    """The checked ack in a message of this run. Raises ProtocolError."""
+    """Return the checked ack in a message of this run. Raises ProtocolError."""
     header = _header(frames, run)
     if header.get("kind") != "ack" or len(frames) != 1:
         raise ProtocolError(f"kind {header.get('kind')!r:.60} with {len(frames)} frames, expected a bare ack")
@@ -114,7 +118,7 @@ def read_ack(frames: Sequence[Any], run: str) -> Ack:
 
 
 def check_frames(frames: Sequence[Any]) -> int:
-    """Bytes of a sample's frames. Raises ProtocolError when they are too many or too large."""
+    """Count the bytes of a sample's frames. Raises ProtocolError when they are too many or too large."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise ProtocolError(f"{len(frames)} frames, allowed 1 to {MAX_FRAMES}")
     sizes = [memoryview(frame).nbytes for frame in frames]

@@ -1,4 +1,4 @@
-"""The receiving end of the push stream: one socket, one thread, one record per session of a producer."""
+"""Implements the receiving end of the push stream: one socket, one thread, one record per session of a producer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ACKS_AHEAD = 100
 
 @dataclass(slots=True)
 class _Session:
-    """What is known of one start of a producer. ``acked`` and ``received``: all messages up to these numbers;
-    ``arrived`` and ``done``: numbers above ``acked``."""
+    """Records one start of a producer. ``acked`` and ``received``: all messages up to these numbers; ``arrived`` and
+    ``done``: numbers above ``acked``."""
 
     name: str
     socket: zmq.Socket[bytes]
@@ -39,7 +39,7 @@ class _Session:
     done: set[int] = field(default_factory=set)
 
     def take(self, seq: int) -> bool:
-        """Note an arrival; False when it is a repetition."""
+        """Record an arrival; return False when it is a repetition."""
         if seq <= self.acked or seq in self.arrived:
             return False
         self.arrived.add(seq)
@@ -52,7 +52,7 @@ class _Session:
             self.received += 1
 
     def finish(self, seq: int) -> None:
-        """Note that a message needs no resend any more."""
+        """Record that a message needs no resend any more."""
         if seq > self.acked:
             self.done.add(seq)
         while self.acked + 1 in self.done:
@@ -63,12 +63,13 @@ class _Session:
 
 
 class StreamReceiver:
-    """Binds on a loopback address and hands over every message of this run once per session. ``deliver`` is called
-    on the receiver's thread with all that has arrived; what it raises ends the receiver. A message counts as open for
-    its producer until ``ack``; a producer may have ``credits`` open messages.
+    """Binds on a loopback address and hands over every message of this run once per session.
 
-    Bytes that are no message are counted in ``dropped_messages`` and logged. Raises ValueError unless ``bind`` is a
-    loopback address, StreamFailed when it is taken."""
+    ``deliver`` is called on the receiver's thread with all that has arrived; what it raises ends the receiver. A
+    message counts as open for its producer until ``ack``; a producer may have ``credits`` open messages. Bytes that are
+    not a message are counted in ``dropped_messages`` and logged. Raises ValueError unless ``bind`` is a loopback
+    address, StreamFailed when it is taken.
+    """
 
     def __init__(
         self,
@@ -104,20 +105,21 @@ class StreamReceiver:
         self._thread.start()
 
     def ack(self, messages: Iterable[StreamMessage]) -> None:
-        """These messages need no resend. From any thread. Raises StreamFailed when the receiver has ended."""
+        """Confirm that these messages need no resend. May be called from any thread. Raises StreamFailed when the
+        receiver has ended."""
         self.check()
         self._acks.extend((message.session, message.seq) for message in messages)
         self._waker.wake()
 
     def check(self) -> None:
-        """Raises StreamFailed when the receiver's thread has failed or ended."""
+        """Raise StreamFailed when the receiver's thread has failed or ended."""
         if self.failure is not None:
             raise StreamFailed(f"the stream receiver at {self.endpoint} failed: {self.failure!r}") from self.failure
         if self._stopping.is_set():
             raise StreamFailed(f"the stream receiver at {self.endpoint} is closed")
 
     def close(self) -> None:
-        """Stop receiving. Acks given before are sent; messages that were not acked are with their producers."""
+        """Stop receiving. Acks given before are sent; messages without an ack stay with their producers."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -168,7 +170,7 @@ class StreamReceiver:
         return batch
 
     def _read(self, frames: list[Any]) -> StreamMessage | None:
-        """A message to deliver, or None."""
+        """Return the message to deliver from these frames, or None."""
         header = read_from_producer(frames, self._run_id)
         key: bytes = header["session"]
         if header["kind"] == "bye":
@@ -188,7 +190,7 @@ class StreamReceiver:
         return StreamMessage(session.name, key, seq, header["id"], header["attempt"], frames[1:])
 
     def _open(self, header: dict[str, Any]) -> _Session:
-        """A record of a session that is not known. An earlier session of the same producer is over: a producer's
+        """Begin the record of an unknown session. An earlier session of the same producer is over, because a producer's
         name belongs to one process at a time."""
         name, back = header["name"], require_loopback(header["back"])
         for key in [key for key, session in self._sessions.items() if session.name == name]:

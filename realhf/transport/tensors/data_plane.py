@@ -1,8 +1,8 @@
-"""Tensors from worker to worker (docs/reference/dataflow.md 7).
+"""Moves tensors from worker to worker (docs/reference/dataflow.md 7).
 
-Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each
-other. A fetch on one host is answered with a reference to shared memory, any other one (and any that fails
-to map) with the bytes themselves, in frames of at most CHUNK_BYTES.
+Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each other. A fetch
+on one host is answered with a reference to shared memory. Any other fetch, and any whose memory cannot be mapped, is
+answered with the bytes themselves, in frames of at most CHUNK_BYTES.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SENDERS_AHEAD = 64
 class DataPlane:
     """Serves one store and fetches from others. ``fetch`` may be called from any thread.
 
-    ``shm=False`` neither offers nor asks for shared memory. Raises ValueError unless ``bind`` is a loopback
-    address."""
+    ``shm=False`` neither offers nor asks for shared memory. Raises ValueError unless ``bind`` is a loopback address.
+    """
 
     def __init__(
         self, name: str, run_id: str, store: TensorStore, *, shm: bool = True, bind: str = "tcp://127.0.0.1:0"
@@ -61,7 +61,7 @@ class DataPlane:
         self.endpoint = ""
 
     def start(self) -> None:
-        """Bind and serve. Raises DataError when the address is taken."""
+        """Bind the socket and serve. Raises DataError when the address is taken."""
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -77,10 +77,11 @@ class DataPlane:
         self._thread.start()
 
     def fetch(self, endpoint: str, ids: Sequence[str], keys: Sequence[str], timeout_s: float) -> SequenceSample:
-        """Values of a peer's store, ids in the given order.
+        """Fetch values from a peer's store, with the ids in the given order.
 
-        Raises DataMissing (with the list), PeerLost, FetchTimeout, or DataError for what the peer reports.
-        The tensors belong to the caller: writing to them changes nothing elsewhere."""
+        Raises DataMissing (with the list), PeerLost, FetchTimeout, or DataError for what the peer reports. The tensors
+        belong to the caller: writing to them changes nothing elsewhere.
+        """
         if endpoint == self.endpoint:
             return self._store.get(ids, keys)
         deadline = time.monotonic() + timeout_s
@@ -92,7 +93,7 @@ class DataPlane:
         return decode_sample(frames)
 
     def close(self) -> None:
-        """Stop serving, give up all shared memory and connections. The store is left as it is."""
+        """Stop serving and give up all shared memory and connections. The store is left as it is."""
         self._stopping = True
         self._waker.wake()
         if self._thread is not None:
@@ -116,7 +117,7 @@ class DataPlane:
     def _request(
         self, endpoint: str, ids: Sequence[str], keys: Sequence[str], host: str, deadline: float
     ) -> list[Any] | None:
-        """Frames of the encoded sample; None when shared memory could not be mapped."""
+        """Request the frames of the encoded sample; None when shared memory could not be mapped."""
         request_id = os.urandom(16)
         header = pack_header("fetch", self._run_id, b"", id=request_id)
         payload = pack_payload({"ids": list(ids), "keys": list(keys), "host": host})
@@ -185,7 +186,7 @@ class DataPlane:
             return [header("error", message=f"{type(error).__name__}: {error}"[:4000])]
 
     def _shared(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
-        """A segment with these values; None when they are small or there is no memory for it."""
+        """Put these values into a segment; None when they are small or there is no memory for it."""
         name = (tuple(ids), tuple(sorted(keys)))
         with self._pool_lock:
             ref = self._pool.find(name)
@@ -201,7 +202,7 @@ class DataPlane:
             return ref
 
     def _forget(self, ids: frozenset[str]) -> None:
-        """Samples were cleared: their segments are free for others."""
+        """Release the segments of samples that were cleared, so that others can use them."""
         with self._pool_lock:
             names = {name for i in ids for name in self._segments_of.pop(i, ())}
             for name in names:
@@ -218,7 +219,7 @@ def _chunked(frames: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def _joined(chunks: Sequence[Any], sizes: Sequence[Any]) -> Iterator[Any]:
-    """The frames of the given sizes from their chunks; a frame of one chunk is not copied."""
+    """Rebuild the frames of the given sizes from their chunks; a frame of one chunk is not copied."""
     if not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) > MAX_MESSAGE_BYTES:
         raise ProtocolError("bad frame sizes in an answer")
     counts = [max(1, -(-size // CHUNK_BYTES)) for size in sizes]

@@ -1,4 +1,4 @@
-"""One connection of a consumer to the data plane of a peer."""
+"""Connects a consumer to the data plane of one peer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CONNECT_TIMEOUT_S = 8.0
 
 
 class PeerConnection:
-    """Requests to one endpoint, one at a time. The socket's own event stream tells when the peer is gone,
-    so a dead peer ends a request at once instead of at its deadline. After an error it is ``broken``."""
+    """Sends requests to one endpoint, one at a time. The socket's own event stream reports when the peer is gone, so a
+    dead peer ends a request at once instead of at its deadline. After an error the connection is ``broken``."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
         self._endpoint = endpoint
@@ -26,7 +26,7 @@ class PeerConnection:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 30)
         self._socket.setsockopt(zmq.RCVHWM, 4)
-        # A peer listens before anyone learns its endpoint, so a refused connection (closed) is a dead peer too.
+        # A peer listens before anyone learns its endpoint, so a refused connection (closed) means a dead peer too.
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
@@ -35,7 +35,7 @@ class PeerConnection:
         self.broken = False
 
     def exchange(self, request_id: bytes, message: list[bytes], deadline: float) -> list[Any]:
-        """Send and wait for the answer: header frame and payload frames, as buffers. Raises PeerLost or
+        """Send a message and wait for the answer: header frame and payload frames, as buffers. Raises PeerLost or
         FetchTimeout."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise FetchTimeout(f"{self._endpoint} was busy with another fetch until the deadline")
@@ -75,7 +75,7 @@ class PeerConnection:
                 raise FetchTimeout(f"{self._endpoint} did not answer a fetch within {waited:.1f} s")
 
     def close(self) -> None:
-        """Waits for a request in flight."""
+        """Close the connection after waiting for a request in flight."""
         with self._lock:
             self.broken = True
             self._socket.disable_monitor()

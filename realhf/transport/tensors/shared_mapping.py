@@ -1,9 +1,9 @@
-"""The consumer's side of shared memory: mappings of other processes' segments.
+"""Maps shared memory segments of other processes, on the consumer's side.
 
-A mapping is private, so what the consumer writes stays with it. Setting one up costs a page fault per
-page, as much as the copy itself; mappings whose tensors are gone are therefore kept, and used again when
-the producer fills the same segment anew, unless the consumer wrote to them. What is locked, and for how
-long, is the tensors' affair and not the mapping's: see shared_memory.py.
+A mapping is private, so what the consumer writes stays with it. Setting one up costs a page fault per page, as much as
+the copy itself. So mappings whose tensors are gone are kept and used again when the producer fills the same segment
+anew, unless the consumer wrote to them. The lock on a segment belongs to the tensors and not to the mapping: see
+shared_memory.py.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappingCache:
-    """Maps segments; keeps at most ``idle_bytes`` of mappings that no tensor uses. Thread-safe."""
+    """Maps segments and keeps at most ``idle_bytes`` of mappings that no tensor uses. Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._idle_bytes = idle_bytes
         self._idle: dict[tuple[int, int], mmap.mmap] = {}
-        # Reentrant: a tensor may be collected, and its mapping come back, while this thread is in here.
+        # Reentrant: the garbage collector may return a mapping while this thread holds the lock.
         self._lock = threading.RLock()
 
     def open(self, ref: SegmentRef) -> list[memoryview] | None:
-        """The buffers of a filling; None when it cannot be reached or is there no more. Raises
-        ProtocolError when the reference contradicts the segment."""
+        """Open the buffers of a filling; None when it cannot be reached or no longer exists. Raises ProtocolError when
+        the reference contradicts the segment."""
         path = f"/proc/{ref.pid}/fd/{ref.descriptor}"
         try:
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -73,7 +73,7 @@ class MappingCache:
     def _mapping(self, path: str, name: tuple[int, int], size: int) -> mmap.mmap:
         with self._lock:
             mapping = self._idle.pop(name, None)
-        # An idle mapping pins its inode, so the same number means the same segment.
+        # An idle mapping keeps its inode in use, so the same number means the same segment.
         if mapping is not None and _unwritten(mapping):
             return mapping
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -85,7 +85,7 @@ class MappingCache:
             os.close(descriptor)
 
     def _release(self, name: tuple[int, int], mapping: mmap.mmap, lock: int) -> None:
-        """The last tensor of a mapping is gone."""
+        """Take back a mapping whose last tensor is gone."""
         os.close(lock)
         with self._lock:
             self._idle[name] = mapping
@@ -100,7 +100,7 @@ class MappingCache:
 
 
 def _unwritten(mapping: mmap.mmap) -> bool:
-    """Whether every page of a private mapping is still the file's own."""
+    """Return whether every page of a private mapping is still the file's own."""
     whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
     pages = -(-len(whole) // PAGE)
     try:

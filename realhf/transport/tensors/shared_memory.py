@@ -1,11 +1,10 @@
-"""Shared memory between processes of one host that cannot leak.
+"""Shares memory between processes of one host in a way that cannot leak.
 
-A segment is an anonymous memory file (memfd) of the producer. The consumer opens it through the producer's
-/proc entry, so there is no name to unlink or to sweep: the kernel frees the memory when the last process
-that holds it ends, however it ends. Consumers hold a shared file lock as long as they use a segment; the
-producer writes new contents into a cleared segment only under an exclusive lock, and every filling has a
-number of its own, so a consumer that comes late sees that it is late. Consumers map privately: what they
-write stays with them.
+A segment is an anonymous memory file (memfd) of the producer. The consumer opens it through the producer's /proc entry,
+so there is no name to unlink or to sweep: the kernel frees the memory when the last process that holds it ends, however
+it ends. Consumers hold a shared file lock as long as they use a segment; the producer writes new contents into a
+cleared segment only under an exclusive lock, and every filling has a number of its own, so a consumer that comes late
+notices it. Consumers map privately: what they write stays with them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class SegmentRef:
-    """Where a filling of a segment is: enough for another process of the host to map it."""
+    """Says where a filling of a segment is: enough for another process of the host to map it."""
 
     pid: int
     descriptor: int
@@ -35,11 +34,12 @@ class SegmentRef:
     sizes: list[int]
 
     def to_map(self) -> dict[str, Any]:
+        """Return the reference as plain data for a message."""
         return asdict(self)
 
     @staticmethod
     def from_map(value: Any) -> SegmentRef:
-        """Raises ProtocolError on a map that is not a reference."""
+        """Read what ``to_map`` returned. Raises ProtocolError on a map that is not a reference."""
         try:
             ref = SegmentRef(**value)
         except TypeError as error:
@@ -54,7 +54,7 @@ class SegmentRef:
 
 
 class Segment:
-    """The producer's side of one segment. Raises OSError when the system has no memory left."""
+    """Owns one segment on the producer's side. Raises OSError when the system has no memory left."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = -(-capacity // PAGE) * PAGE
@@ -65,7 +65,7 @@ class Segment:
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def fill(self, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
-        """Write new contents; None when a consumer still reads the old ones."""
+        """Write new contents; return None when a consumer still reads the old ones."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         offsets, end = layout([view.nbytes for view in views])
         if end > self.capacity:
@@ -97,13 +97,14 @@ class Segment:
             done += os.pwrite(self._descriptor, view[done:], offset + done)
 
     def close(self) -> None:
+        """Release the memory here; consumers that have mapped it keep it."""
         if self._map is not None:
             self._map.close()
         os.close(self._descriptor)
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Aligned offsets of buffers behind the filling number, and the total size."""
+    """Return the aligned offsets of buffers behind the filling number, and the total size."""
     offsets, end = [], ALIGNMENT
     for size in sizes:
         offsets.append(end)
@@ -112,7 +113,7 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class SegmentPool:
-    """Segments in use by name, and cleared ones kept for the next filling (at most ``spare_bytes``). Not
+    """Holds segments in use by name, and keeps cleared ones for the next filling (at most ``spare_bytes``). Not
     thread-safe."""
 
     def __init__(self, spare_bytes: int) -> None:
@@ -121,6 +122,7 @@ class SegmentPool:
         self._spare: list[Segment] = []
 
     def find(self, name: Any) -> SegmentRef | None:
+        """Return where the contents of this name are, or None."""
         entry = self._used.get(name)
         return entry[1] if entry else None
 
@@ -148,7 +150,7 @@ class SegmentPool:
         return ref
 
     def release(self, name: Any) -> None:
-        """The contents under this name are no longer served."""
+        """Stop serving the contents under this name."""
         entry = self._used.pop(name, None)
         if entry is None:
             return
@@ -157,6 +159,7 @@ class SegmentPool:
             self._spare.pop(0).close()
 
     def close(self) -> None:
+        """Release all segments."""
         for segment, _ in self._used.values():
             segment.close()
         for segment in self._spare:
@@ -166,5 +169,5 @@ class SegmentPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments, spare ones included."""
+        """Count the bytes of all segments, spare ones included."""
         return sum(s.capacity for s, _ in self._used.values()) + sum(s.capacity for s in self._spare)

@@ -1,4 +1,4 @@
-"""The tensors a worker holds, by sample id and key (docs/reference/dataflow.md 7)."""
+"""Keeps the tensors that a worker holds, by sample id and key (docs/reference/dataflow.md 7)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DataMissing", "DuplicateDataError", "TensorStore"]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where the values of one put are: the batch, and the position of the sample in it. Shared by their keys."""
+    """Says where the values of one put are: the batch, and the position of the sample in it. Its keys share it."""
 
     batch: SequenceSample
     position: int
@@ -25,8 +25,8 @@ class _Entry:
 
 
 class TensorStore:
-    """Thread-safe. Batches are kept as they came, so getting a whole batch back costs no copy; the memory
-    of a batch is released when its last sample has been cleared."""
+    """Stores tensors, thread-safe. Batches are kept as they came, so getting a whole batch back costs no copy; the
+    memory of a batch is released when its last sample has been cleared."""
 
     def __init__(self, name: str = "store") -> None:
         self._name = name
@@ -37,9 +37,12 @@ class TensorStore:
         self._listeners: list[Callable[[frozenset[str]], None]] = []
 
     def put(self, sample: SequenceSample, producer: str = "") -> None:
-        """Keep a sample's tensors. A value that exists raises DuplicateDataError and nothing is stored,
-        unless the same non-empty ``producer`` (an id of the call) stored it: then it is left as it is.
-        Raises ValueError on a metadata-only sample."""
+        """Keep a sample's tensors.
+
+        When a value exists already, DuplicateDataError is raised and nothing is stored, unless the same non-empty
+        ``producer`` (an id of the call) stored it: then the value is left as it is. Raises ValueError on a
+        metadata-only sample.
+        """
         if sample.data is None:
             raise ValueError("only samples with data can be stored")
         sizes = _sizes(sample)
@@ -62,7 +65,7 @@ class TensorStore:
                 self._nbytes += nbytes
 
     def get(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
-        """The values of these keys for these ids, in this order. Raises DataMissing with the list."""
+        """Return the values of these keys for these ids, in this order. Raises DataMissing with the list."""
         names = sorted(set(keys))
         with self._lock:
             missing = self._missing(ids, names)
@@ -80,11 +83,12 @@ class TensorStore:
         return out
 
     def has(self, sample_id: str, key: str) -> bool:
+        """Return whether a value is stored for this id and key."""
         with self._lock:
             return key in self._entries.get(sample_id, ())
 
     def missing(self, ids: Sequence[str], keys: Iterable[str]) -> list[tuple[str, str]]:
-        """The (id, key) pairs of these that are not stored."""
+        """Return those of the (id, key) pairs that are not stored."""
         names = list(keys)
         with self._lock:
             return self._missing(ids, names)
@@ -93,7 +97,7 @@ class TensorStore:
         return [(i, name) for i in ids for name in names if name not in self._entries.get(i, ())]
 
     def clear(self, ids: Iterable[str] | None = None) -> int:
-        """Forget these samples (all when None); unknown ids are ignored. Returns the bytes given up."""
+        """Forget these samples (all when None) and return the bytes given up; unknown ids are ignored."""
         with self._lock:
             gone = frozenset(self._entries if ids is None else ids)
             for sample_id in gone:
@@ -112,18 +116,18 @@ class TensorStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values held."""
+        """Count the bytes of all values held."""
         with self._lock:
             return self._nbytes
 
     def __len__(self) -> int:
-        """Samples of which at least one key is held."""
+        """Count the samples of which at least one key is held."""
         with self._lock:
             return len(self._entries)
 
 
 def _sizes(sample: SequenceSample) -> dict[str, list[int]]:
-    """Bytes of every id, by key."""
+    """Return the bytes of every id, by key."""
     trailing = sample.trailing_shapes
     rows: dict[int, list[int]] = {}
     out = {}
@@ -137,7 +141,7 @@ def _sizes(sample: SequenceSample) -> dict[str, list[int]]:
 
 
 def _rows(keys: Sequence[str], entries: Sequence[_Entry]) -> SequenceSample:
-    """These keys for these entries, in order; entries of one batch that follow each other are cut at once."""
+    """Assemble these keys for these entries, in order; entries of one batch that follow each other are cut at once."""
     parts: list[SequenceSample] = []
     for _, group in groupby(entries, key=lambda entry: id(entry.batch)):
         run = list(group)

@@ -1,8 +1,8 @@
-"""Weights between hosts: torch.distributed broadcast from the publisher to the receivers of a version.
+"""Sends weights between hosts: by a torch.distributed broadcast from the publisher to the receivers of a version.
 
-Receivers need not come together, and may fail. Those that come within ``GATHER_S`` of each other share a broadcast;
-one that comes late, e.g. a restarted worker, gets a broadcast of its own. A receiver that dies breaks the broadcast
-that it takes part in; the others are taken into the next one, and the log tells who was lost.
+Receivers need not come together, and may fail. Those that come within ``GATHER_S`` of each other share a broadcast; one
+that comes late, e.g. a restarted worker, gets a broadcast of its own. A receiver that dies breaks the broadcast that it
+takes part in; the others join the next one, and the log names the receiver that was lost.
 
 Neither the control links nor gloo have passwords or encryption: whoever reaches the address can read the weights. What
 a receiver accepts is fixed by the checksum in its manifest.
@@ -26,13 +26,13 @@ GATHER_S = 0.5
 SEND_S = 2.0
 HELLO_S = 5.0
 IDLE_S = 3600.0
-"""A receiver waits for its turn no longer than this, whatever its own deadline."""
+"""Longest time in seconds that a receiver waits for its turn, whatever its own deadline."""
 
 log = logging.getLogger(__name__)
 
 
 class _Guest:
-    """A receiver as the publisher sees it. Guarded by the lock of its broadcast."""
+    """Holds a receiver as the publisher sees it. Guarded by the lock of its broadcast."""
 
     def __init__(self, link: ControlLink, name: str) -> None:
         self.link = link
@@ -43,7 +43,7 @@ class _Guest:
 
 
 class Broadcast:
-    """One version's buffer and the threads that serve it. Raises OSError when the address cannot be listened on."""
+    """Serves one version's buffer on threads of its own. Raises OSError when the address cannot be listened on."""
 
     def __init__(self, version: int, buffer: Buffer, host: str, receivers: int) -> None:
         self.checksum = checksum(buffer)
@@ -63,12 +63,12 @@ class Broadcast:
 
     @property
     def unconfirmed(self) -> list[str]:
-        """Receivers that came for this version and did not get it, or have not said so yet."""
+        """Receivers that asked for this version and have not confirmed that they received it."""
         with self._changed:
             return sorted((self._lost | {guest.name for guest in self._guests}) - self._served)
 
     def close(self) -> None:
-        """Serve no one else. A broadcast under way ends on ``threads``, which hold the buffer until then."""
+        """Stop serving. A broadcast under way ends on ``threads``, which hold the buffer until then."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -93,7 +93,7 @@ class Broadcast:
                 self._start(self._attend, "guest", ControlLink(connection))
 
     def _attend(self, link: ControlLink) -> None:
-        """Hear one receiver until it has the weights or is gone."""
+        """Follow one receiver until it has the weights or is gone."""
         guest: _Guest | None = None
         try:
             hello = link.receive(HELLO_S)
@@ -125,7 +125,7 @@ class Broadcast:
             return not self._closed
 
     def _hear(self, guest: _Guest, message: dict[str, Any]) -> bool:
-        """Note what a receiver says; whether it has the weights."""
+        """Take note of a receiver's message; return whether it has the weights."""
         with self._changed:
             self._changed.notify_all()
             if isinstance(message.get("address"), bytes):
@@ -158,7 +158,8 @@ class Broadcast:
                 log.warning("weights version %d: a broadcast to %s broke: %.200s", self._version, names, error)
 
     def _gather(self) -> list[_Guest]:
-        """Those that wait, once they are as many as expected or the first has waited for a while; none when closed."""
+        """Return the receivers that wait, once they are as many as expected or the first has waited for a while; an
+        empty list when closed."""
 
         def waiting() -> list[_Guest]:
             return [guest for guest in self._guests if not guest.seated]
@@ -170,7 +171,7 @@ class Broadcast:
         return waiting()
 
     def _send(self, members: list[_Guest]) -> None:
-        """One broadcast. Raises RuntimeError when it breaks: its members come to wait again, as far as they live."""
+        """Run one broadcast. Raises RuntimeError when it breaks: the members that still live then wait for the next."""
         size = len(members) + 1
         for rank, guest in enumerate(members, start=1):
             self._tell(guest, seat=[rank, size])
@@ -185,7 +186,7 @@ class Broadcast:
 
         group = GlooGroup(0, size, self._host, exchange)
         with self._changed:
-            # Receivers pass on to one another: the group lives as long as one of them is in it.
+            # Receivers pass data on to one another, so the group must live as long as one of them is in it.
             for guest in members:
                 guest.group = group
         group.broadcast(self._buffer, transfer_s(len(self._buffer)))
@@ -197,7 +198,7 @@ class Broadcast:
         return [own, *known] if len(known) == len(members) else None
 
     def _tell(self, guest: _Guest, **message: Any) -> None:
-        """A receiver that does not read is dropped; its thread notices that."""
+        """Send a message. A receiver that does not read is dropped; its thread notices that."""
         try:
             guest.link.send(SEND_S, **message)
         except OSError:

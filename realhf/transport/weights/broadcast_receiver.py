@@ -1,4 +1,4 @@
-"""The receiving side of a broadcast of weights."""
+"""Receives a broadcast of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTEMPTS = 5
 
 
 def read_broadcast(manifest: WeightsManifest, timeout_s: float, name: str) -> Buffer:
-    """The buffer of a manifest from its publisher. Raises WeightsGone, WeightsTimeout, WeightsError."""
+    """Return the buffer of a manifest from its publisher. Raises WeightsGone, WeightsTimeout, WeightsError."""
     whole_s = timeout_s + staging_s(manifest.nbytes)
     deadline = time.monotonic() + whole_s
     host, _, port = manifest.location.rpartition(":")
@@ -49,7 +49,7 @@ def read_broadcast(manifest: WeightsManifest, timeout_s: float, name: str) -> Bu
 
 
 class _Visit:
-    """One receiver at a publisher, for as many broadcasts as it takes."""
+    """Runs one receiver at a publisher, for as many broadcasts as it takes."""
 
     def __init__(self, manifest: WeightsManifest, link: ControlLink, deadline: float) -> None:
         self._manifest = manifest
@@ -58,7 +58,7 @@ class _Visit:
         self._buffer: Buffer = np.zeros(manifest.nbytes, dtype=np.uint8)
 
     def read(self) -> Buffer:
-        """Raises OSError when the publisher is gone, TimeoutError, ProtocolError, WeightsError."""
+        """Receive the buffer. Raises OSError when the publisher is gone, TimeoutError, ProtocolError, WeightsError."""
         broken = ""
         for _ in range(ATTEMPTS):
             rank, size = self._seat()
@@ -85,7 +85,7 @@ class _Visit:
                 return rank, size
 
     def _take_part(self, rank: int, size: int) -> None:
-        """One broadcast. Raises RuntimeError when it breaks."""
+        """Take part in one broadcast. Raises RuntimeError when it breaks."""
         group = GlooGroup(rank, size, self._link.own_address, lambda own: self._exchange(own, size))
         group.broadcast(self._buffer, min(transfer_s(len(self._buffer)), self._left()))
 

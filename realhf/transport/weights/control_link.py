@@ -22,13 +22,13 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class ControlLink:
-    """One end of a connection. Sending is thread-safe, receiving is for one thread."""
+    """Is one end of a connection. Sending is thread-safe; only one thread may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._connection = connection
-        # A socket's timeout is one setting for both directions; the two threads need one each.
+        # A socket has one timeout for both directions, and the two threads need one each.
         self._outgoing = connection.dup()
         self._sending = threading.Lock()
 
@@ -38,7 +38,7 @@ class ControlLink:
         return str(self._connection.getsockname()[0])
 
     def send(self, timeout_s: float, **message: Any) -> None:
-        """Raises OSError when the peer is gone or does not read (TimeoutError)."""
+        """Send a message. Raises OSError when the peer is gone, TimeoutError when it does not read."""
         raw = msgpack.packb(message)
         assert raw is not None
         with self._sending:
@@ -46,7 +46,8 @@ class ControlLink:
             self._outgoing.sendall(len(raw).to_bytes(4, "little") + raw)
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Raises TimeoutError, ConnectionError when the peer is gone, and ProtocolError on anything malformed."""
+        """Return the next message. Raises TimeoutError, ConnectionError when the peer is gone, and ProtocolError on
+        anything malformed."""
         deadline = time.monotonic() + timeout_s
         size = int.from_bytes(self._exactly(4, deadline), "little")
         if size > MAX_MESSAGE_BYTES:
@@ -64,12 +65,12 @@ class ControlLink:
         return bytes(raw)
 
     def hang_up(self) -> None:
-        """For the peer and for a thread that receives here, this is the end of the connection."""
+        """End the connection for the peer and for a thread that receives here, and keep the descriptors."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """For the thread that receives."""
+        """End the connection and release it. Call it on the thread that receives."""
         self.hang_up()
         self._connection.close()
         self._outgoing.close()

@@ -1,4 +1,4 @@
-"""How long weights may take to arrive, by their size."""
+"""Sets how long weights may take to arrive, by their size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ SLOWEST_BYTES_PER_S = 20e6
 
 
 def transfer_s(nbytes: int) -> float:
-    """Seconds after which a transfer of this size counts as stuck."""
+    """Return the seconds after which a transfer of this size counts as stuck."""
     return BASE_S + nbytes / SLOWEST_BYTES_PER_S
 
 
 def staging_s(nbytes: int) -> float:
-    """Seconds that the bytes of a version add to a receiver's deadline: for one transfer to others that is under way,
-    and for its own."""
+    """Return the seconds that the bytes of a version add to a receiver's deadline: for one transfer to others that is
+    under way, and for its own."""
     return 2 * nbytes / SLOWEST_BYTES_PER_S

@@ -1,9 +1,9 @@
-"""Weights as a safetensors file per version, for hosts that share a folder and for engines that load files.
+"""Publishes weights as a safetensors file per version, for hosts that share a folder and for engines that load files.
 
 Files are written under a temporary name and renamed, so a name that ends in ``.safetensors`` is always complete; any
-safetensors library reads it. They carry the process that wrote them, and a publisher removes at its start what
-publishers have left in its folder that were killed: processes of this host that are gone, and its own predecessor,
-wherever that ran. Nothing is synced to the device: recovery starts from a checkpoint, never from these files.
+safetensors library reads it. Names carry the process that wrote the file. At its start a publisher removes what killed
+publishers left in its folder: processes of this host that are gone, and its own predecessor, wherever that ran. Nothing
+is synced to the device: recovery starts from a checkpoint, never from these files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAFETENSORS_NAMES = {
     "f64": "F64",
 }
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors format."""
+"""Largest header that the safetensors format allows."""
 
 NAME = re.compile(
     r"(?P<owner>.+)\.(?P<host>[0-9a-f]{8})\.(?P<pid>\d+)\.(?P<started>\d+)\.v\d+\.[0-9a-f]{8}"
@@ -44,7 +44,7 @@ NAME = re.compile(
 
 
 class WeightFile:
-    """One version's file. Raises OSError when it cannot be written; then no part of it stays."""
+    """Owns one version's file. Raises OSError when it cannot be written; then no part of it stays."""
 
     def __init__(self, folder: Path, stem: str, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
         self.checksum = checksum(buffer)
@@ -60,17 +60,17 @@ class WeightFile:
             raise
 
     def close(self) -> None:
-        """A receiver that has opened the file reads it to its end."""
+        """Remove the file; a receiver that has opened it can still read it to its end."""
         self._path.unlink(missing_ok=True)
 
 
 def file_stem(run_id: str, worker: str) -> str:
-    """How the names of this process's files begin."""
+    """Return how the names of this process's files begin."""
     return f"{_owner(run_id, worker)}.{_host()}.{os.getpid()}.{start_time(os.getpid())}"
 
 
 def sweep(folder: Path, run_id: str, worker: str) -> list[str]:
-    """Remove files of publishers that are gone; their names."""
+    """Remove files of publishers that are gone; return their names."""
     removed: list[str] = []
     for path in folder.iterdir():
         match = NAME.fullmatch(path.name)
@@ -93,7 +93,7 @@ def _host() -> str:
 
 
 def _write(file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
-    # Widest elements first, as the format's own writers do: every tensor is aligned in a mapped file.
+    # The widest elements come first, as in the format's own writers, so that every tensor is aligned in a mapped file.
     ordered = sorted(slots, key=lambda slot: -ITEMSIZE[slot.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
     end = 0
@@ -112,7 +112,7 @@ def _write(file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: 
 
 
 def read_weight_file(manifest: WeightsManifest) -> Buffer:
-    """The buffer of a manifest from its file. Raises WeightsGone, WeightsError."""
+    """Return the buffer of a manifest from its file. Raises WeightsGone, WeightsError."""
     buffer: Buffer = np.zeros(manifest.nbytes, dtype=np.uint8)
     try:
         with open(manifest.location, "rb") as file:

@@ -1,4 +1,4 @@
-"""What can go wrong when weights travel. Every message names the version and the medium."""
+"""Defines what can go wrong when weights travel. Every message names the version and the medium."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from realhf.transport.errors import TransportError
 
 
 class WeightsError(TransportError):
-    """The weights of a manifest did not arrive, or not as the manifest says. Nothing was handed out."""
+    """Is raised when the weights of a manifest did not arrive, or not as the manifest says. Nothing was handed out."""
 
     def __init__(self, manifest: WeightsManifest, reason: str) -> None:
         super().__init__(f"weights version {manifest.version} by {manifest.medium}: {reason}")
@@ -16,8 +16,8 @@ class WeightsError(TransportError):
 
 
 class WeightsGone(WeightsError):
-    """The publisher serves this version no more (or has ended): ask for the newest manifest."""
+    """Is raised when the publisher no longer serves this version (or has ended): ask for the newest manifest."""
 
 
 class WeightsTimeout(WeightsError, TimeoutError):
-    """The deadline passed before the weights were complete."""
+    """Is raised when the deadline passed before the weights were complete."""

@@ -1,4 +1,4 @@
-"""Weights as one flat buffer: tensors at 64-byte steps, zeros between them, one checksum over all of it."""
+"""Lays weights out as one flat buffer: tensors at 64-byte steps, zeros between them, one checksum over all of it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def layout(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSlot, ...], int]:
-    """Slots of tensors in the order given, and the size of the buffer (at least one step). Raises ValueError on an
-    element type without a tag and on the one name that safetensors files reserve."""
+    """Return the slots of tensors in the order given, and the size of the buffer (at least one step). Raises ValueError
+    on an element type without a tag and on the one name that safetensors files reserve."""
     if "__metadata__" in tensors:
         raise ValueError("a tensor cannot be called '__metadata__'")
     slots: list[TensorSlot] = []
@@ -42,7 +42,7 @@ def pack(tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], buffer: B
 
 
 def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
-    """Tensors over a buffer, which they keep alive. Raises WeightsError when the checksum is another."""
+    """Make tensors over a buffer, which they keep alive. Raises WeightsError when the checksum differs."""
     if len(buffer) != manifest.nbytes:
         raise WeightsError(manifest, f"{len(buffer)} bytes, the manifest says {manifest.nbytes}")
     found = checksum(buffer)
@@ -53,11 +53,12 @@ def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
 
 
 def checksum(buffer: Buffer) -> str:
+    """Return the BLAKE2b checksum of a buffer, 16 bytes as hex digits."""
     return hashlib.blake2b(memoryview(cast(Any, buffer)), digest_size=16).hexdigest()
 
 
 def check_manifest(manifest: WeightsManifest) -> None:
-    """Raises WeightsError on slots that contradict themselves or the size of the buffer."""
+    """Raise WeightsError on slots that contradict themselves or the size of the buffer."""
     if manifest.version < 0 or manifest.nbytes < ALIGNMENT:
         raise WeightsError(manifest, f"a manifest of {manifest.nbytes} bytes")
     end = 0

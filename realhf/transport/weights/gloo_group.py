@@ -1,7 +1,7 @@
-"""A gloo group of the publisher and some receivers, for one broadcast. Torch's default group is not touched.
+"""Joins the publisher and some receivers in a gloo group for one broadcast. Torch's default group is not touched.
 
 The members' addresses travel over the control links and not through a ``TCPStore``: that resolves names even for
-numeric addresses, which takes seconds where the name server does not answer, and does not tell who is dead.
+numeric addresses, which takes seconds where the name server does not answer, and does not report who is dead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from realhf.transport.weights.flat_buffer import Buffer
 JOIN_S = 5.0
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Own address in, the addresses of all members by rank out. Raises RuntimeError when a member was lost."""
+"""Takes the own address and returns the addresses of all members by rank. Raises RuntimeError when a member was
+lost."""
 
 
 class GlooGroup:
-    """Raises RuntimeError when the members do not come together."""
+    """Is one member's end of a gloo group. Raises RuntimeError when the members do not come together."""
 
     def __init__(self, rank: int, size: int, host: str, exchange: Exchange) -> None:
         import torch.distributed
@@ -32,7 +33,7 @@ class GlooGroup:
         self._group = distributed.ProcessGroupGloo(self._store, rank, size, options)
 
     def broadcast(self, buffer: Buffer, timeout_s: float) -> None:
-        """From rank 0 into the buffers of all others. Raises RuntimeError when it breaks."""
+        """Copy the buffer of rank 0 into the buffers of all others. Raises RuntimeError when the broadcast breaks."""
         import torch
         from torch.distributed import BroadcastOptions
 
@@ -43,7 +44,8 @@ class GlooGroup:
 
 
 def _address_store(exchange: Exchange) -> Any:
-    """What gloo takes for a key-value store: every member sets ``<prefix>/<rank>`` once and reads those of all."""
+    """Make the key-value store that gloo asks for: every member sets ``<prefix>/<rank>`` once and reads those of
+    all."""
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     class AddressStore(Store):

@@ -1,9 +1,9 @@
-"""Weights between processes of one host: an anonymous memory file per version.
+"""Hands weights to processes of the same host: an anonymous memory file per version.
 
 The publisher writes the file, seals it and holds its descriptor; a receiver opens it through the publisher's /proc
 entry. A sealed file cannot change, so what a receiver has verified stays verified, and there is no name that could be
-left behind: the kernel frees the memory when the last process that uses it lets go, however it ends. (Segments of
-``realhf.transport.tensors.shared_memory`` are filled again and again; weights must survive that under a slow reader.)
+left behind: the kernel frees the memory when the last process that uses it lets go, however it ends. Segments of
+``realhf.transport.tensors.shared_memory`` are filled again and again, which a slow reader of weights must not suffer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class MemoryFile:
-    """One version's buffer. Raises OSError when the system has no memory left."""
+    """Owns one version's buffer. Raises OSError when the system has no memory left."""
 
     def __init__(self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
         self._descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Allocated here, lack of memory is an error; in the mapping below it would be a signal.
+            # Allocating here turns a lack of memory into an error; in the mapping below it would be a signal.
             os.posix_fallocate(self._descriptor, 0, nbytes)
             self.checksum = _fill(self._descriptor, tensors, slots, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -41,7 +41,7 @@ class MemoryFile:
         self.location = f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}"
 
     def close(self) -> None:
-        """Receivers that have opened the file keep it until their tensors are gone."""
+        """Let go of the file; receivers that have opened it keep it until their tensors are gone."""
         os.close(self._descriptor)
 
 
@@ -58,7 +58,7 @@ def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlo
 
 
 def read_memory_file(manifest: WeightsManifest) -> Buffer:
-    """The buffer, mapped privately: what the receiver writes stays with it. Raises WeightsGone, WeightsError."""
+    """Map the buffer privately: what the receiver writes stays with it. Raises WeightsGone, WeightsError."""
     try:
         pid, number, inode = (int(part) for part in manifest.location.split(":"))
     except ValueError:

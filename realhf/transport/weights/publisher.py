@@ -1,4 +1,4 @@
-"""The sending side of a policy's weights (docs/reference/dataflow.md 9, weight update: stage)."""
+"""Sends a policy's weights (docs/reference/dataflow.md 9, weight update: stage)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Medium = Literal["shm", "disk", "broadcast"]
 
 
 class _Published(Protocol):
-    """One version as its medium holds it."""
+    """Holds one version as its medium holds it."""
 
     location: str
     checksum: str
@@ -39,9 +39,9 @@ class WeightPublisher:
     """Publishes the versions of one policy and keeps the last two, each complete or not there at all.
 
     ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the same path (only this
-    medium uses it), ``broadcast`` every process that reaches ``host``. Not thread-safe. Raises ValueError on a medium
-    that is none of these, on an address for a medium that has none, and on an address other than loopback without
-    ``insecure``: the broadcast is not protected.
+    medium uses it), ``broadcast`` every process that reaches ``host``. Not thread-safe. Raises ValueError on an unknown
+    medium, on an address for a medium that has none, and on an address other than loopback without ``insecure``,
+    because the broadcast is not protected.
     """
 
     def __init__(
@@ -69,14 +69,17 @@ class WeightPublisher:
 
     @property
     def latest(self) -> WeightsManifest | None:
-        """The newest version that can be received: what a worker that joins late needs."""
+        """The manifest of the newest version that can be received, which a worker that joins late needs; None if there
+        is none."""
         return self._versions[max(self._versions)][1] if self._versions else None
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], receivers: int = 1) -> WeightsManifest:
-        """Copy tensors (any device, any strides) and make them available; versions before the previous one are
-        retired. ``receivers``: how many a broadcast waits for, for a short while, before it begins; it bounds nothing.
+        """Copy tensors (any device, any strides) and make them available; versions before the previous one are retired.
+
+        ``receivers``: how many a broadcast waits for, for a short while, before it begins; more or fewer may come.
         Raises ValueError on a version that is not above the last, or on a tensor that cannot travel, and OSError when
-        the medium is full: then nothing is published."""
+        the medium is full: then nothing is published.
+        """
         if version <= self._last:
             raise ValueError(f"weights version {version} after version {self._last}")
         slots, nbytes = layout(tensors)
@@ -100,12 +103,14 @@ class WeightPublisher:
         return Broadcast(version, buffer, self._host, receivers)
 
     def unconfirmed(self, version: int) -> list[str]:
-        """Receivers of a broadcast that asked for this version and have not confirmed it: on their way, or dead."""
+        """Return the receivers of a broadcast that asked for this version and have not confirmed it: on their way, or
+        dead."""
         entry = self._versions.get(version)
         return entry[0].unconfirmed if entry and isinstance(entry[0], Broadcast) else []
 
     def retire(self, version: int) -> None:
-        """Serve a version no more; receivers that are reading it finish. An unknown version is retired already."""
+        """Stop serving a version; receivers that are reading it finish. An unknown version counts as retired
+        already."""
         published, _ = self._versions.pop(version, (None, None))
         if published is not None:
             published.close()
@@ -113,7 +118,7 @@ class WeightPublisher:
             self._closing = [*(thread for thread in self._closing if thread.is_alive()), *published.threads]
 
     def close(self) -> None:
-        """Retire all versions: nothing is left behind. Waits a second for broadcasts under way."""
+        """Retire all versions, so that nothing is left behind. Waits a second for broadcasts under way."""
         for version in list(self._versions):
             self.retire(version)
         deadline = time.monotonic() + CLOSE_S

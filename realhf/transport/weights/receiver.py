@@ -1,4 +1,4 @@
-"""The receiving side of a policy's weights (docs/reference/dataflow.md 9, weight update: stage and verify)."""
+"""Receives a policy's weights (docs/reference/dataflow.md 9, weight update: stage and verify)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 def receive(manifest: WeightsManifest, timeout_s: float, name: str = "") -> dict[str, Tensor]:
-    """Tensors of a manifest on the CPU, complete and verified (sizes, then the checksum) before any is handed out.
-    They share memory with no other process: writing to them is safe.
+    """Return the tensors of a manifest on the CPU, complete and verified (sizes, then the checksum) before any is
+    handed out. They share memory with no other process: writing to them is safe.
 
     ``timeout_s`` bounds waiting for a publisher (broadcast; the other media never wait) beside the time that the bytes
     take on a slow network; ``name`` is what the publisher calls this receiver in its messages. Raises WeightsGone when
-    the version is no more to be had, WeightsTimeout, and WeightsError when it is damaged or the manifest is."""
+    the version can no longer be had, WeightsTimeout, and WeightsError when it or the manifest is damaged.
+    """
     check_manifest(manifest)
     return unpack(manifest, _read(manifest, timeout_s, name))
 
