@@ -42,11 +42,12 @@ _CANARY = "canary-that-no-command-names-5c1e"
 @dataclass
 class Tally:
     """What came of all commands: ``reached`` counts those that sent a request, ``refused`` by rule, ``parsed`` the
-    requests, ``bytes_refused`` what the simulator took for no request, by its reason."""
+    requests, ``bytes_refused`` what the simulator took for no request, by its reason; ``lost`` are the commands after
+    which the simulator was gone."""
 
     commands: int = 0
     reached: int = 0
-    lost: int = 0
+    lost: list[str] = field(default_factory=list)
     parsed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     bytes_refused: Counter[str] = field(default_factory=Counter)
@@ -164,23 +165,27 @@ class Fuzzer:
     def _attempt(self, command: Command) -> Iterator[str]:
         slot, tally = self._target.slot, self.tally
         tally.commands += 1
-        results = [self._run(lambda: slot.executor.run(command.line))]
+        lost = len(tally.lost)
+        results = [self._run(command, lambda: slot.executor.run(command.line))]
         if results[0].refusal is not None:
             tally.refused[results[0].refusal] += 1
             if not any("\0" in word or _unpaired(word) for word in command.words):
-                results.append(self._run(lambda: self._target._past_policy(command.words)))
+                results.append(self._run(command, lambda: self._target._past_policy(command.words)))
         tally.reached += any(result.requests for result in results)
+        if len(tally.lost) > lost:
+            yield from self._target.effects_outside([f"{result.stdout}\n{result.stderr}" for result in results])
+            self._watch.renew()  # the slot has begun anew, so what was taken down of it is not true any longer
+            return
         yield from self._watch.requests(results, tally)
         yield from self._target.effects_outside([f"{result.stdout}\n{result.stderr}" for result in results])
         if tally.commands % (RESET_EVERY // 4) == 0:
             yield from self._watch.world()
 
-    def _run(self, run: Callable[[], CommandResult]) -> CommandResult:
+    def _run(self, command: Command, run: Callable[[], CommandResult]) -> CommandResult:
         try:
             return run()
         except SimulatorLost as error:
-            self.tally.lost += 1
-            self._target.slot.reset()
+            self.tally.lost.append(command.line)
             return CommandResult(exit_code=255, stdout="", stderr=str(error))
 
 
@@ -219,12 +224,14 @@ def _report(tally: Tally, seconds: float) -> None:
     console = Console(width=150)
     for breach in tally.breaches:
         console.print(breach, style="red", markup=False)
+    for line in tally.lost:
+        console.print(f"the simulator was lost after {line!r}", markup=False)
     refused = ", ".join(f"{rule} {count}" for rule, count in tally.refused.most_common())
     bytes_refused = ", ".join(f"{reason} {count}" for reason, count in tally.bytes_refused.most_common()) or "nothing"
     console.print(f"refused at the door: {refused}\nrefused by the simulator: {bytes_refused}", markup=False)
     console.print(
         f"{tally.commands} commands in {seconds:.0f} s, {tally.reached} of them sent requests, {tally.parsed} parsed; "
-        f"simulator or worker lost {tally.lost} times; {len(tally.breaches)} breaches",
+        f"simulator or worker lost {len(tally.lost)} times; {len(tally.breaches)} breaches",
         markup=False,
     )
 
