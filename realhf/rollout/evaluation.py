@@ -1,4 +1,4 @@
-"""Success of a set of episodes, overall and by tier, with intervals."""
+"""Computes the success of a set of episodes, overall and by tier, with intervals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from realhf.base.intervals import wilson_interval
 
 
 def evaluation_report(outcomes: Sequence[RolloutOutcome]) -> dict[str, dict[str, Any]]:
-    """{"overall" or tier: {success, low, high, reward, turns, episodes, failed}}.
+    """Return {"overall" or tier: {success, low, high, reward, turns, episodes, failed}}.
 
-    Failed episodes (environment errors) are counted in ``failed`` and enter no mean; ``low`` and ``high`` are the
-    95 % Wilson interval of the success rate.
+    Failed episodes (environment errors) are counted in ``failed`` and enter no mean; ``low`` and ``high`` are the 95 %
+    Wilson interval of the success rate.
     """
     report = {"overall": _summary(outcomes)}
     for tier in sorted({outcome.tier for outcome in outcomes if outcome.tier}):

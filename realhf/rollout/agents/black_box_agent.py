@@ -1,8 +1,8 @@
-"""Episodes of agents that only know a base URL: ordinary programs that talk to an OpenAI-compatible model.
+"""Plays episodes of agents that only know a base URL: ordinary programs that talk to an OpenAI-compatible model.
 
 The program is an async function ``agent(task_text, base_url, run_command) -> float | None``. It may use any client,
-keep any conversation and call ``await run_command("aws ...")`` when it likes; the reward is what it returns or
-reports, else what the environment gave. It runs on the rollout worker's event loop and must not block it.
+keep any conversation and call ``await run_command("aws ...")`` when it likes; the reward is what it returns or reports,
+else what the environment gave. It runs on the rollout worker's event loop and must not block it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OVER = "error: the episode is over"
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a command printed, as a policy reads it; ``done``: the environment takes no further one."""
+    """What a command printed, as a policy reads it. ``done``: the environment takes no further command."""
 
     output: str
     done: bool
@@ -45,7 +45,7 @@ AgentFunction = Callable[[str, str, RunCommand], Awaitable[float | None]]
 
 
 def load_agent(name: str) -> AgentFunction:
-    """The function that ``module:function`` names. Raises ValueError."""
+    """Import the function that ``module:function`` names. Raises ValueError."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
@@ -74,11 +74,12 @@ class BlackBoxAgent:
         self._server = OpenAiServer(Sessions(chat, session_limits))
 
     async def close(self) -> None:
+        """Stop serving the endpoint."""
         await self._server.stop()
 
     async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """See ``EpisodeAgent``. An exception of the agent is a ``policy_error``, unless it is the agent's way to say
-        that a limit was reached. Raises RuntimeError when the endpoint cannot be served."""
+        """See ``EpisodeAgent``. An exception of the agent makes the episode a ``policy_error``, unless it is the
+        agent's way to report that a limit was reached. Raises RuntimeError when the endpoint cannot be served."""
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
@@ -117,7 +118,7 @@ class BlackBoxAgent:
 
 
 class _World:
-    """The environment of one episode as the agent's ``run_command`` sees it, and what became of it."""
+    """Shows the environment of one episode to the agent's ``run_command``, and remembers what became of it."""
 
     def __init__(self, env: EpisodeEnv, limits: Limits) -> None:
         self.task: dict[str, Any] = {}
@@ -130,13 +131,14 @@ class _World:
         self._turn = asyncio.Lock()
 
     async def reset(self) -> str:
-        """Text of the task. Raises FAILURES."""
+        """Start the episode and return the text of its task. Raises FAILURES."""
         first = await self._env.reset()
         self.task = first.observation.task.model_dump() if first.observation.task else {}
         return str(self.task.get("description", ""))
 
     async def run(self, command: str) -> CommandOutput:
-        """``run_command``. Raises what the environment raises, and again if it is called again."""
+        """Run a command; this is the agent's ``run_command``. Raises what the environment raises, and again on every
+        later call."""
         async with self._turn:
             if self.failure is not None:
                 raise self.failure
@@ -154,7 +156,7 @@ class _World:
                 raise
 
     def reward(self) -> float:
-        """The environment's reward of the episode."""
+        """Return the environment's reward of the episode."""
         return episode_return(self._rewards, self._limits.reward_mode)
 
     def _taken(self, result: AwsStepResult) -> CommandOutput:

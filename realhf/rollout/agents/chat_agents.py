@@ -1,4 +1,4 @@
-"""Agents behind a model: a folder of weights on this machine, or an OpenAI-compatible endpoint.
+"""Defines agents behind a model: a folder of weights on this machine, or an OpenAI-compatible endpoint.
 
 Source of the turn format: docs/reference/environment.md 9; the conversation is the one that training uses.
 """
@@ -26,7 +26,7 @@ _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
 
 
 def observed(reply: Reply, observation: Mapping[str, Any], max_chars: int) -> str:
-    """What the model reads after a turn of its own."""
+    """Return what the model reads after a turn of its own."""
     return NO_COMMAND if reply.command is None else observation_text(observation, max_chars=max_chars)
 
 
@@ -55,7 +55,7 @@ class LocalModelAgent:
     _round: int = 0
 
     def load(self, threads: int) -> LocalModelAgent:
-        """Read weights and tokenizer; torch computes on so many threads."""
+        """Read weights and tokenizer; torch computes on ``threads`` threads."""
         import torch
 
         from realhf.backends.embedded.generation import EmbeddedGenerator
@@ -72,7 +72,7 @@ class LocalModelAgent:
         return self
 
     def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
-        """One batched generation."""
+        """Answer all conversations with one batched generation."""
         self._round += 1
         states = [self._grown(conversation) for conversation in conversations]
         fits = [i for i, s in enumerate(states) if len(s.ids) + self.gen.max_new_tokens <= self.max_total_tokens]
@@ -88,6 +88,7 @@ class LocalModelAgent:
         return replies
 
     def finish(self, slots: Sequence[int]) -> None:
+        """Free the cached rows and the tokens of these conversations."""
         self._engine.free(slots)
         for slot in slots:
             self._tokens.pop(slot, None)
@@ -128,13 +129,15 @@ class ChatApiAgent:
         self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="chat-api")
 
     def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
+        """Ask the endpoint for the next turn of each conversation, concurrently. Raises AgentError."""
         return list(self._threads.map(self._reply, conversations))
 
     def finish(self, slots: Sequence[int]) -> None:
+        """Do nothing: the endpoint keeps no conversation."""
         del slots
 
     def close(self) -> None:
-        """Close connections and threads."""
+        """Close the connections and threads."""
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
 
@@ -176,7 +179,7 @@ class ChatApiAgent:
 
 
 def served_model(base_url: str, api_key: str = "", timeout_s: float = 10.0) -> str:
-    """The first model that the endpoint lists. Raises AgentError."""
+    """Return the first model that the endpoint lists. Raises AgentError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         listing = httpx.get(f"{base_url.rstrip('/')}/models", headers=headers, timeout=timeout_s).raise_for_status()

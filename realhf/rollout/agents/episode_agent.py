@@ -1,4 +1,4 @@
-"""Who plays an episode: the protocol of an agent, and the one that speaks in turns with an environment."""
+"""Defines who plays an episode: the protocol of an agent, and the agent that speaks in turns with an environment."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
 
 
 class EpisodeEnv(Protocol):
-    """What an agent sees of its environment; ``ResumingEnv`` is one."""
+    """Shows an agent its environment; ``ResumingEnv`` is one."""
 
-    async def reset(self) -> AwsStepResult: ...
+    async def reset(self) -> AwsStepResult:
+        """Start the episode and return the reply, which holds the task."""
+        ...
 
-    async def step(self, command: str) -> AwsStepResult: ...
+    async def step(self, command: str) -> AwsStepResult:
+        """Run a command of the agent and return the reply."""
+        ...
 
 
 class EpisodeAgent(Protocol):
     """Plays episodes, many at once on one event loop."""
 
     async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """One episode from its reset to its outcome; an environment or an engine that fails is an outcome. ``slot``
-        is the cache row that it has to itself."""
+        """Play one episode from its reset to its outcome; an environment or an engine that fails is an outcome.
+        ``slot`` is the cache row that the episode has to itself."""
         ...
 
 
 class TurnAgent:
-    """The policy writes a turn, its command is run, the observation is what it reads next."""
+    """Plays in turns: the policy writes a turn, its command is run, and it reads the observation next."""
 
     def __init__(self, chat: ChatFormat, limits: Limits) -> None:
         self._chat, self._limits = chat, limits

@@ -1,4 +1,4 @@
-"""The client of the AWS environment: one session, async and sync.
+"""Is the client of the AWS environment: one session, async and sync.
 
     async with AwsEnv("http://127.0.0.1:8000") as env:
         result = await env.reset(task_id=1, seed=3)
@@ -32,15 +32,15 @@ _CLOSE_S = 5.0
 
 
 class AwsEnv:
-    """One session. Use it on one event loop, one request at a time.
+    """Drives one session. Use it on one event loop, one request at a time.
 
     Args:
         base_url: ``http(s)://`` or ``ws(s)://`` address of the server. token: its bearer token, if it wants one.
         connect_timeout_s: handshake and state probe. message_timeout_s: each request.
         session: an open session to use instead of one of its own.
 
-    Requests raise EnvError (the session goes on), MessageTimeout, ConnectionLost, and ConnectionPoisoned from then
-    on, until ``connect`` opens a new session.
+    Requests raise EnvError (the session goes on), MessageTimeout, ConnectionLost, and ConnectionPoisoned from then on,
+    until ``connect`` opens a new session.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class AwsEnv:
         return parse_result(await self._open().step(wire_action(action)))
 
     async def state(self) -> AwsState:
-        """State of the session."""
+        """Return the state of the session."""
         if self._session is None:
             await self.connect()
         return AwsState.model_validate(await self._open().state())
@@ -100,7 +100,7 @@ class AwsEnv:
             await self._session.close()
 
     def sync(self) -> SyncAwsEnv:
-        """The same for blocking code, with an event loop of its own."""
+        """Return the same client for blocking code, with an event loop of its own."""
         return SyncAwsEnv(self)
 
     async def __aenter__(self) -> AwsEnv:
@@ -133,7 +133,7 @@ class SyncAwsEnv:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the server said at connecting; {} before."""
+        """What the server reported at connecting; {} before."""
         return self._env.metadata
 
     def connect(self) -> None:
@@ -182,17 +182,17 @@ class SyncAwsEnv:
 
 
 def wire_action(action: Action) -> str | Mapping[str, Any]:
-    """What goes over the wire for an action."""
+    """Return what goes over the wire for an action."""
     return action.command if isinstance(action, AwsAction) else action
 
 
 def parse_result(result: StepResult) -> AwsStepResult:
-    """The typed reply; fields that are not AWS's are kept."""
+    """Return the typed reply; fields that are not AWS's are kept."""
     return AwsStepResult(AwsObservation.model_validate(result.observation), result.reward, result.done)
 
 
 def _close(thread: LoopThread, env: AwsEnv) -> None:
-    """Within a bounded time, from wherever: close(), the garbage collector, the interpreter's end."""
+    """Close within a bounded time. The caller may be close(), the garbage collector or the interpreter's end."""
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
             asyncio.run_coroutine_threadsafe(env.close(), thread.loop).result(_CLOSE_S)

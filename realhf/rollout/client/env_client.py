@@ -1,9 +1,9 @@
-"""One OpenEnv session over a WebSocket.
+"""Drives one OpenEnv session over a WebSocket.
 
-Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout, cancellation,
-lost connection) poisons the connection: it is closed at once and never used again, so a late reply can
-never be read as the answer to another request. Where the server echoes ids, every reply must carry its
-request's. Source: docs/reference/environment.md 2.1, 2.3, 2.4.
+Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout, cancellation, lost
+connection) poisons the connection: it is closed at once and never used again, so a late reply can never be read as the
+answer to another request. Where the server echoes ids, every reply must carry its request's. Source:
+docs/reference/environment.md 2.1, 2.3, 2.4.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CapacityError(ConnectError):
 
 
 class ConnectionLost(ConnectionError):
-    """The server closed the connection or vanished in mid-request."""
+    """The server closed the connection or vanished in the middle of a request."""
 
 
 class ConnectionPoisoned(ConnectionError):
@@ -51,12 +51,12 @@ class ConnectionPoisoned(ConnectionError):
 
 
 class MessageTimeout(TimeoutError):
-    """No reply within the message timeout."""
+    """No reply came within the message timeout."""
 
 
 class EnvError(RuntimeError):
-    """Error frame of the server; the session stays usable. ``code`` is the wire's error code; ``retryable``: the
-    server says that nothing was executed and the request may be sent again."""
+    """The server answered with an error frame; the session stays usable. ``code`` is the wire's error code;
+    ``retryable``: the server reports that nothing was executed and the request may be sent again."""
 
     def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
         super().__init__(f"{code}: {message}")
@@ -148,12 +148,13 @@ class OpenEnvClient:
         return await self.receive()
 
     async def state(self) -> dict[str, Any]:
-        """State of the session. Raises as ``reset``."""
+        """Return the state of the session. Raises as ``reset``."""
         await self._send({"type": "state"})
         return (await self._reply("state"))["data"]
 
     async def _first_state(self, connection: ClientConnection) -> dict[str, Any]:
-        """The probe. A full server says so and closes, perhaps before it is asked: its words count all the same."""
+        """Probe the state. A full server says so and closes, perhaps before it is asked; that answer counts all the
+        same."""
         try:
             return await self.state()
         except ConnectionLost:
@@ -163,16 +164,17 @@ class OpenEnvClient:
             raise
 
     async def send_reset(self, kwargs: dict[str, Any]) -> None:
-        """First half of ``reset``: the message timeout runs from here, ``receive`` takes the reply."""
+        """Send a reset, the first half of ``reset``: the message timeout runs from here, ``receive`` takes the
+        reply."""
         await self._send({"type": "reset", "data": kwargs})
 
     async def send_step(self, command: str | Mapping[str, Any]) -> None:
-        """First half of ``step``."""
+        """Send a step, the first half of ``step``."""
         action = {"command": command} if isinstance(command, str) else dict(command)
         await self._send({"type": "step", "data": action})
 
     async def receive(self) -> StepResult:
-        """Second half of ``reset`` and ``step``."""
+        """Wait for the reply, the second half of ``reset`` and ``step``."""
         data = (await self._reply("observation"))["data"]
         try:
             return StepResult(data["observation"], data["reward"], data["done"])
@@ -254,7 +256,7 @@ def _said(data: Mapping[str, Any]) -> EnvError:
 
 
 def websocket_url(base_url: str) -> str:
-    """``http://host:port`` to ``ws://host:port/ws``. Raises ValueError on another scheme."""
+    """Turn ``http://host:port`` into ``ws://host:port/ws``. Raises ValueError on another scheme."""
     scheme, separator, rest = base_url.partition("://")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if not separator or scheme not in schemes or not rest.strip("/"):

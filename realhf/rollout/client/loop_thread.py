@@ -1,4 +1,4 @@
-"""A thread with an event loop, for blocking callers of coroutines."""
+"""Runs coroutines for blocking callers, in a thread with an event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoopThread:
         self._thread.start()
 
     def check_caller(self) -> None:
-        """Raises RuntimeError in a forked child and in a coroutine."""
+        """Raise RuntimeError in a forked child and in a coroutine."""
         check_blocking_caller(self._pid, self._instead)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
@@ -62,7 +62,7 @@ class LoopThread:
             _LOG.warning("the thread %s did not end within %g s and is abandoned", self._name, timeout_s)
 
     def is_current(self) -> bool:
-        """Whether the caller is this thread (a finalizer may run anywhere)."""
+        """Return whether the caller is this thread (a finalizer may run anywhere)."""
         return threading.current_thread() is self._thread
 
     @property
@@ -72,7 +72,7 @@ class LoopThread:
 
 
 def check_blocking_caller(pid: int, instead: str) -> None:
-    """Raises RuntimeError when this is not the process ``pid``, or when a coroutine calls."""
+    """Raise RuntimeError when this is not the process ``pid``, or when a coroutine calls."""
     check_process(pid)
     try:
         asyncio.get_running_loop()
@@ -82,7 +82,7 @@ def check_blocking_caller(pid: int, instead: str) -> None:
 
 
 def check_process(pid: int) -> None:
-    """Raises RuntimeError in a forked child: sockets and loops belong to the process that opened them."""
+    """Raise RuntimeError in a forked child: sockets and loops belong to the process that opened them."""
     if os.getpid() != pid:
         raise RuntimeError("sessions cannot be used in a forked child; open new ones there")
 

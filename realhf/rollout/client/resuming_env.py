@@ -1,9 +1,9 @@
-"""A session that survives its server: steps are sent again where that is safe, episodes are resumed by replay.
+"""Keeps an episode going when its server dies: steps are sent again where that is safe, episodes are resumed by replay.
 
-A step that the server says was not executed is sent again. A session that is lost in the middle of an episode is
-opened anew, reset with the same arguments and given the same commands; where it answers as before, the episode goes
-on as if nothing had happened. This needs an environment that is deterministic for its reset arguments, which is
-checked answer by answer. Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
+A step that was not executed, by the server's own report, is sent again. A session that is lost in the middle of an
+episode is opened anew, reset with the same arguments and given the same commands; where it answers as before, the
+episode goes on as if nothing had happened. This needs an environment that is deterministic for its reset arguments,
+which is checked answer by answer. Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ReplayDiverged(EnvError):
 
 
 class ResumingEnv:
-    """One episode over ``env``, on its event loop.
+    """Plays one episode over ``env``, on its event loop.
 
     Args:
         reset: arguments of the reset. They must decide the episode: a whole task, or template and seed.
         retries: how often in the episode a lost session may be resumed; 0: never.
-        reopen: gives ``env`` a new session (``GrpoPool.reopen`` for those of a pool). patience_s: how long a server
-            that is away or full is waited for, each time.
+        reopen: gives ``env`` a new session (``GrpoPool.reopen`` for those of a pool).
+        patience_s: how long to wait, each time, for a server that is away or full.
 
     ``failures`` counts what went wrong by kind: ``unavailable`` (sent again) or a failure status; ``resumed`` counts
-    the replays that led on. What cannot be mended is raised as ``AwsEnv`` raises it.
+    the replays after which the episode went on. What cannot be mended is raised as ``AwsEnv`` raises it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ResumingEnv:
         return await self._env.reset(**self._reset)
 
     async def _resent(self, send: Callable[[], Awaitable[AwsStepResult]]) -> AwsStepResult:
-        """The answer to a request, sent again while the server says that it was not executed."""
+        """Return the answer to a request, which is sent again while the server reports that it was not executed."""
         pause_s = 0.0
         for _ in range(_RESENDS):
             try:
@@ -116,7 +116,8 @@ class ResumingEnv:
         return await send()
 
     async def _resume(self, error: Exception) -> AwsStepResult:
-        """A new session in the state that the lost one was in; its reply to reset. Raises what went wrong last."""
+        """Open a new session and bring it into the state of the lost one; returns its reply to reset. Raises what went
+        wrong last."""
         while True:
             self.failures["diverged" if isinstance(error, ReplayDiverged) else failure_status(error)] += 1
             if self._retries == 0 or (isinstance(error, EnvError) and error.code == "VALIDATION_ERROR"):
@@ -141,7 +142,7 @@ class ResumingEnv:
         return first
 
     async def _new_session(self) -> None:
-        """Try until the patience is over. Raises the last ConnectionError."""
+        """Try to open a session until the patience is over. Raises the last ConnectionError."""
         deadline = time.monotonic() + self._patience_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -160,7 +161,8 @@ async def _reconnect(env: AwsEnv) -> None:
 
 
 def _fingerprint(result: AwsStepResult) -> tuple[Any, ...]:
-    """All that may matter of an answer, without what differs between equal sessions (ids, times, ports)."""
+    """Return everything that may matter of an answer, without what differs between equal sessions (ids, times,
+    ports)."""
     seen = result.observation
     text = observation_text(seen.model_dump(), max_chars=_COMPARED_CHARS)
     task = seen.task.description if seen.task else None

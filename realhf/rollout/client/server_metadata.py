@@ -1,5 +1,5 @@
-"""What an environment server says about itself at ``/metadata``: whether it echoes request ids, how its rewards are
-to be read, how many sessions it serves. Source: docs/reference/environment.md 2.1, 2.2, 7."""
+"""Reads what an environment server reports about itself at ``/metadata``: whether it echoes request ids, how its
+rewards are to be read, how many sessions it serves. Source: docs/reference/environment.md 2.1, 2.2, 7."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 20
 
 
 async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
-    """The JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
+    """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
     why). Raises ValueError for a bad address."""
     address = urlsplit(websocket_url(base_url))
     path = address.path.removesuffix("/ws") + "/metadata"
@@ -48,7 +48,7 @@ async def _exchange(host: str, port: int, secure: bool, request: bytes) -> bytes
 
 
 class _Received:
-    """The part of a socket that HTTPResponse reads."""
+    """Is the part of a socket that HTTPResponse reads."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw

@@ -1,6 +1,7 @@
-"""N sessions of one environment server that live and are played together: the core of both pools.
+"""Keeps N sessions of one environment server that live and are played together: the core of both pools.
 
-Coroutines, for the loop that owns the sockets. Connecting is all or nothing. Source: docs/reference/environment.md 9.
+Its coroutines run on the loop that owns the sockets. Connecting is all or nothing. Source:
+docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _REOPEN_S = 5.0
 
 
 class SessionGroup:
-    """``clients`` are the sessions, [] until connected; a lost one is opened again in its place.
+    """Connects, resets and steps N sessions together. ``clients`` are the sessions, [] until connected; a lost one is
+    opened again in its place.
 
     Args:
-        base_url, token: of the server. size: sessions.
+        base_url, token: of the server. size: number of sessions.
         connect_timeout_s: opening all sessions. message_timeout_s: reset or step, each.
         retry_capacity_s: keep trying to connect that long while the server is full.
     """
@@ -63,7 +65,7 @@ class SessionGroup:
         return str(self.metadata.get("reward_mode", "potential"))
 
     def check_connected(self) -> None:
-        """Raises PoolClosed after ``close`` and before ``connect``."""
+        """Raise PoolClosed after ``close`` and before ``connect``."""
         if self.closed:
             raise PoolClosed("the pool is closed")
         if not self.clients:
@@ -104,13 +106,13 @@ class SessionGroup:
         )
 
     async def reopen(self, client: OpenEnvClient) -> None:
-        """A new session for a lost or doubtful one; waits a moment for the server to notice the loss. Raises
+        """Replace a lost or doubtful session by a new one; waits a moment for the server to notice the loss. Raises
         ConnectionError."""
         await client.close()
         await _until_capacity(client.connect, _REOPEN_S)
 
     async def reopen_lost(self) -> None:
-        """Open again what was lost; raises the ConnectionError when no session is left."""
+        """Open lost sessions again; raises the ConnectionError when no session is left."""
         self.check_connected()
         last_error: ConnectionError | None = None
         for client in self.clients:
@@ -136,14 +138,14 @@ class SessionGroup:
         return results
 
     async def reset_one(self, client: OpenEnvClient, arguments: Mapping[str, Any]) -> StepResult | RolloutFailure:
-        """One session's reset; a failed environment is an outcome."""
+        """Reset one session; a failed environment is an outcome."""
         try:
             return await client.reset(**arguments)
         except FAILURES as error:
             return as_failure(error)
 
     async def step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
-        """One command per session, all at once, results in the order of the sessions; None skips one. Raises
+        """Run one command per session, all at once. Results come in the order of the sessions; None skips one. Raises
         ValueError when the lengths differ."""
         self.check_connected()
         if len(actions) != self.size:
@@ -166,8 +168,8 @@ async def _step_one(client: OpenEnvClient, action: str | None) -> StepResult | R
 
 
 def reset_arguments(task: Any, seed: int | None, chaos: bool) -> dict[str, Any]:
-    """Keyword arguments of reset for a task: a ``Task`` (anything with ``to_json``), or reset arguments such as
-    ``{"task_id": 3}``. ``seed`` None: the task's own."""
+    """Return the keyword arguments of reset for a task: a ``Task`` (anything with ``to_json``), or reset arguments such
+    as ``{"task_id": 3}``. ``seed`` None: the task's own."""
     if isinstance(task, Mapping):
         arguments = {"chaos": chaos, **task}
     else:
@@ -176,7 +178,7 @@ def reset_arguments(task: Any, seed: int | None, chaos: bool) -> dict[str, Any]:
 
 
 def _check_distinct(clients: Sequence[OpenEnvClient]) -> None:
-    """Two sessions on one simulator would see each other's resources."""
+    """Raise when two sessions share a simulator: each would see the other's resources."""
     slots = [client.probe["slot_id"] for client in clients if "slot_id" in client.probe]
     if len(set(slots)) < len(slots):
         raise ConnectError(f"the server gave several sessions the same slot: {sorted(slots)}")

@@ -1,4 +1,4 @@
-"""The command in a policy turn (docs/reference/environment.md 9, "Extraction")."""
+"""Finds the command in a policy turn (docs/reference/environment.md 9, "Extraction")."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 def extract_command(text: str) -> str | None:
-    """The first ``aws ...`` command of a turn, or None.
+    """Return the first ``aws ...`` command of a turn, or None.
 
-    Reasoning is dropped (an unclosed ``<think>`` swallows the rest, a ``</think>`` whose opening stood in
-    the prompt everything before it); code fences, enclosing backticks and a leading ``$ `` are stripped;
-    lines that end in a backslash or inside an open quote are joined with the next.
+    Reasoning is dropped (an unclosed ``<think>`` swallows the rest, a ``</think>`` whose opening stood in the prompt
+    everything before it); code fences, enclosing backticks and a leading ``$ `` are stripped; lines that end in a
+    backslash or inside an open quote are joined with the next.
     """
     lines = _without_reasoning(text).replace("\r\n", "\n").split("\n")
     for number, line in enumerate(lines):
@@ -54,7 +54,7 @@ def _join(line: str, rest: list[str]) -> str:
 
 
 def _scan(text: str) -> tuple[str, bool]:
-    """(quote character open at the end or "", whether the text ends in an escaping backslash)."""
+    """Return (quote character open at the end or "", whether the text ends in an escaping backslash)."""
     quote = ""
     escaped = False
     for char in text:

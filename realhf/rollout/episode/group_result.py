@@ -1,4 +1,4 @@
-"""A group's rewards, told to the curriculum exactly once, and its statistics.
+"""Reports a group's rewards to the curriculum exactly once, and computes its statistics.
 
 Source: docs/reference/environment.md 9 (``record_group_result``).
 """
@@ -14,15 +14,19 @@ from typing import Any, Protocol
 
 
 class ResultSink(Protocol):
-    """What a pool needs of a curriculum."""
+    """Takes results for a curriculum: all that a pool needs of one."""
 
-    def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None: ...
+    def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
+        """Take the result of a group: ``achieved`` is the share of its valid rollouts that solved the task, None
+        without valid ones; ``reward`` is their mean reward."""
+        ...
 
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """``mean`` and ``std`` (population) of the rewards of the ``valid`` ones of ``size`` rollouts, 0.0 without any;
-    ``achieved``: the share of them that solved the task; ``failures`` counts the others by status."""
+    """Summarises a group: ``mean`` and ``std`` (population) of the rewards of the ``valid`` ones of ``size`` rollouts,
+    0.0 without any; ``achieved`` is the share of them that solved the task; ``failures`` counts the others by status.
+    """
 
     size: int
     valid: int
@@ -33,17 +37,18 @@ class GroupSummary:
 
     @property
     def trainable(self) -> bool:
-        """Whether advantages mean something: at least two valid rollouts."""
+        """Whether advantages mean something: at least two rollouts are valid."""
         return self.valid >= 2
 
 
 def record_group(
     curriculum: ResultSink | None, task: Any, results: Sequence[Any], success_threshold: float = 0.99
 ) -> GroupSummary:
-    """Statistics of a group, after telling the curriculum (if any) once.
+    """Report a group to the curriculum (if any), once, and return its statistics.
 
-    ``results``: rewards, or outcomes with ``valid``, ``reward``, ``achieved`` and ``status``. None, NaN and failed
-    outcomes are excluded, never zeros; a bare reward is a success from ``success_threshold`` on."""
+    ``results`` are rewards, or outcomes with ``valid``, ``reward``, ``achieved`` and ``status``. None, NaN and failed
+    outcomes are excluded, never zeros; a bare reward is a success from ``success_threshold`` on.
+    """
     entries = [_entry(result, success_threshold) for result in results]
     valid = [(reward, achieved) for reward, achieved, _ in entries if reward is not None]
     rewards = [reward for reward, _ in valid]
@@ -62,7 +67,7 @@ def record_group(
 
 
 def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
-    """(reward or None, achieved, status of a failure)."""
+    """Return (reward or None, achieved, status of a failure)."""
     if result is None:
         return None, False, "missing"
     if isinstance(result, int | float):
@@ -74,5 +79,5 @@ def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
 
 
 def episode_return(rewards: Sequence[float], reward_mode: str) -> float:
-    """Score of an episode from its step rewards: their sum, in ``level`` mode the last one."""
+    """Return the score of an episode from its step rewards: their sum, or in ``level`` mode the last one."""
     return (rewards[-1] if rewards else 0.0) if reward_mode == "level" else float(sum(rewards))

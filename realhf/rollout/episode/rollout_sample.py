@@ -1,4 +1,4 @@
-"""Rollout outcomes as the packed keys of a ``SequenceSample`` (docs/reference/dataflow.md 2)."""
+"""Packs rollout outcomes as the keys of a ``SequenceSample`` (docs/reference/dataflow.md 2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from realhf.api.lengths import Lengths
 from realhf.api.sample import SequenceSample
 
 OUTCOME_CODES = {"env_error": 3, "policy_error": 5, "env_timeout": 6, "connection_lost": 3, "capacity": 3}
-"""Code of a failed episode in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
+"""Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
 FILTERED = 2
 
 _KEYS = {
@@ -34,13 +34,13 @@ _ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
 def outcomes_to_sample(
     ids: Sequence[str], groups: Sequence[Sequence[RolloutOutcome]], *, min_group_size: int = 1
 ) -> SequenceSample:
-    """One sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains nothing.
+    """Return one sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains
+    nothing.
 
-    Keys, one inner sequence per rollout of L tokens: ``packed_input_ids`` i64 [L], ``prompt_mask`` and
-    ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1], ``env_rewards`` f32 [1],
-    ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8 [1]. A failed rollout keeps
-    its tokens but has no loss mask.
-    Metadata ``rewards`` and ``achieved`` are JSON lists, with null where a rollout failed.
+    Keys, one inner sequence per rollout of L tokens: ``packed_input_ids`` i64 [L], ``prompt_mask`` and ``loss_mask``
+    bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1], ``env_rewards`` f32 [1], ``seq_no_eos_mask``
+    bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8 [1]. A failed rollout keeps its tokens but has
+    no loss mask. Metadata ``rewards`` and ``achieved`` are JSON lists, with null where a rollout failed.
     """
     import torch
 
@@ -84,7 +84,7 @@ def outcomes_to_sample(
 
 
 class _Packed:
-    """The per-token columns of rollouts, appended one rollout after the other."""
+    """Collects the per-token columns of rollouts, one rollout after the other."""
 
     def __init__(self) -> None:
         self.ids = array("q")
@@ -94,8 +94,9 @@ class _Packed:
         self.lengths: list[int] = []
 
     def add(self, outcome: RolloutOutcome, code: int) -> None:
-        """Only a rollout with code 0 trains. It has at least one token, so that one that failed before its first
-        prompt keeps its place. Position t of the shifted columns describes the prediction of token t+1."""
+        """Append a rollout. Only one with code 0 trains. It has at least one token, so that a rollout that failed
+        before its first prompt keeps its place. Position t of the shifted columns describes the prediction of token
+        t+1."""
         prompt, completion = len(outcome.prompt_ids), len(outcome.completion_ids)
         length = prompt + completion or 1
         self.ids += array("q", outcome.prompt_ids)

@@ -1,4 +1,4 @@
-"""One episode in progress: its tokens, turns and reward, and how it ends. No I/O."""
+"""Keeps one episode in progress: its tokens, turns and reward, and how it ends. It does no I/O."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _SHRINK_ATTEMPTS = 6
 
 @dataclass(frozen=True)
 class Limits:
-    """turn_tokens: room a policy turn must have (the engine's max_new_tokens); observation_chars: cap of the
-    text of one observation; reward_mode: ``potential`` (rewards are summed) or ``level`` (the last one counts)."""
+    """Bounds an episode. ``turn_tokens``: room a policy turn must have (the engine's max_new_tokens);
+    ``observation_chars``: cap of the text of one observation; ``reward_mode``: ``potential`` (rewards are summed) or
+    ``level`` (the last one counts)."""
 
     max_turns: int
     max_total_tokens: int
@@ -31,8 +32,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Job:
-    """One rollout to play. ``reset`` are the keyword arguments of the environment's reset; ``sampling_seed`` is the
-    stream of random numbers of its tokens (None: the engine's call decides, see ``GenRequest.seed``)."""
+    """Asks for one rollout. ``reset`` are the keyword arguments of the environment's reset; ``sampling_seed`` starts
+    the stream of random numbers of its tokens (None: the engine's call decides, see ``GenRequest.seed``)."""
 
     index: int
     reset: Mapping[str, Any]
@@ -43,7 +44,7 @@ class Job:
 
 @dataclass
 class RolloutState:
-    """An episode between its reset and its outcome. ``status`` is empty while it goes on."""
+    """Holds an episode between its reset and its outcome. ``status`` is empty while it goes on."""
 
     job: Job
     chat: ChatFormat
@@ -63,7 +64,7 @@ class RolloutState:
     _began: float = field(default_factory=time.perf_counter)
 
     def start(self, result: StepResult) -> None:
-        """Take the reset reply: the first prompt. Raises ValueError when it exceeds the token budget."""
+        """Take the reset reply, which holds the first prompt. Raises ValueError when it exceeds the token budget."""
         self.task = result.observation.get("task") or {}
         self.tokens = TokenBuffer(self.chat.first(self.task.get("description", "")), self.limits.max_total_tokens)
         if self.tokens.room < self.limits.turn_tokens:
@@ -73,13 +74,13 @@ class RolloutState:
             )
 
     def request(self, slot: int) -> GenRequest:
-        """What the engine continues in this round: a new turn, or one that was interrupted."""
+        """Return what the engine continues in this round: a new turn, or one that was interrupted."""
         assert self.tokens is not None
         return GenRequest(slot, self.tokens.prefix(), len(self._turn_ids), self.job.sampling_seed)
 
     def take_turn(self, output: GenOutput) -> None:
-        """Take a sampled turn, or a part of one; ``command`` is set when the environment has to run one. Otherwise
-        the turn goes on (interrupted) or is complete, and the episode goes on or has ended."""
+        """Take a sampled turn, or a part of one. ``command`` is set when the environment has to run one; otherwise the
+        turn goes on (interrupted) or is complete, and the episode goes on or has ended."""
         assert self.tokens is not None
         if not output.token_ids and not (output.finish_reason == "length" and self._turn_ids):
             self._no_turn(output.finish_reason)
@@ -96,7 +97,8 @@ class RolloutState:
             self._finish_turn(NO_COMMAND, None, done=False)
 
     def _no_turn(self, reason: str) -> None:
-        """The engine sampled nothing. When its context is full, the episode is over as if its budget were spent."""
+        """Handle an engine that sampled nothing. When its context is full, the episode is over as if its budget were
+        spent."""
         assert self.tokens is not None
         if reason != "length":
             self.fail("policy_error", "the engine returned no tokens")
@@ -122,15 +124,16 @@ class RolloutState:
         self._finish_turn(text, result.reward, done=result.done)
 
     def take_rejection(self, message: str) -> None:
-        """The wire refused ``command`` itself (too long, not text): a failed turn, not a failed environment."""
+        """Take the wire's refusal of ``command`` itself (too long, not text): a failed turn, not a failed
+        environment."""
         self._finish_turn(f"error: {shorten(message, self.limits.observation_chars)}", None, done=False)
 
     def fail(self, status: str, message: str) -> None:
-        """End as a failure, which has no reward."""
+        """End the episode as a failure, which has no reward."""
         self.status, self.message = status, message
 
     def _finish_turn(self, text: str, reward: float | None, *, done: bool) -> None:
-        """``reward`` None: the environment took no step."""
+        """Record the turn. ``reward`` None: the environment took no step."""
         self.turns.append(Turn(self._text, self.command, text, reward or 0.0))
         if reward is not None:
             self.reward = reward if self.limits.reward_mode == "level" else self.reward + reward
@@ -145,7 +148,7 @@ class RolloutState:
             self.status = "token_budget"
 
     def _append_observation(self, text: str) -> bool:
-        """Add the observation, cut until a policy turn fits after it; False when not even an empty one fits."""
+        """Add the observation, cut until a policy turn fits after it; returns False when not even an empty one fits."""
         assert self.tokens is not None
         room = self.tokens.room - self.limits.turn_tokens
         for _ in range(_SHRINK_ATTEMPTS):
@@ -159,7 +162,7 @@ class RolloutState:
         return False
 
     def outcome(self) -> RolloutOutcome:
-        """The finished episode; checks the token invariants. A failure keeps no reward."""
+        """Return the finished episode, after checking the token invariants. A failure keeps no reward."""
         valid = self.status in VALID_STATUSES
         tokens = self.tokens
         if tokens is not None and valid:

@@ -1,7 +1,7 @@
-"""The token ids of one episode, exactly as the engine saw and sampled them (docs/reference/environment.md 9).
+"""Keeps the token ids of one episode exactly as the engine saw and sampled them (docs/reference/environment.md 9).
 
-Nothing here is ever decoded and encoded again: the prefix given to the engine at turn t is the list that
-is stored, and the trainer gets the same list.
+Nothing here is ever decoded and encoded again: the prefix given to the engine at turn t is the list that is stored, and
+the trainer gets the same list.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from realhf.api.model import GenOutput
 
 
 class TokenBuffer:
-    """Prompt ids and, of the completion, ids, logprobs, versions and mask of equal lengths."""
+    """Holds the prompt ids and, of the completion, ids, logprobs, versions and mask of equal lengths."""
 
     def __init__(self, prompt_ids: Sequence[int], max_total_tokens: int) -> None:
         if not prompt_ids:
@@ -28,11 +28,11 @@ class TokenBuffer:
 
     @property
     def room(self) -> int:
-        """Tokens that still fit into the budget."""
+        """Return how many tokens still fit into the budget."""
         return self._max_total - len(self.prompt_ids) - len(self.completion_ids)
 
     def prefix(self) -> list[int]:
-        """What the engine continues: prompt and completion so far."""
+        """Return what the engine continues: prompt and completion so far."""
         return self.prompt_ids + self.completion_ids
 
     def append_policy(self, output: GenOutput, *, continues: bool = False) -> None:
@@ -68,7 +68,7 @@ class TokenBuffer:
         self._policy_spoke_last = False
 
     def drop_environment(self) -> None:
-        """Take back what was added after the last policy turn: nobody will answer it."""
+        """Remove what was added after the last policy turn: nobody will answer it."""
         while self.completion_ids and not self.loss_mask[-1]:
             for column in (self.completion_ids, self.logprobs, self.versions, self.loss_mask):
                 column.pop()

@@ -1,4 +1,4 @@
-"""An episode as a person reads it."""
+"""Writes an episode as a person reads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from realhf.api.env import RolloutOutcome
 
 
 def transcript(outcome: RolloutOutcome, *, header: str = "") -> str:
-    """The turns of an episode as text, with its outcome in the first line."""
+    """Return the turns of an episode as text, with its outcome in the first line."""
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:.2f}"
     lines = [f"=== {header}: {outcome.tier} task {outcome.task_id} (seed {outcome.seed}), {outcome.status}, {reward}"]
     if outcome.task_text:

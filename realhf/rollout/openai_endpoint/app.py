@@ -1,4 +1,4 @@
-"""The OpenAI-compatible chat endpoint, one base URL per session: ``/sessions/<id>/v1``.
+"""Builds the OpenAI-compatible chat endpoint, one base URL per session: ``/sessions/<id>/v1``.
 
 ``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST /sessions/<id>/reward`` with
 ``{"reward": x}``, which ends the session. Sessions are opened by the process itself, never over HTTP.
@@ -24,11 +24,13 @@ MAX_BODY_BYTES = 1 << 20
 
 
 class RewardReport(BaseModel):
+    """Is the body of ``POST /sessions/<id>/reward``."""
+
     reward: float
 
 
 def build_app(sessions: Sessions) -> FastAPI:
-    """The application; serve it on the event loop that ``sessions`` are used on."""
+    """Build the application; serve it on the event loop that ``sessions`` are used on."""
     app = FastAPI(title="realhf policy", openapi_url=None)
     app.add_middleware(_BodyLimit)
     _add_errors(app)
@@ -66,7 +68,7 @@ async def _streamed(turn: OpenTurn, body: ChatRequest, sessions: Sessions) -> As
 
 
 class _BodyLimit:
-    """Refuses what is too long, or does not say how long it is, before anything is read."""
+    """Refuses a body that is too long, or does not declare its length, before anything is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""A request for a chat completion as the ``openai`` package sends it, checked and reduced to its messages."""
+"""Checks a request for a chat completion, as the ``openai`` package sends it, and reduces it to its messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_MESSAGES = 512
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 Message = tuple[str, str]
-"""(role, content) with the role system, user or assistant."""
+"""A (role, content) pair with the role system, user or assistant."""
 
 
 class ApiError(Exception):
@@ -22,27 +22,35 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON body of the error, as the OpenAI API writes it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "code": self.code, "param": None}}
 
 
 class TextPart(BaseModel):
+    """One text part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
+    """One message of a conversation; ``content`` is a text, a list of text parts, or null."""
+
     role: str
     content: str | list[TextPart] | None = None
 
 
 class StreamOptions(BaseModel):
+    """Options of a streamed answer; ``include_usage`` asks for a last chunk with token counts."""
+
     include_usage: bool = False
 
 
 class ChatRequest(BaseModel):
-    """Fields that are honoured, and those that are refused. The policy is sampled as it is trained: temperature,
-    top_p, max_tokens, seed and the like of a request do not change that, and are ignored like unknown fields."""
+    """Declares the fields that are honoured, and those that are refused. The policy is sampled as it is trained:
+    temperature, top_p, max_tokens, seed and the like of a request do not change that, and are ignored like unknown
+    fields."""
 
     model_config = ConfigDict(extra="ignore")
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -58,7 +66,7 @@ class ChatRequest(BaseModel):
     response_format: dict[str, Any] | None = None
 
     def conversation(self) -> list[Message]:
-        """The messages as pairs. Raises ApiError for what the endpoint cannot do."""
+        """Return the messages as pairs. Raises ApiError for what the endpoint cannot do."""
         self._check()
         return [(_role(message.role), _text(message.content)) for message in self.messages]
 

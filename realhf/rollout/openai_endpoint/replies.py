@@ -1,4 +1,4 @@
-"""What the endpoint answers, in the JSON shapes of the OpenAI API."""
+"""Writes the endpoint's answers in the JSON shapes of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DONE = "data: [DONE]\n\n"
 
 
 def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[str, Any]:
-    """A whole ``chat.completion``."""
+    """Return a whole ``chat.completion``."""
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": turn.text, "refusal": None},
@@ -27,7 +27,7 @@ def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[st
 
 
 def chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool) -> Iterator[str]:
-    """The same as server-sent events."""
+    """Yield the same completion as server-sent events."""
     head = _head("chat.completion.chunk")
     parts = [
         ({"role": "assistant", "content": ""}, None, None),
@@ -42,12 +42,12 @@ def chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool) -
 
 
 def models() -> dict[str, Any]:
-    """The list of models: the policy, whatever name a request uses."""
+    """Return the list of models: the policy, whatever name a request uses."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "realhf"}]}
 
 
 def event(body: dict[str, Any]) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 

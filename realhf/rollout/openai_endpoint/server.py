@@ -1,4 +1,4 @@
-"""The endpoint served on the caller's event loop, on loopback alone."""
+"""Serves the endpoint on the caller's event loop, on loopback alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STOP_S = 3.0
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the process around it."""
+        """Install no handlers: signals belong to the process around the server."""
         yield
 
 
@@ -44,11 +44,11 @@ class OpenAiServer:
         self._serving: asyncio.Task[None] | None = None
 
     def base_url(self, session: Session) -> str:
-        """What the agent of a session gives its client."""
+        """Return the base URL that the agent of a session gives its client."""
         return f"{self.url}/sessions/{session.key}/v1"
 
     async def start(self) -> None:
-        """Listen on a free port, unless it does already. Raises RuntimeError when the server does not come up."""
+        """Listen on a free port, unless it does so already. Raises RuntimeError when the server does not come up."""
         if self._serving is not None and not self._serving.done():
             return
         listener = socket.create_server(("127.0.0.1", 0))

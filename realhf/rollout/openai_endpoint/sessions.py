@@ -1,4 +1,4 @@
-"""Sessions of black-box agents: who may ask for tokens, what was said, and how it ended.
+"""Keeps the sessions of black-box agents: who may ask for tokens, what was said, and how it ended.
 
 The id of a session is a capability: whoever knows it speaks for that session, and nobody can guess it.
 """
@@ -24,8 +24,8 @@ MAX_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """max_total_tokens: prompt and completion of a trajectory. turn_tokens: the engine's max_new_tokens. max_turns:
-    policy turns of a session."""
+    """Bounds a session. ``max_total_tokens``: prompt and completion of a trajectory. ``turn_tokens``: the engine's
+    max_new_tokens. ``max_turns``: policy turns of a session."""
 
     max_total_tokens: int
     turn_tokens: int
@@ -34,8 +34,8 @@ class SessionLimits:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an episode ended: what its trajectories are told. ``status``: see ``realhf.api.env``; ``reward`` None: the
-    one that was reported to the session."""
+    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.env``; ``reward`` None: the one
+    that was reported to the session."""
 
     status: str
     reward: float | None = None
@@ -47,8 +47,8 @@ class Ending:
 
 
 class Session:
-    """One agent's conversations. Use it on one event loop. ``reward``: the reported one, once there is one;
-    ``engine_error``: the last failure of the engine."""
+    """Holds one agent's conversations. Use it on one event loop. ``reward`` is the reported one, once there is one;
+    ``engine_error`` the last failure of the engine."""
 
     def __init__(self, key: str, ledger: TokenLedger, llm: TokenSource) -> None:
         self.key = key
@@ -60,7 +60,7 @@ class Session:
         self._running: set[asyncio.Task[None]] = set()
 
     async def sample(self, messages: Sequence[Message]) -> OpenTurn:
-        """The policy's next turn, to be kept or discarded by the caller (``ledger``). Raises ApiError."""
+        """Sample the policy's next turn; the caller must keep or discard it (``ledger``). Raises ApiError."""
         if self.ended.is_set():
             raise _gone("this session is over")
         if len(self._running) >= MAX_AT_ONCE:
@@ -86,7 +86,8 @@ class Session:
         return turn
 
     def report(self, reward: float) -> None:
-        """The agent says how it went, which ends the session. Raises ApiError for a second report or no number."""
+        """Take the agent's report of how it went, which ends the session. Raises ApiError for a second report or no
+        number."""
         if self.ended.is_set():
             raise _gone("this session is over")
         if not math.isfinite(reward):
@@ -95,15 +96,15 @@ class Session:
         self.end()
 
     def end(self) -> None:
-        """No further requests; those under way are cancelled, and the engine forgets the session."""
+        """Refuse further requests; those under way are cancelled, and the engine forgets the session."""
         self.ended.set()
         for work in self._running:
             work.cancel()
         self._llm.free(self.ledger.slots)
 
     def outcomes(self, ending: Ending) -> list[RolloutOutcome]:
-        """The trajectories of the session, the main one first; one without tokens if the agent never spoke. All have
-        the same reward."""
+        """Return the trajectories of the session, the main one first; there is one without tokens if the agent never
+        spoke. All have the same reward."""
         branches = self.ledger.ordered()
         return [self._outcome(branch, ending) for branch in branches] or [self._outcome(None, ending)]
 
@@ -142,7 +143,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of one endpoint."""
+    """Keeps the sessions of one endpoint."""
 
     def __init__(self, chat: TemplateChat, limits: SessionLimits) -> None:
         self.chat = chat
@@ -150,7 +151,7 @@ class Sessions:
         self._open: dict[str, Session] = {}
 
     def open(self, llm: TokenSource, *, slot: int, seed: int | None = None) -> Session:
-        """A new session whose tokens come from ``llm``. Raises RuntimeError when there are too many."""
+        """Open a session whose tokens come from ``llm``. Raises RuntimeError when there are too many."""
         if len(self._open) >= MAX_SESSIONS:
             raise RuntimeError(f"the endpoint has {MAX_SESSIONS} sessions; close some")
         limits = self._limits
@@ -167,7 +168,8 @@ class Sessions:
         return session
 
     def find(self, key: str) -> Session:
-        """Raises ApiError for an id that was never given out or whose session is closed."""
+        """Return the session with this id. Raises ApiError for an id that was never given out or whose session is
+        closed."""
         session = self._open.get(key)
         if session is None:
             raise ApiError(404, "no_such_session", "there is no such session")

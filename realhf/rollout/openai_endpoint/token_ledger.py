@@ -1,9 +1,9 @@
-"""The token ids of a black-box agent's conversations, exactly as the engine saw and sampled them.
+"""Keeps the token ids of a black-box agent's conversations, exactly as the engine saw and sampled them.
 
 An agent sends whole conversations as text. One that extends a conversation of this session (the policy's turns
 byte-equal to what was returned) goes on with that conversation's ids; nothing is tokenised twice. One that leaves a
-known conversation after some policy turn *branches* off there: a trajectory of its own, whose prompt is the ids up to
-that point. Anything else starts a new conversation. No I/O.
+known conversation after some policy turn *branches* off there: it is a trajectory of its own, whose prompt is the ids
+up to that point. Anything else starts a new conversation. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Mark:
-    """A place after a policy turn: so many messages and completion ids; ``ended``: by a sampled stop id."""
+    """Marks a place after a policy turn by the number of messages and of completion ids before it; ``ended``: a sampled
+    stop id ended the turn."""
 
     messages: int
     tokens: int
@@ -33,7 +34,7 @@ class Mark:
 
 @dataclass(eq=False)
 class Branch:
-    """One trajectory. ``messages`` and ``marks`` cover what ``tokens`` holds. ``slot``: its cache row."""
+    """Holds one trajectory. ``messages`` and ``marks`` cover what ``tokens`` holds; ``slot`` is its cache row."""
 
     slot: int
     seed: int | None
@@ -44,19 +45,19 @@ class Branch:
 
     @property
     def sampled(self) -> int:
-        """Tokens of the policy."""
+        """Return how many tokens the policy sampled."""
         return sum(self.tokens.loss_mask)
 
     def turns(self) -> tuple[Turn, ...]:
-        """The policy's turns as a person reads them, each with the message that followed."""
+        """Return the policy's turns as a person reads them, each with the message that followed."""
         words = [content for _, content in self.messages] + [""]
         return tuple(Turn(words[mark.messages - 1], None, words[mark.messages], 0.0) for mark in self.marks)
 
 
 @dataclass
 class OpenTurn:
-    """A policy turn in progress; its branch changes only when it is kept. ``prompt``: what it follows, of which the
-    branch does not have ``between`` yet. ``text`` is there when it is complete."""
+    """Holds a policy turn in progress; its branch changes only when it is kept. ``prompt`` are the ids it follows: the
+    branch's and ``between``, which the branch does not have yet. ``text`` is there when the turn is complete."""
 
     branch: Branch
     messages: list[Message]
@@ -69,24 +70,27 @@ class OpenTurn:
 
     @property
     def ids(self) -> list[int]:
+        """Token ids sampled so far."""
         return [token for part in self.parts for token in part.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
+        """Log-probabilities of ``ids``."""
         return [value for part in self.parts for value in part.logprobs]
 
     @property
     def finish_reason(self) -> str:
+        """Why the last part ended (see ``GenOutput``)."""
         return self.parts[-1].finish_reason
 
     def request(self) -> GenRequest:
-        """What the engine continues."""
+        """Return what the engine continues."""
         ids = self.ids
         return GenRequest(self.branch.slot, self.prompt + ids, len(ids), self.branch.seed)
 
 
 class TokenLedger:
-    """All conversations of one session.
+    """Holds all conversations of one session.
 
     Args:
         slot: cache row of the first conversation; those of others are derived from it. seed: of its random numbers.
@@ -116,7 +120,7 @@ class TokenLedger:
         self._max_turns = max_turns
 
     def begin(self, messages: Sequence[Message]) -> OpenTurn:
-        """The turn that follows ``messages``. Raises ApiError when there is no room for it."""
+        """Open the turn that follows ``messages``. Raises ApiError when there is no room for it."""
         if self.turns >= self._max_turns:
             raise self._over("max_turns", "turn_limit", f"this session has had its {self._max_turns} turns")
         branch, mark = self._known(messages)
@@ -139,8 +143,8 @@ class TokenLedger:
         return turn
 
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
-        """Take what was sampled; whether the turn is complete. Raises ValueError for what is no turn, and ApiError when
-        the engine's context has no room for one."""
+        """Take what was sampled; returns whether the turn is complete. Raises ValueError for an output that is no turn,
+        and ApiError when the engine's context has no room for one."""
         count = len(output.token_ids)
         interrupted = output.finish_reason == "interrupted"
         full = not count and output.finish_reason == "length"
@@ -162,7 +166,7 @@ class TokenLedger:
         return True
 
     def keep(self, turn: OpenTurn) -> None:
-        """The agent gets the turn: it is part of the trajectory from now on."""
+        """Make the turn part of the trajectory: the agent gets it."""
         branch = turn.branch
         if turn.between:
             branch.tokens.append_environment(turn.between)
@@ -177,15 +181,15 @@ class TokenLedger:
         self.turns += 1
 
     def discard(self, turn: OpenTurn) -> None:
-        """The turn failed, or nobody got it."""
+        """Drop a turn that failed or that nobody got."""
         turn.branch.busy = False
 
     def ordered(self) -> list[Branch]:
-        """Trajectories, the main one first: that with the most sampled tokens, of equal ones the latest."""
+        """Return the trajectories, the main one first: that with the most sampled tokens, of equal ones the latest."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
 
     def _known(self, messages: Sequence[Message]) -> tuple[Branch | None, Mark | None]:
-        """The latest place in a known conversation that ``messages`` go on from with words of others only."""
+        """Return the latest place in a known conversation after which ``messages`` add no words of the policy."""
         best: tuple[Branch | None, Mark | None] = (None, None)
         spoken = max((n for n, (role, _) in enumerate(messages, 1) if role == "assistant"), default=0)
         for branch in reversed(self.branches):

@@ -1,4 +1,4 @@
-"""What a failed rollout means for its group, as a value: fail fast, retry, or be content with a minimum group."""
+"""Decides what a failed rollout means for its group: fail fast, retry, or be content with a minimum group."""
 
 from __future__ import annotations
 
@@ -9,49 +9,55 @@ from realhf.api.config import FailureConfig
 
 
 class FailurePolicy(Protocol):
-    """``retries``: how often a rollout that failed is played again, and its lost session resumed."""
+    """Decides about failed rollouts. ``retries``: how often a rollout that failed is played again, and its lost session
+    resumed."""
 
     @property
-    def retries(self) -> int: ...
+    def retries(self) -> int:
+        """How often a failed rollout is played again."""
+        ...
 
     def suffices(self, valid: int, size: int) -> bool:
-        """Whether a group of ``size`` rollouts, of which ``valid`` are, may be trained."""
+        """Return whether a group of ``size`` rollouts, of which ``valid`` are valid, may be trained."""
         ...
 
 
 @dataclass(frozen=True)
 class FailFast:
-    """Nothing is tried again, and a group is whole or it has failed; the master ends the run then."""
+    """Tries nothing again: a group is whole or it has failed, and then the master ends the run."""
 
     retries: int = 0
 
     def suffices(self, valid: int, size: int) -> bool:
+        """See ``FailurePolicy``."""
         return valid == size
 
 
 @dataclass(frozen=True)
 class Retry:
-    """A group is whole or it is played again."""
+    """Plays failed rollouts again: a group is whole, or it is played again."""
 
     retries: int
 
     def suffices(self, valid: int, size: int) -> bool:
+        """See ``FailurePolicy``."""
         return valid == size
 
 
 @dataclass(frozen=True)
 class MinimumGroup:
-    """Rollouts that keep failing are left out where ``least`` others are valid."""
+    """Leaves out rollouts that keep failing where ``least`` others are valid."""
 
     retries: int
     least: int
 
     def suffices(self, valid: int, size: int) -> bool:
+        """See ``FailurePolicy``."""
         return valid >= min(self.least, size)
 
 
 def failure_policy(config: FailureConfig, min_group_size: int) -> FailurePolicy:
-    """The policy that the configuration names. Raises ValueError for an unknown one."""
+    """Return the policy that the configuration names. Raises ValueError for an unknown one."""
     if config.policy == "fail_fast":
         return FailFast()
     if config.policy == "retry":

@@ -35,8 +35,8 @@ class GroupFailed(RuntimeError):
 
 @dataclass
 class PlayedGroup:
-    """The rollouts of a sample, in order, and how they went: ``failures`` and ``retried`` count by kind, also where a
-    retry mended them."""
+    """Holds the rollouts of a sample, in order, and how they went: ``failures`` and ``retried`` count by kind, also
+    where a retry mended them."""
 
     outcomes: Sequence[RolloutOutcome]
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class PlayedGroup:
     retried: Counter[str] = field(default_factory=Counter)
 
     def statistics(self) -> dict[str, Any]:
-        """JSON-able figures that travel with the sample."""
+        """Return JSON-able metrics that travel with the sample."""
         valid = [outcome for outcome in self.outcomes if outcome.valid]
         return {
             "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
@@ -60,15 +60,17 @@ class Player(Protocol):
     """Plays one sample after another."""
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
-        """Raises GroupFailed."""
+        """Play one sample. Raises GroupFailed."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End what the player holds open."""
+        ...
 
 
 class GroupPlayer:
-    """A ``Player`` on the sessions of ``pool``, which it connects when needed and closes. ``first_slot``: the cache
-    rows ``first_slot .. first_slot + pool.size - 1`` are its own."""
+    """Plays samples on the sessions of ``pool``, which it connects when needed and closes. The cache rows ``first_slot
+    .. first_slot + pool.size - 1`` are its own."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class GroupPlayer:
         self._chaos, self._patience_s = chaos, patience_s
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
-        """All rollouts at once; the policy says what a failed one means."""
+        """Play all rollouts at once; the policy decides what a failed one means."""
         began = time.perf_counter()
         played = PlayedGroup([])
         try:
@@ -113,8 +115,8 @@ class GroupPlayer:
         return played
 
     async def _connected(self) -> None:
-        """Until there is a session, over the restart of a server that has died: its death is not the sample's failure.
-        Raises the last ConnectionError when the patience is over."""
+        """Wait until there is a session, over the restart of a server that has died: its death is not the sample's
+        failure. Raises the last ConnectionError when the patience is over."""
         deadline, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
@@ -155,20 +157,20 @@ class GroupPlayer:
 
 
 def reset_arguments(lease: RolloutLease, chaos: bool) -> dict[str, Any]:
-    """Keyword arguments of the environment's reset for a sample of the task curriculum."""
+    """Return the keyword arguments of the environment's reset for a sample of the task curriculum."""
     metadata = lease.metadata
     return {"task": json.loads(metadata["task"]), "seed": int(metadata["task_seed"]), "chaos": chaos}
 
 
 def _outcome(end: Any) -> RolloutOutcome:
-    """A session that could not be opened at all ended before the agent had it."""
+    """Return the outcome of an episode; a session that could not be opened at all ended before the agent had it."""
     if isinstance(end, RolloutOutcome):
         return end
     return RolloutOutcome(end.status, [], [], [], [], [], None, False, 0.0, (), -1, "", 0, message=end.message)
 
 
 async def within(player: Player, lease: RolloutLease) -> PlayedGroup:
-    """``play`` within the sample's deadline. Raises GroupFailed."""
+    """Run ``play`` within the sample's deadline. Raises GroupFailed."""
     try:
         async with asyncio.timeout(lease.deadline_s):
             return await player.play(lease)

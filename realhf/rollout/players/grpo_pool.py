@@ -1,4 +1,5 @@
-"""N environment sessions for asynchronous code, notebooks above all: the caller's loop, no thread but for generation.
+"""Plays N environment sessions from asynchronous code, notebooks above all: on the caller's loop, with no thread but
+one for generation.
 
     async with GrpoPool("http://127.0.0.1:8000", 8, curriculum) as pool:
         await pool.reset_group(task)
@@ -41,11 +42,11 @@ T = TypeVar("T")
 
 
 class GrpoPool:
-    """``envs`` are the sessions, [] until connected. Use it on one event loop.
+    """Runs groups of rollouts on its sessions. ``envs`` are the sessions, [] until connected. Use it on one event loop.
 
     Args:
         base_url, token: of the environment server. size: sessions, at most the server's.
-        curriculum: told the result of a group by ``record_group_result``, and by nothing else.
+        curriculum: gets the result of a group from ``record_group_result``, and from nothing else.
         connect_timeout_s: opening all sessions. message_timeout_s: reset or step, each.
         retry_capacity_s: keep trying to connect that long while the server is full.
         on_failure: what ``run_group`` makes of an environment that failed: ``drop`` returns a RolloutFailure in its
@@ -113,7 +114,7 @@ class GrpoPool:
             self._generator.shutdown(wait=False, cancel_futures=True)
 
     def session(self) -> GrpoPool:
-        """``async with pool.session():`` is ``async with pool:``."""
+        """Return the pool itself, so that ``async with pool.session():`` reads as ``async with pool:``."""
         return self
 
     async def __aenter__(self) -> GrpoPool:
@@ -139,23 +140,24 @@ class GrpoPool:
         return [parse_result(result) for result in results]
 
     async def reopen(self, env: AwsEnv) -> None:
-        """A new session for a lost or doubtful one of ``envs``. Raises ConnectionError."""
+        """Replace a lost or doubtful session of ``envs`` by a new one. Raises ConnectionError."""
         self._check()
         await self._group.reopen(self._group.clients[self.envs.index(env)])
 
     async def run_group_step(self, actions: Sequence[str | None]) -> list[AwsStepResult | RolloutFailure | None]:
-        """One command per session, all at once, results in their order. None skips a session (its episode is over);
-        a failed environment answers RolloutFailure. Raises ValueError when the lengths differ."""
+        """Run one command per session, all at once, and return results in their order. None skips a session (its
+        episode is over); a failed environment answers RolloutFailure. Raises ValueError when the lengths differ."""
         self._check()
         results = await self._group.step(actions)
         return [parse_result(result) if isinstance(result, StepResult) else result for result in results]
 
     async def run_group(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure]:
-        """``rollout_fn`` with every session at once; what it returned, in the order of the sessions.
+        """Run ``rollout_fn`` with every session at once; returns what it returned, in the order of the sessions.
 
-        A failed environment is treated as ``on_failure`` says. Any other error lets the remaining rollouts finish
-        for up to the message timeout and is raised as GroupError with all outcomes. Raises RuntimeError when a group
-        is being run already."""
+        A failed environment is treated as ``on_failure`` says. Any other error lets the remaining rollouts finish for
+        up to the message timeout and is raised as GroupError with all outcomes. Raises RuntimeError when a group is
+        being run already.
+        """
         self._check()
         if self._playing:
             raise RuntimeError("this pool is playing already; one run at a time")
@@ -173,7 +175,7 @@ class GrpoPool:
         return outcomes
 
     async def _all(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure | BaseException]:
-        """What became of each rollout; after the first error the others get the message timeout."""
+        """Return what became of each rollout; after the first error the others get the message timeout."""
         tasks = [asyncio.ensure_future(self._one(rollout_fn, index)) for index in range(self.size)]
         late: set[asyncio.Task[T | RolloutFailure]] = set()
         try:
@@ -209,7 +211,7 @@ class GrpoPool:
         return await asyncio.get_running_loop().run_in_executor(self._generator, fn, *args)
 
     def record_group_result(self, task: Any, rewards: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
-        """Tell the curriculum about a group, once; the pool's only write to it. See ``record_group``."""
+        """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
         return record_group(self._curriculum, task, rewards, success_threshold)
 
     def _check(self) -> None:
@@ -220,7 +222,8 @@ class GrpoPool:
 
 
 def _abort(clients: Sequence[OpenEnvClient], loop: asyncio.AbstractEventLoop) -> None:
-    """A pool was forgotten without ``close``: its sessions must not stay open as long as the loop runs."""
+    """Close the sessions of a pool that was forgotten without ``close``: they must not stay open as long as the loop
+    runs."""
     for client in clients:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(client.abort)

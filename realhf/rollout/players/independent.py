@@ -1,8 +1,8 @@
-"""Independent play: every session plays its episodes at its own pace and waits for nobody but the policy.
+"""Plays independently: every session plays its episodes at its own pace and waits for nobody but the policy.
 
-A slow environment then holds up only its own episode. The caller's thread generates, one batch at a time, for
-whoever waits when it gets to it: which episodes share a batch depends on timing, unlike in lockstep play.
-Source: docs/reference/environment.md 9.
+A slow environment then holds up only its own episode. The caller's thread generates, one batch at a time, for whoever
+waits when it gets to it: which episodes share a batch depends on timing, unlike in lockstep play. Source:
+docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
 
 @dataclass(frozen=True)
 class Waiting:
-    """An episode that wants a turn; the answer goes into ``turn`` on its loop."""
+    """An episode that waits for a turn; the answer goes into ``turn`` on its loop."""
 
     request: GenRequest
     turn: asyncio.Future[GenOutput]
 
     def answer(self, output: GenOutput) -> None:
-        """Take the sampled turn; call on the loop. Nobody waits any more for an episode that was cancelled."""
+        """Take the sampled turn; call it on the loop. For a cancelled episode nobody waits any more."""
         if not self.turn.done():
             self.turn.set_result(output)
 
 
 class IndependentPlay:
-    """Plays jobs over sessions. ``run`` is the coroutine for the loop that owns the sockets, ``inbox`` what the
+    """Plays requests over sessions. ``run`` is the coroutine for the loop that owns the sockets; ``inbox`` is what the
     generating thread serves: ``Waiting``, an ``int`` (a cache slot whose episode is over), None (all is over)."""
 
     def __init__(
@@ -60,7 +60,7 @@ class IndependentPlay:
         self._reopen = reopen
 
     async def run(self) -> None:
-        """Play everything. An error that is no failure of an environment ends all episodes and is raised."""
+        """Play everything. An error that is not an environment's failure ends all episodes and is raised."""
         players = [asyncio.ensure_future(self._play_all(slot, client)) for slot, client in enumerate(self._clients)]
         try:
             await asyncio.gather(*players)
@@ -72,7 +72,7 @@ class IndependentPlay:
             self.inbox.put(None)
 
     def wait_until_over(self, timeout_s: float) -> None:
-        """After a cancellation: until the sessions are left alone, or the time is up."""
+        """Wait, after a cancellation, until nobody uses the sessions or the time is up."""
         deadline = time.monotonic() + timeout_s
         with suppress(queue.Empty):
             while self.inbox.get(timeout=max(0.01, deadline - time.monotonic())) is not None:
@@ -127,8 +127,8 @@ class IndependentPlay:
 
 
 def next_batch(inbox: queue.SimpleQueue[Waiting | int | None]) -> tuple[list[Waiting], list[int], bool]:
-    """What has arrived, at least one entry: (episodes that wait for a turn, freed cache slots, whether all is over).
-    Blocks; every episode carries the deadlines of its environment, so something arrives."""
+    """Take what has arrived, at least one entry: (episodes that wait for a turn, freed cache slots, whether all is
+    over). Blocks; every episode carries the deadlines of its environment, so something arrives."""
     entries = [inbox.get()]
     while True:
         try:

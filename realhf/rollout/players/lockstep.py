@@ -1,9 +1,9 @@
-"""Lockstep play: one batched generation per round, then all environment steps at once.
+"""Plays in lockstep: one batched generation per round, then all environment steps at once.
 
-Every session has a *seat*; the seat's index is also the key-value cache slot of its episode. In a round
-all commands are sent before any reply is read, and replies are read in the order of the seats, so the
-sequence of batches depends on the policy's outputs only, never on the timing of the network. An episode
-that ends gives its seat to the next waiting one at once: its reset runs while later seats still step.
+Every session has an index, which is also the key-value cache slot of its episode. In a round all commands are sent
+before any reply is read, and replies are read in the order of the sessions, so the sequence of batches depends on the
+policy's outputs only, never on the timing of the network. When an episode ends, the next waiting one takes its session
+at once: its reset runs while later sessions still step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
 
 @dataclass
 class Seat:
-    """A session and the episode it plays; ``client`` is None when it could not be reopened."""
+    """Holds a session and the episode it plays; ``client`` is None when it could not be reopened."""
 
     index: int
     client: OpenEnvClient | None
@@ -30,10 +30,10 @@ class Seat:
 
 
 class LockstepPlay:
-    """Plays jobs over the seats. ``reopen`` gives a client a new session (raises ConnectionError).
+    """Plays requests over the sessions. ``reopen`` gives a client a new session (raises ConnectionError).
 
-    The coroutines run on the loop that owns the sockets; ``requests`` and ``take_outputs`` are plain
-    calls for the thread that generates. ``outcomes[i]`` belongs to job i.
+    The coroutines run on the loop that owns the sockets; ``requests`` and ``take_outputs`` are plain calls for the
+    thread that generates. ``outcomes[i]`` belongs to the i-th request.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class LockstepPlay:
         self._freed: list[int] = []
 
     def requests(self) -> list[GenRequest]:
-        """The next batch, in the order of the seats; empty when all jobs have an outcome."""
+        """Return the next batch, in the order of the sessions; empty when all requests have an outcome."""
         return [seat.rollout.request(seat.index) for seat in self._seats if seat.rollout]
 
     def take_outputs(self, outputs: Sequence[GenOutput]) -> None:
-        """Sampled turns, in the order of ``requests``."""
+        """Take sampled turns, in the order of ``requests``."""
         live = [seat.rollout for seat in self._seats if seat.rollout]
         if len(outputs) != len(live):
             raise ValueError(f"the policy returned {len(outputs)} outputs for {len(live)} requests")
@@ -69,18 +69,18 @@ class LockstepPlay:
             rollout.take_turn(output)
 
     def take_freed(self) -> list[int]:
-        """Cache slots whose episode ended since the last call."""
+        """Return the cache slots whose episode ended since the last call."""
         freed, self._freed = self._freed, []
         return freed
 
     async def fill(self) -> None:
-        """Reset the first episodes onto the seats."""
+        """Reset the first episodes onto the sessions."""
         for seat in self._seats:
             await self._next_job(seat)
         await self._finish_resets()
 
     async def advance(self) -> None:
-        """Run the commands of this round, and the resets of the episodes that take over."""
+        """Run the commands of this round, and the resets of the episodes that come next."""
         stepping = []
         for seat in self._seats:
             rollout = seat.rollout
@@ -138,7 +138,7 @@ class LockstepPlay:
         await self._next_job(seat)
 
     async def _next_job(self, seat: Seat) -> None:
-        """Send the reset of the next waiting job; a dead seat stays empty."""
+        """Send the reset of the next waiting request; a dead session stays empty."""
         while self._waiting and seat.rollout is None and seat.client is not None:
             job = self._waiting.popleft()
             seat.rollout = RolloutState(job, self._chat, self._limits)
@@ -149,7 +149,7 @@ class LockstepPlay:
                 await self._failed(seat, error)
 
     async def _failed(self, seat: Seat, error: Exception) -> None:
-        """The environment failed: note it or play the same instance once more, on a new connection."""
+        """Handle a failed environment: record it, or play the same instance once more on a new connection."""
         assert seat.client is not None and seat.rollout is not None
         job, rollout = seat.rollout.job, seat.rollout
         self._vacate(seat)

@@ -1,7 +1,7 @@
-"""N environment sessions for a blocking trainer: a sync facade with its own thread and event loop.
+"""Plays N environment sessions for a blocking trainer: a sync facade with its own thread and event loop.
 
-Generation runs in the caller's thread, environment steps on the pool's loop, which answers pings while
-the caller generates or trains. Source: docs/reference/environment.md 9.
+Generation runs in the caller's thread, environment steps on the pool's loop, which answers pings while the caller
+generates or trains. Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ MODES = ("lockstep", "independent")
 
 
 class Policy(Protocol):
-    """What a pool asks for tokens."""
+    """Gives a pool the tokens it asks for."""
 
     @property
-    def chat(self) -> ChatFormat: ...
+    def chat(self) -> ChatFormat:
+        """How conversations become token ids."""
+        ...
 
-    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]: ...
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """Continue every request, batched, in order; ``round_index`` counts the batches of a run."""
+        ...
 
-    def free(self, slots: Sequence[int]) -> None: ...
+    def free(self, slots: Sequence[int]) -> None:
+        """Forget what is cached for these slots: their episodes are over."""
+        ...
 
 
 class MultiTurnEnvPool:
@@ -48,7 +54,7 @@ class MultiTurnEnvPool:
 
     Args:
         base_url, token: of the environment server.
-        curriculum: told the result of a group by ``record_group_result``, and by nothing else.
+        curriculum: gets the result of a group from ``record_group_result``, and by nothing else.
         max_turns: policy turns of an episode. max_total_tokens: prompt and completion of an episode.
         turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends (token_budget).
         observation_chars: cap of the text of one observation.
@@ -141,8 +147,8 @@ class MultiTurnEnvPool:
         mode: str = "lockstep",
         chaos: bool = False,
     ) -> list[RolloutOutcome]:
-        """``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or reset arguments. ``seed``
-        None: the task's own (0 for reset arguments). See ``run_groups``."""
+        """Play ``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or reset arguments.
+        ``seed`` None: the task's own (0 for reset arguments). See ``run_groups``."""
         arguments = reset_arguments(task, seed, chaos)
         wanted = int(arguments.pop("seed", 0))
         return self.run_groups([arguments], policy, group_size=group_size or self.size, seeds=[wanted], mode=mode)[0]
@@ -196,13 +202,13 @@ class MultiTurnEnvPool:
             return thread.call(self._group.reset(reset_arguments(task, seed, chaos)))
 
     def run_group_step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
-        """One command per session, all at once; None skips a session, a failed one answers RolloutFailure."""
+        """Run one command per session, all at once. None skips a session; a failed one answers RolloutFailure."""
         thread = self._ready()
         with self._alone():
             return thread.call(self._group.step(actions))
 
     def record_group_result(self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
-        """Tell the curriculum about a group, once; the pool's only write to it. See ``record_group``."""
+        """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
         return record_group(self._curriculum, task, outcomes, success_threshold)
 
     def close(self, timeout_s: float = _STOP_S) -> None:
@@ -303,8 +309,8 @@ class MultiTurnEnvPool:
 
 
 def _shut_down(thread: LoopThread, group: SessionGroup, timeout_s: float) -> None:
-    """Close sessions and thread within the time, from wherever: close(), the garbage collector, the interpreter's end;
-    nothing in a forked child."""
+    """Close sessions and thread within the time; does nothing in a forked child. The caller may be close(), the garbage
+    collector or the interpreter's end."""
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
             asyncio.run_coroutine_threadsafe(group.close(), thread.loop).result(timeout_s)

@@ -1,4 +1,4 @@
-"""A pool from the variables that trainers of this environment share.
+"""Builds a pool from the variables that trainers of this environment share.
 
 AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN say where the server is; NUM_GENERATIONS (8), MAX_TURNS (6) and MAX_TOTAL_TOKENS
 (4096) are rollouts of a group, policy turns and tokens of an episode. Source: docs/reference/environment.md 1.
@@ -21,7 +21,7 @@ _NUMBERS = {
 
 
 def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of ``MultiTurnEnvPool`` in variables. Raises ValueError naming a variable that is no positive
+    """Read arguments of ``MultiTurnEnvPool`` from variables. Raises ValueError naming a variable that is not a positive
     number."""
     found: dict[str, Any] = {
         "base_url": environ.get("AWS_RL_ENV_URL") or DEFAULT_URL,
@@ -36,5 +36,5 @@ def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def pool_from_environment(**arguments: Any) -> MultiTurnEnvPool:
-    """An unconnected pool; ``arguments`` win over variables. Raises ValueError."""
+    """Return an unconnected pool; ``arguments`` win over variables. Raises ValueError."""
     return MultiTurnEnvPool(**{**pool_arguments(os.environ), **arguments})

@@ -1,5 +1,5 @@
-"""A played group as the frames that are streamed: its tokens, what the calls that left the graph make of them, and how
-it went."""
+"""Encodes a played group as the frames that are streamed: its tokens, what the calls that left the graph make of them,
+and how it went."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from realhf.transport.codec import encode_sample
 
 
 class SampleEncoder:
-    """``calls`` are run on every sample, in order: inferences that need no weights, such as the reward.
+    """Encodes played groups. ``calls`` are run on every sample, in order: inferences that need no weights, such as the
+    reward.
 
-    ``transcripts``: of every ``batch_size`` samples the first so many carry the text of their first rollout.
+    ``transcripts``: of every ``batch_size`` samples this many carry the text of their first rollout.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class SampleEncoder:
         self._transcripts, self._batch_size = transcripts, batch_size
 
     def __call__(self, lease: RolloutLease, played: PlayedGroup) -> list[Any]:
-        """Frames of the sample; metadata ``rollout`` is JSON of ``PlayedGroup.statistics``."""
+        """Return the frames of the sample; metadata ``rollout`` is JSON of ``PlayedGroup.statistics``."""
         sample = outcomes_to_sample([lease.id], [played.outcomes], min_group_size=self._min_group_size)
         for call, interface in self._calls:
             outputs, _ = interface.inference(None, sample.select(call.input_keys), self._context)

@@ -1,4 +1,4 @@
-"""The AWS environment as the tool class that TRL's ``GRPOTrainer(environment_factory=AwsToolEnv)`` takes.
+"""Offers the AWS environment as the tool class that TRL's ``GRPOTrainer(environment_factory=AwsToolEnv)`` takes.
 
 TRL makes one instance per rollout of a generation batch, calls ``reset`` with the row's columns, offers every public
 method as a tool, and asks ``get_reward`` once at the end. Source: docs/reference/environment.md 10.
@@ -24,8 +24,9 @@ _ROW_KEYS = ("task", "task_id", "seed", "chaos")
 
 
 class AwsToolEnv:
-    """One session, reused over episodes; the server is AWS_RL_ENV_URL, its token AWS_RL_ENV_TOKEN. The socket stays
-    open while the trainer optimises; a lost one is opened again by the next ``reset``, never inside an episode."""
+    """Holds one session and reuses it over episodes; the server is AWS_RL_ENV_URL, its token AWS_RL_ENV_TOKEN. The
+    socket stays open while the trainer optimises; a lost one is opened again by the next ``reset``, never inside an
+    episode."""
 
     def __init__(self) -> None:
         url = os.environ.get("AWS_RL_ENV_URL") or _DEFAULT_URL

@@ -1,4 +1,4 @@
-"""``rollout_func`` of TRL's GRPOTrainer over MultiTurnEnvPool: token-exact multi-turn episodes, all at once.
+"""Implements ``rollout_func`` of TRL's GRPOTrainer over MultiTurnEnvPool: token-exact multi-turn episodes, all at once.
 
     pool = MultiTurnEnvPool(url, size=8, turn_tokens=64)
     trainer = GRPOTrainer(model, [episode_reward], rollout_func=PoolRollouts(pool), train_dataset=rows, ...)
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def task_of_prompt(prompt: Any) -> dict[str, Any]:
-    """Reset arguments in a prompt. Raises ValueError when it holds none."""
+    """Return the reset arguments in a prompt. Raises ValueError when it holds none."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     try:
         arguments = json.loads(text)
@@ -35,12 +35,12 @@ def task_of_prompt(prompt: Any) -> dict[str, Any]:
 
 
 def episode_reward(completions: Sequence[Any], episode_reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """Reward function for TRL: the scores that came with the rollouts; None (not 0) for a failed one."""
+    """Return the scores that came with the rollouts, as a reward function for TRL; None (not 0) for a failed one."""
     return list(episode_reward)
 
 
 class PoolRollouts:
-    """Callable as ``rollout_func(prompts, trainer)``.
+    """Plays the rollouts of a TRL trainer; call it as ``rollout_func(prompts, trainer)``.
 
     Returns ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` (1 on sampled tokens), and for reward
     functions ``episode_reward`` (None: failed), ``achieved``, ``progress``, ``status``; ``num_generations`` rows per
@@ -52,6 +52,8 @@ class PoolRollouts:
         self._task_of = task_of
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Play a rollout for every prompt, in their order. Raises CapacityError or ConnectError when the pool cannot
+        connect."""
         self._pool.connect()
         group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         tasks = [{"chaos": False, **self._task_of(prompt)} for prompt in _distinct(prompts, group_size)]
@@ -73,7 +75,7 @@ class TransformersPolicy:
         self._pad = trainer.processing_class.pad_token_id
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """One batched generation from left-padded prefixes."""
+        """Generate one batch from left-padded prefixes."""
         import torch
 
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
@@ -103,11 +105,11 @@ class TransformersPolicy:
         return [self._output(ids, row) for ids, row in zip(found.sequences[:, longest:], logits, strict=True)]
 
     def free(self, slots: Sequence[int]) -> None:
-        """``generate`` keeps nothing between rounds."""
+        """Do nothing: ``generate`` keeps nothing between rounds."""
         del slots
 
     def _output(self, ids: torch.Tensor, logits: torch.Tensor) -> GenOutput:
-        """One row: ids [n] up to and with the first stop id, logits [n, vocabulary]."""
+        """Return one row: ids [n] up to and with the first stop id, logits [n, vocabulary]."""
         tokens = ids.tolist()
         ends = [position for position, token in enumerate(tokens) if token in self.chat.stop_ids]
         count = ends[0] + 1 if ends else len(tokens)
@@ -116,7 +118,7 @@ class TransformersPolicy:
 
 
 def _distinct(prompts: Sequence[Any], group_size: int) -> list[Any]:
-    """One prompt per group: TRL hands over each one ``num_generations`` times in a row."""
+    """Return one prompt per group: TRL hands over each one ``num_generations`` times in a row."""
     groups = [list(prompts[start : start + group_size]) for start in range(0, len(prompts), group_size)]
     if any(group != group[:1] * group_size for group in groups):
         raise ValueError(f"expected each prompt {group_size} times in a row (num_generations)")
