@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -> Any:
-    """A byte-level BPE of ``vocab_size`` ids with a chat template, as a ``PreTrainedTokenizerFast``."""
+    """Train a byte-level BPE of ``vocab_size`` ids with a chat template; return a ``PreTrainedTokenizerFast``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +73,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -
 
 
 def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
-    """A randomly initialised ``Qwen3ForCausalLM`` in float32 with tied embeddings."""
+    """Make a randomly initialised ``Qwen3ForCausalLM`` in float32 with tied embeddings."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -97,14 +97,14 @@ def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id
 
 
 def demonstration_texts(path: Path) -> Iterator[str]:
-    """The text of every message of a JSONL file of demonstrations."""
+    """Yield the text of every message of a JSONL file of demonstrations."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             yield from (message_text(message) for message in json.loads(line)["messages"])
 
 
 def build_builtin_policy(demonstrations: Path, out: Path, config: BuiltinModelConfig, seed: int) -> None:
-    """Write tokenizer and random weights to ``out`` (made whole or not at all)."""
+    """Write tokenizer and random weights to ``out``; the folder appears only when complete."""
     tokenizer = train_tokenizer(demonstration_texts(demonstrations), config.vocab_size, config.max_positions)
     model = build_model(config, config.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
@@ -116,6 +116,7 @@ def build_builtin_policy(demonstrations: Path, out: Path, config: BuiltinModelCo
 
 
 def main() -> None:
+    """Build the built-in policy as the command line says."""
     defaults = BuiltinModelConfig()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demonstrations", type=Path, required=True, help="JSONL with a 'messages' list per line")

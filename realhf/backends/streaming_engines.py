@@ -1,4 +1,4 @@
-"""The engine of a generation worker, by its name in ``async_rl.engine``."""
+"""Makes the engine of a generation worker, by its name in ``async_rl.engine``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def make_streaming_generator(
     tracer: Tracer,
     on_death: Callable[[str], None],
 ) -> Iterator[StreamingGenerator]:
-    """An engine without weights, which come with the first ``load_weights``; a server that it needs is started, and
-    ended with it. ``log``: where such a server writes; ``timeout_s``: how long it may take to come up;
-    ``on_death`` is told, on another thread, when it ends by itself. Raises ModelLoadError, FileNotFoundError or
-    TimeoutError."""
+    """Make an engine that has no weights until the first ``load_weights``; a server that it needs is started, and ended
+    with it.
+
+    ``log`` is the file of such a server, ``timeout_s`` bounds its start, and ``on_death`` is called on another thread
+    when it ends by itself. Raises ModelLoadError, FileNotFoundError or TimeoutError.
+    """
     with contextlib.ExitStack() as stack:
         if options.engine == "embedded":
             engine = stack.enter_context(_embedded(model, options, tracer))
@@ -74,7 +76,7 @@ def _vllm(url: str, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingG
 def _vllm_server(
     model: ModelSpec, options: AsyncConfig, log: Path, timeout_s: float, on_death: Callable[[str], None]
 ) -> Iterator[str]:
-    """The address of a server that runs inside the block."""
+    """Run a server inside the block and yield its address."""
     from realhf.backends.vllm.server import VllmOptions, VllmServer
 
     found = shutil.which(options.vllm_executable) or options.vllm_executable

@@ -1,4 +1,5 @@
-"""What the layers of a model may see of the cached rows: everything before, or the last tokens only."""
+"""Makes the masks that say what the layers of a model see of the cached rows: all earlier tokens, or the last ones
+only."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def sliding_window(config: Any) -> int | None:
-    """How many tokens the layers with a sliding window see, the own one included; None if there are none."""
+    """Return how many tokens the layers with a sliding window see, their own included; None if no layer has one."""
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -20,8 +21,8 @@ def sliding_window(config: Any) -> int | None:
 
 
 class AttentionMasks:
-    """Additive masks for a model with this configuration, 0 or -inf in ``dtype``. Raises ValueError for layers that see
-    something else than all tokens or the last ones."""
+    """Makes additive masks for a model with this configuration, 0 or -inf in ``dtype``. Raises ValueError for layers
+    that see anything else than all tokens or the last ones."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -31,14 +32,14 @@ class AttentionMasks:
             raise ValueError(f"{type(config).__name__}: layers of the kind {odd[0]} cannot generate from cached rows")
 
     def of(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        """For queries at ``positions`` int64 (n, n_query) over ``width`` columns: (n, 1, n_query, width), or one for
-        each kind of layer where a model has several."""
+        """Make the mask for queries at ``positions`` int64 (n, n_query) over ``width`` columns: (n, 1, n_query, width),
+        or one mask for each kind of layer where a model has several."""
         column, at = torch.arange(width, device=positions.device), positions[:, None, :, None]
         later = column > at
         full = self._mask(later)
         if self._window is None:
             return full
-        # A row that idles beyond the width sees something too: softmax over nothing is not a number.
+        # A row that idles beyond the width must see something too: a softmax over nothing is not a number.
         windowed = self._mask(later | (column <= at.clamp(max=width - 1) - self._window))
         return {_FULL: full, _SLIDING: windowed} if self._kinds else windowed
 

@@ -1,7 +1,7 @@
-"""Continuous batching: requests join and leave between two tokens, on the engine's own thread.
+"""Implements continuous batching: requests join and leave between two tokens, on the engine's own thread.
 
-Between two steps the thread does what others asked for, in this order: new weights, ends of requests, forgetting
-slots, new requests, a pause. Everybody else only leaves a word under the lock.
+Between two steps the thread does what others asked for, in this order: new weights, ends of requests, forgetting slots,
+new requests, a pause. All other threads only leave their wish under the lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from realhf.backends.threads.compute_threads import threads as compute_threads
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 30.0
 _SPAN_NS = 100_000_000
-"""Steps without a break are reported to the tracer as one piece of work, so long at most."""
+"""Longest time in nanoseconds that steps without a break are reported to the tracer as one piece of work."""
 
 
 _Told = tuple[Done, GenOutput]
@@ -37,7 +37,7 @@ _Told = tuple[Done, GenOutput]
 
 @dataclass
 class _NewWeights:
-    """An update that waits for the engine's thread."""
+    """Holds an update that waits for the engine's thread."""
 
     version: int
     tensors: Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class _NewWeights:
 
 @dataclass
 class _Span:
-    """Steps that are not reported yet: wall-clock nanoseconds, and the tokens made before."""
+    """Holds steps that are not reported yet: wall-clock nanoseconds, and the number of tokens made before them."""
 
     began: int
     tokens: int
@@ -55,13 +55,14 @@ class _Span:
 
 
 class ContinuousGenerator:
-    """A ``StreamingGenerator`` on ``model``, whose parameters it owns from now on.
+    """Implements ``StreamingGenerator`` on ``model``, whose parameters it owns from now on.
 
-    ``kv_policy``: after new weights, ``recompute`` computes every prefix again before its next token, ``keep`` goes
-    on with the keys and values of the old ones. ``max_rows`` bounds the sequences that are cached, playing or
-    between two turns; more requests wait. ``version``: policy version of the weights that the model has; -1: it has
-    none yet and requests wait for ``load_weights``, which waits ``pause_timeout_s`` for a step to end.
-    Requests without a seed draw from unpredictable streams."""
+    After new weights, ``kv_policy`` ``recompute`` computes every prefix again before its next token; ``keep`` continues
+    with the keys and values of the old weights. ``max_rows`` bounds the sequences that are cached, in play or between
+    two turns; more requests wait. ``version`` is the policy version of the model's weights; with -1 it has none yet and
+    requests wait for ``load_weights``, which waits up to ``pause_timeout_s`` for a step to end. Requests without a seed
+    draw from unpredictable streams.
+    """
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class ContinuousGenerator:
 
     def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
         """See ``StreamingGenerator``. ``done`` gets a ValueError for a request with no tokens, with options out of
-        range or for a slot that is in play, and whatever a forward pass raised. Raises RuntimeError after
+        range or for a slot that is in play, and any error that a forward pass raised. Raises RuntimeError after
         ``close``."""
         stream = stream_of(int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed)
         budget = rest_of_turn(request, config, self._core.limit)
@@ -127,13 +128,13 @@ class ContinuousGenerator:
             self._changed.notify_all()
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``StreamingGenerator``. A request that is in play goes on, and its slot is forgotten at its end."""
+        """See ``StreamingGenerator``. A request that is in play continues, and its slot is forgotten at its end."""
         with self._changed:
             self._to_free.update(slots)
             self._changed.notify_all()
 
     def pause(self, timeout_s: float) -> None:
-        """See ``StreamingGenerator``. A pause that timed out is none."""
+        """See ``StreamingGenerator``. After a timeout the engine is not paused."""
         with self._changed:
             before, self._paused = self._paused, True
             self._changed.notify_all()
@@ -143,7 +144,7 @@ class ContinuousGenerator:
                 raise TimeoutError(f"the generation engine did not finish its step within {timeout_s:g} s")
 
     def resume(self) -> None:
-        """See ``StreamingGenerator``. Harmless if nothing is paused."""
+        """Go on after ``pause``. Harmless if nothing is paused."""
         with self._changed:
             self._paused = self._parked = False
             self._changed.notify_all()
@@ -205,7 +206,7 @@ class ContinuousGenerator:
         self._end(error)
 
     def _round(self) -> bool:
-        """One step, and before it what others asked for. False when the engine closes."""
+        """Run one step after doing what others asked for. Return False when the engine closes."""
         with self._changed:
             self._wait_for_work()
             if self._closing:
@@ -232,7 +233,7 @@ class ContinuousGenerator:
         return True
 
     def _wait_for_work(self) -> None:
-        """Until there is something to do. Under the lock; this is where a pause begins."""
+        """Wait until there is something to do. Called under the lock; a pause begins here."""
         while True:
             if self._paused and not self._parked:
                 self._parked = True
@@ -279,7 +280,7 @@ class ContinuousGenerator:
                 self._version = update.version
                 if self._kv_policy == "recompute":
                     self._core.forget_tokens()
-                # What generation stands still for ends with the next token, if anybody waits for one.
+                # The stop of generation ends with the next token, if a request waits for one.
                 self._stopped = began if self._playing and not self._paused else 0
                 self._weight_pause_ms = (time.time_ns() - began) * 1e-6
                 self._tracer.record(f"{WEIGHTS}/copy", began, time.time_ns(), version=update.version)
@@ -341,7 +342,7 @@ class ContinuousGenerator:
             _tell(done, result)
 
     def _report(self) -> None:
-        """Tell the tracer what was done since the last break."""
+        """Report to the tracer what was done since the last break."""
         span, self._span = self._span, None
         if span is not None:
             tokens = self._core.generated_tokens - span.tokens
@@ -355,7 +356,7 @@ class ContinuousGenerator:
             _tell(done, error)
 
     def _end(self, error: BaseException) -> None:
-        """Nobody waits for this engine any longer."""
+        """Give every request that is left this error: the engine has ended."""
         failure = error if isinstance(error, Exception) else RuntimeError(f"generation ended: {error!r}")
         self._report()
         with self._changed:

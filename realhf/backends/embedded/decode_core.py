@@ -1,8 +1,8 @@
-"""Rows that decode together: seats, what is missing of each, one token for everybody. Both generators drive it.
+"""Decodes rows together: gives turns rows, computes what each is missing, and draws one token for each.
 
-A *turn* is one request in play. Between two steps every turn has a last token that was drawn (or given) and not fed
-yet; a step first computes what is missing, one token for most turns and a prefix for those that join, and then draws.
-So nothing that depends on the weights waits between steps except keys and values.
+Both generators drive it. A *turn* is one request in play. Between two steps every turn has a last token that was drawn
+(or given) and not fed yet. A step first computes what is missing, one token for most turns and a prefix for those that
+join, and then draws. So between steps nothing but keys and values depends on the weights.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from realhf.backends.embedded.sampling import sample_tokens, uniform_at
 from realhf.base.context_limit import context_limit
 
 _STEP_TOKENS = {"cpu": 256}
-"""Missing tokens that one step computes, by kind of device (8192 elsewhere), and the rest of the turn that reaches the
-number: whoever plays already gets tokens meanwhile, after new weights too."""
+"""Number of missing tokens that one step computes, by kind of device (8192 elsewhere). The turn that reaches the number
+is finished in the same step. The bound lets turns in play draw tokens while others join or recompute."""
 _IDLE_FRACTION = 0.25
-"""Rows in play are brought together when so many in between are idle: a move costs about ten steps of an idle row."""
+"""Idle rows in between, per row in play, from which rows are moved together; a move costs ten steps of an idle row."""
 
 
 def rest_of_turn(request: GenRequest, config: GenConfig, limit: int) -> int:
-    """Tokens that the turn of a request may still draw in a context of ``limit`` tokens."""
+    """Return how many tokens the turn of a request may still draw in a context of ``limit`` tokens."""
     return min(config.max_new_tokens - request.sampled, limit - len(request.token_ids))
 
 
 @dataclass(eq=False)
 class Turn:
-    """A request in play. Its random numbers come from ``stream`` (see ``sampling.uniform_at``) or, if given, from
-    ``draws`` fp64, one per token. ``budget``: how many tokens it may still draw."""
+    """Is a request in play. Its random numbers come from ``stream`` (see ``sampling.uniform_at``) or, if given, from
+    ``draws`` fp64, one per token. ``budget`` is how many tokens it may still draw."""
 
     request: GenRequest
     config: GenConfig
@@ -56,29 +56,31 @@ class Turn:
 
     @property
     def slot(self) -> int:
+        """The slot of the request."""
         return self.request.slot
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence so far."""
+        """Number of tokens of the sequence so far."""
         return len(self.request.token_ids) + len(self.token_ids)
 
     @property
     def short(self) -> bool:
-        """Whether its minimum is not reached, so that no stop id may be drawn."""
+        """Whether the turn is below its minimum of tokens, so that no stop id may be drawn."""
         return self.request.sampled + len(self.token_ids) < self.config.min_new_tokens
 
     def prefix(self) -> np.ndarray:
-        """The whole sequence so far, int64 (length,)."""
+        """Return the whole sequence so far, int64 (length,)."""
         return np.fromiter((*self.request.token_ids, *self.token_ids), dtype=np.int64, count=self.length)
 
     def output(self) -> GenOutput:
+        """Return what the turn has drawn so far as the output of its request."""
         return GenOutput(self.token_ids, self.logprobs, self.versions, self.reason)
 
 
 class DecodeCore:
-    """Rows, forward passes and sampling of one model. Not thread-safe. After an exception of ``step`` everything is
-    forgotten: rows may be half written."""
+    """Holds the rows of one model, and runs its forward passes and sampling. Not thread-safe. After an exception of
+    ``step`` everything is forgotten, because rows may be half written."""
 
     def __init__(self, model: Any, *, max_rows: int | None = None) -> None:
         self.model = model
@@ -93,12 +95,12 @@ class DecodeCore:
 
     @property
     def live(self) -> int:
-        """Turns in play."""
+        """Number of turns in play."""
         return len(self._live)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes held for keys and values."""
+        """Number of bytes held for keys and values."""
         return self._cache.nbytes
 
     def free(self, slots: Iterable[int] | None) -> None:
@@ -106,7 +108,7 @@ class DecodeCore:
         self._table.free(None if slots is None else list(slots))
 
     def release(self) -> None:
-        """Give the memory of keys and values back. They are as many again with the next turns, in one piece. Raises
+        """Give the memory of keys and values back; the next turns allocate as much again, in one piece. Raises
         RuntimeError while turns are in play."""
         if self._live:
             raise RuntimeError(f"{len(self._live)} turns are in play: their keys and values cannot be given back")
@@ -115,7 +117,7 @@ class DecodeCore:
         self._table = RowTable(self._max_rows)
 
     def forget_tokens(self) -> None:
-        """Everything cached was computed by other weights: turns in play compute their prefix again."""
+        """Forget all cached tokens, because other weights computed them: turns in play compute their prefix again."""
         self._table.forget_tokens()
         for turn in self._live:
             turn.cached = False
@@ -128,8 +130,8 @@ class DecodeCore:
         self._pass = None
 
     def join(self, turns: Sequence[Turn]) -> int:
-        """Bring turns into play, the first so many for which there are rows; returns how many. Each leaves room for
-        its budget in the model's context, and no two have the same slot."""
+        """Bring into play as many of the first turns as there are rows for, and return how many. Each must leave room
+        for its budget in the model's context, and no two may have the same slot."""
         rows = self._table.seat([t.slot for t in turns], {t.slot for t in self._live})
         seated = turns[: len(rows)]
         if not seated:
@@ -152,15 +154,17 @@ class DecodeCore:
         self._table.resize(self._cache.rows, self._cache.columns)
 
     def leave(self, turns: Iterable[Turn]) -> None:
-        """Take turns out of play; what is cached of them stays."""
+        """Take turns out of play; their cached tokens stay."""
         gone = set(map(id, turns))
         self._live = [turn for turn in self._live if id(turn) not in gone]
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Turn]:
-        """Compute, and draw one token, stamped ``version``, for each turn whose prefix is complete. Returns the
-        turns that ended, which have left. Raises FloatingPointError when logits are not finite, and what the model
-        raises."""
+        """Compute, and draw one token, stamped ``version``, for each turn whose prefix is complete.
+
+        Returns the turns that ended; they have left. Raises FloatingPointError when logits are not finite, and what the
+        model raises.
+        """
         try:
             self._compact()
             turns, logits = self._compute()
@@ -187,7 +191,7 @@ class DecodeCore:
         return torch.tensor(values, dtype=torch.int64, device=self.model.device)
 
     def _compute(self) -> tuple[list[Turn], Tensor]:
-        """Turns whose next token can be drawn, and their logits (n, vocabulary)."""
+        """Compute what is missing; return the turns whose next token can be drawn, and their logits (n, vocabulary)."""
         plan = self._plan()
         turns: list[Turn] = []
         logits: list[Tensor] = []
@@ -258,7 +262,7 @@ class DecodeCore:
         return ended
 
     def _sample(self, turns: list[Turn], logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int64 and log-probabilities fp32, (n,) each."""
+        """Draw tokens int64 and their log-probabilities fp32, (n,) each."""
         streams = np.array([turn.stream for turn in turns], dtype=np.uint64)
         uniform = uniform_at(streams, np.array([turn.length for turn in turns], dtype=np.int64))
         for i, turn in enumerate(turns):
@@ -289,6 +293,6 @@ class DecodeCore:
 
 
 def _donations(items: Sequence[PrefillItem]) -> tuple[list[int], list[int], int]:
-    """Source rows, target rows and how many columns to copy."""
+    """Return source rows, target rows and how many columns to copy."""
     donated = [item for item in items if item.donor != item.row]
     return [d.donor for d in donated], [d.row for d in donated], max((d.start for d in donated), default=0)

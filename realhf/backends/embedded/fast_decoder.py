@@ -1,8 +1,8 @@
-"""A forward pass of the Llama, Qwen2 and Qwen3 family without the modules: for small models on a CPU the layers of
-Python around the arithmetic cost more than the arithmetic.
+"""Runs a forward pass of the Llama, Qwen2 and Qwen3 family without the modules.
 
-Parameters are read from the module at every pass, so weights that are copied in place, or replaced, are seen. Tokens
-of all rows lie behind each other without padding; only attention knows rows.
+For small models on a CPU, the layers of Python around the arithmetic cost more than the arithmetic. Parameters are read
+from the module at every pass, so weights that were copied in place, or replaced, take effect. The tokens of all rows
+lie behind each other without padding; only attention tells rows apart.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 _PROBE_TOKENS = LEAST_ROWS + 6
 _TOLERANCE = 1e-4
-"""Difference from the module's logits, root mean square, in parts of the logits."""
+"""Allowed difference from the module's logits: root mean square, relative to that of the logits."""
 
 
 def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
-    """A decoder of ``model`` that was compared with it on a short text; None, with a warning, where it does not
+    """Make a decoder of ``model`` after comparing the two on a short text; None, with a warning, where it does not
     apply."""
     reason = _unsuitable(model)
     if reason is None:
@@ -45,8 +45,9 @@ def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
 
 
 def _tolerance(model: Any) -> float:
-    """In a short type every layer rounds, and two ways of computing the same differ by what both have gathered:
-    measured 0.9 to 1.1 times the type's step times the root of the number of layers."""
+    """Return the allowed difference for the model's type. In a short type every layer rounds, and two ways of computing
+    the same differ by the errors that both gather: measured 0.9 to 1.1 times the type's step times the root of the
+    number of layers."""
     step = torch.finfo(model.dtype).eps
     return _TOLERANCE if step < _TOLERANCE else 2 * step * model.config.num_hidden_layers**0.5
 
@@ -76,7 +77,7 @@ def _unsuitable(model: Any) -> str | None:
 
 
 def _difference(model: Any) -> float:
-    """Relative difference of logits after a text that is fed as a piece and then token by token."""
+    """Return the relative difference of logits after a text that is fed as a piece and then token by token."""
     device = model.device
     ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
     expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
@@ -103,7 +104,7 @@ class _Norm:
 
 
 class _Linear:
-    """``x`` (n, in) -> (n, out), by oneDNN from some rows on."""
+    """Maps ``x`` (n, in) to (n, out); oneDNN computes the product if there are enough rows."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._parameters = module._parameters
@@ -117,7 +118,7 @@ class _Linear:
 
 
 class _Layer:
-    """The parts of one decoder layer."""
+    """Holds the parts of one decoder layer."""
 
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -131,7 +132,7 @@ class _Layer:
 
 
 class _Plan:
-    """Where the tokens of one pass stand; the same for all layers."""
+    """Says where the tokens of one pass stand; it is the same for all layers."""
 
     def __init__(self, decoding: Decoding | None, pieces: Sequence[Piece], device: torch.device, like: Tensor) -> None:
         self.n = 0 if decoding is None else len(decoding.rows)
@@ -170,8 +171,8 @@ class _Plan:
 
 
 class FastDecoder:
-    """A ``ForwardPass``. Attention of decoding rows is batched products over the cache as it lies; idle rows in
-    between are computed and thrown away."""
+    """Implements ``ForwardPass``. Attention of decoding rows is computed as batched products over the cache as it lies;
+    idle rows in between are computed and thrown away."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self._cache = cache
@@ -185,6 +186,7 @@ class FastDecoder:
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+        """See ``ForwardPass``."""
         embedding: Tensor = self._embedding["weight"]
         plan = _Plan(decoding, pieces, embedding.device, embedding)
         x = embedding[plan.tokens]
@@ -209,7 +211,8 @@ class FastDecoder:
         return self._head(self._norm(x))
 
     def _attention(self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; returns (tokens, heads * dim)."""
+        """Attend with ``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; return (tokens, heads *
+        dim)."""
         parts = []
         if plan.n:
             parts.append(self._decode_attention(plan, scale, query[: plan.n], keys, values))
@@ -234,8 +237,8 @@ class FastDecoder:
         return mixed[rows] if plan.scattered else mixed
 
     def _rotations(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin per position, (columns, dim): the sine of the first half is negated, which turns the
-        half rotation of rotary embeddings into a roll."""
+        """Return cos and signed sin per position, (columns, dim). The sine of the first half is negated, which turns
+        the half rotation of rotary embeddings into a roll."""
         columns = self._cache.columns
         if self._rotation is None or len(self._rotation[0]) < columns:
             cos, sin = self._base.rotary_emb(like, torch.arange(columns, device=like.device)[None])

@@ -1,7 +1,7 @@
-"""One forward pass over cache rows: what it computes, and the way through the modules of transformers.
+"""Defines a forward pass over cache rows, and runs it through the modules of transformers.
 
-A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the missing tokens of
-rows that join.
+A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the missing tokens of rows
+that join.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.row_attention import row_decoding
 
 _PASS_TOKENS = 4096
-"""Padded tokens of one pass over pieces: bounds the memory of its mask and activations."""
+"""Largest number of padded tokens of one pass over pieces. It bounds the memory of the mask and the activations."""
 _PADDING_TOKENS = 768  # computing so many padded tokens costs a small model about as much as another pass
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """One token for each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at ``positions`` int64 (n,).
-    ``cached`` int64 (rows, columns): the tokens of all cache rows; what begins alike may be read from one row."""
+    """Feeds one token to each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at ``positions`` int64 (n,).
+    ``cached`` int64 (rows, columns) are the tokens of all cache rows; rows that begin alike may read their common part
+    from one of them."""
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -36,7 +37,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Piece:
-    """``tokens`` int64 (m,) of ``row``, from position ``start`` on."""
+    """Feeds ``tokens`` int64 (m,) to ``row``, from position ``start`` on."""
 
     row: int
     start: int
@@ -44,19 +45,21 @@ class Piece:
 
     @property
     def end(self) -> int:
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
 
 class ForwardPass(Protocol):
-    """Writes keys and values of all tokens into the cache it was built with."""
+    """Computes logits, and writes keys and values of all tokens into the cache it was built with."""
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
-        """Logits (rows of decoding + pieces, vocabulary) after the last token of each, decoding first."""
+        """Return logits (rows of decoding + pieces, vocabulary) after the last token of each, decoding first."""
         ...
 
 
 class ModulePass:
-    """A ``ForwardPass`` through any causal language model of transformers, which has ``limit`` positions."""
+    """Implements ``ForwardPass`` through any causal language model of transformers; the model has ``limit``
+    positions."""
 
     def __init__(self, model: Any, cache: RowCache, limit: int) -> None:
         self._model = model
@@ -65,6 +68,7 @@ class ModulePass:
         self._masks = AttentionMasks(model.config, model.dtype)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+        """See ``ForwardPass``."""
         with row_decoding(self._model):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
@@ -75,8 +79,8 @@ class ModulePass:
         return torch.cat(logits)
 
     def _decode(self, decoding: Decoding) -> Tensor:
-        """All rows up to the last one are fed; the others in their last column, which nobody reads: the last token
-        of a sequence is drawn but never fed."""
+        """Feed all rows up to the last one. Rows that do not decode are fed in their last column, which nothing reads:
+        the last token of a sequence is drawn but never fed."""
         n, spare = int(decoding.rows[-1]) + 1, min(self._cache.columns, self._limit) - 1
         tokens, positions = np.zeros(n, dtype=np.int64), np.full(n, spare)
         tokens[decoding.rows], positions[decoding.rows] = decoding.tokens, decoding.positions
@@ -87,7 +91,7 @@ class ModulePass:
         return logits[self._index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Padded on the left, so that the last query is the last token of every row."""
+        """Feed pieces padded on the left, so that the last query is the last token of every row."""
         starts, ends = np.array([p.start for p in pieces]), np.array([p.end for p in pieces])
         n_query, width = int((ends - starts).max()), int(ends.max())
         position = ends[:, None] - n_query + np.arange(n_query)
@@ -100,7 +104,7 @@ class ModulePass:
         return self._forward(self._index(tokens), columns, width)
 
     def _forward(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
-        """``tokens`` and ``positions`` int64 (n, n_query) over the first ``width`` columns of their rows."""
+        """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, over the first ``width`` columns of their rows."""
         out = self._model(
             input_ids=tokens,
             attention_mask=self._masks.of(positions, width),
@@ -116,7 +120,7 @@ class ModulePass:
 
 
 def _chunks(pieces: Sequence[Piece]) -> list[list[int]]:
-    """Indices of pieces by number of tokens, cut where padding or the pass would grow too large."""
+    """Group the indices of pieces by number of tokens; a chunk ends where padding or the pass would grow too large."""
     sizes = [len(piece.tokens) for piece in pieces]
     chunks: list[list[int]] = []
     for i in sorted(range(len(pieces)), key=lambda i: (sizes[i], i)):

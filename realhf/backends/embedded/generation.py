@@ -1,9 +1,8 @@
-"""Batched generation inside the training process, for any causal language model of transformers.
+"""Generates batches inside the training process, for any causal language model of transformers.
 
-Every request names a *slot*. The engine keeps a slot's keys and values between calls, compares the tokens
-it holds with the request's prefix, reuses what matches and computes the rest of all rows together;
-then all rows decode together. Rows that start alike (the rollouts of a group, the common system text)
-compute their shared prefix once.
+Every request names a *slot*. The engine keeps a slot's keys and values between calls, compares the tokens it holds with
+the request's prefix, reuses what matches and computes the rest of all rows together; then all rows decode together.
+Rows that start alike (the rollouts of a group, the common system text) compute their shared prefix once.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
 
 
 class EmbeddedGenerator:
-    """A ``GenerationEngine`` that runs ``model`` itself. ``version`` is asked for at every call, and the
-    number it returns is stamped on the tokens. Not thread-safe."""
+    """Implements ``GenerationEngine`` by running ``model`` itself. It calls ``version`` at every ``generate`` and
+    stamps the number on the tokens. Not thread-safe."""
 
     def __init__(self, model: Any, *, version: Callable[[], int] = lambda: 0) -> None:
         self.model = model
@@ -37,17 +36,17 @@ class EmbeddedGenerator:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes held for keys and values."""
+        """Number of bytes held for keys and values."""
         return self._core.kv_bytes
 
     @property
     def computed_tokens(self) -> int:
-        """Prefix tokens that were computed so far."""
+        """Number of prefix tokens computed so far."""
         return self._core.computed_tokens
 
     @property
     def reused_tokens(self) -> int:
-        """Prefix tokens that were taken from the cache so far."""
+        """Number of prefix tokens taken from the cache so far."""
         return self._core.reused_tokens
 
     def free(self, slots: Sequence[int] | None = None) -> None:
@@ -61,9 +60,9 @@ class EmbeddedGenerator:
     def generate(
         self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
     ) -> list[GenOutput]:
-        """See ``GenerationEngine``. A request that leaves no room in the model's context gets an empty
-        output with finish reason ``length``. Raises ValueError on an empty prefix, a slot named twice or an
-        option out of range, FloatingPointError when the model returns logits that are not finite."""
+        """See ``GenerationEngine``. A request that leaves no room in the model's context gets an empty output with
+        finish reason ``length``. Raises ValueError on an empty prefix, a slot named twice or an option out of range,
+        and FloatingPointError when the model returns logits that are not finite."""
         check_gen_config(config)
         _check(requests)
         outputs = [GenOutput([], [], [], "length") for _ in requests]
@@ -92,7 +91,8 @@ class EmbeddedGenerator:
         return outputs
 
     def _turns(self, requests: Sequence[GenRequest], config: GenConfig, stops: frozenset[int], seed: int) -> list[Turn]:
-        """One draw per request and step for those without a seed: a row's tokens do not depend on when others end."""
+        """Make the turns of these requests. One without a seed gets a draw per step in advance, so that its tokens do
+        not depend on when others end."""
         chunk = config.new_tokens_per_chunk or config.max_new_tokens
         budgets = [min(rest_of_turn(r, config, self._core.limit), chunk) for r in requests]
         generator = torch.Generator().manual_seed(seed)

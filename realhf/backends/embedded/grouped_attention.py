@@ -1,7 +1,7 @@
-"""Attention of one new token per row, block by block of rows, each as wide as its longest row; rows of a block that
-begin alike read their common part once.
+"""Computes attention of one new token per row, block by block of rows.
 
-For small models decoding is bound by reading keys and values; the rollouts of a group have their prompt in common.
+Each block is as wide as its longest row, and rows of a block that begin alike read their common part once. For small
+models decoding is bound by reading keys and values, and the rollouts of a group have their prompt in common.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 _MIN_SHARED = 64
-"""Sharing fewer columns costs more calls than it saves reading."""
+"""Least number of columns worth sharing; for fewer the additional calls cost more than reading less saves."""
 _MIN_KEPT = 0.75
-"""A row that would cut a block's common part below this part of it begins a new block."""
+"""Least part of a block's common columns that a row must keep; a row that keeps less begins a new block."""
 _MAX_ROWS = 16
-"""Of a block that shares nothing."""
+"""Largest number of rows of a block that shares nothing."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Cache rows [first, end), of which the ones that decode have their first ``shared`` columns in common with row
-    ``leader``; none reads beyond ``width``."""
+    """Describes cache rows [first, end). Those of them that decode have their first ``shared`` columns in common with
+    row ``leader``; none reads beyond ``width``."""
 
     first: int
     end: int
@@ -34,8 +34,8 @@ class RowBlock:
 
 
 def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> list[RowBlock]:
-    """Blocks of the decoding ``rows`` int64 (n,), ascending, whose new tokens stand at ``positions`` int64 (n,);
-    ``tokens`` int64 (rows, columns) are those of the cache."""
+    """Divide the decoding ``rows`` int64 (n,), ascending, into blocks. Their new tokens stand at ``positions`` int64
+    (n,); ``tokens`` int64 (rows, columns) are those of the cache."""
     held = tokens[rows, : int(positions.max()) + 1]
     differs = held[1:] != held[:-1]
     common = np.where(differs.any(1), differs.argmax(1), held.shape[1])
@@ -56,9 +56,12 @@ def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> l
 
 
 def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, block: RowBlock, scale: float) -> Tensor:
-    """``query`` (n, heads, dim) of the block's rows over their ``keys`` and ``values`` (rows of the cache, kv heads,
-    columns, dim), additive ``mask`` (n, 1, 1, width or more); returns (n, heads * dim). Scores and softmax are fp32 in
-    any type, as in the kernels of the trainer: a score of 16 rounded to bfloat16 changes its weight by six percent."""
+    """Attend with ``query`` (n, heads, dim) of the block's rows over their ``keys`` and ``values``.
+
+    ``keys`` and ``values`` are (rows of the cache, kv heads, columns, dim), the additive ``mask`` is (n, 1, 1, width or
+    more); returns (n, heads * dim). Scores and softmax are fp32 in any type, as in the kernels of the trainer: rounding
+    a score of 16 to bfloat16 changes its weight by six percent.
+    """
     n, kv_heads, dim, width = len(query), keys.shape[1], query.shape[2], block.width
     grouped = query.view(n, kv_heads, -1, dim)
     own = slice(block.first, block.end), slice(None), slice(block.shared, width)
@@ -84,8 +87,8 @@ def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, b
 def blocks_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, blocks: Sequence[RowBlock], scale: float
 ) -> Tensor:
-    """``query`` (height, heads, dim) of all rows up to the last that decodes; returns (height, heads * dim), zeros
-    for rows between blocks."""
+    """Attend with ``query`` (height, heads, dim) of all rows up to the last that decodes; return (height, heads * dim),
+    zeros for rows between blocks."""
     if len(blocks) == 1 and blocks[0].first == 0:
         return block_attention(query, keys, values, mask, blocks[0], scale)
     parts, at = [], 0

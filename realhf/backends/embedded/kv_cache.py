@@ -1,9 +1,9 @@
-"""Keys and values of many sequences in preallocated rows, behind the ``Cache`` interface of transformers.
+"""Keeps keys and values of many sequences in preallocated rows, behind the ``Cache`` interface of transformers.
 
-A *row* holds one sequence: the entry of token position ``t`` stands in column ``t``. Before every forward
-pass the owner says which rows take part and where their new tokens go (``bind_decode``, ``bind_prefill``);
-the attention layers then write there and read the used columns only. Columns past a row's length hold
-finite garbage that the owner's attention mask must hide.
+A *row* holds one sequence: the entry of token position ``t`` stands in column ``t``. Before every forward pass the
+owner says which rows take part and where their new tokens go (``bind_decode``, ``bind_prefill``); the attention layers
+then write there and read the used columns only. Columns past a row's length hold finite garbage that the owner's
+attention mask must hide.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _COLUMN_BLOCK = 64
 
 @dataclass
 class _Access:
-    """Rows of the current forward pass: ``rows`` int64 (n,) or None for the first ``count`` rows;
-    ``row_of``/``column_of`` int64 (n_new,): target of every new token; ``source`` int64 (n_new,): its index
-    in the flattened (n, n_query) input, None when every entry is written in order."""
+    """Describes the rows of the current forward pass: ``rows`` int64 (n,), or None for the first ``count`` rows.
+
+    ``row_of`` and ``column_of`` int64 (n_new,) are the target of every new token; ``source`` int64 (n_new,) is its
+    index in the flattened (n, n_query) input, or None when every entry is written in order.
+    """
 
     rows: Tensor | None = None
     count: int = 0
@@ -33,8 +35,8 @@ class _Access:
     targets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def target(self, heads: int, columns: int) -> Tensor:
-        """Flat (row, head, column) indices of the new entries, int64 (n_new * heads,); the same for every
-        layer of one shape, so computed once per pass."""
+        """Return the flat (row, head, column) indices of the new entries, int64 (n_new * heads,). They are the same for
+        every layer of one shape, so they are computed once per pass."""
         found = self.targets.get((heads, columns))
         if found is None:
             head = torch.arange(heads, device=self.row_of.device)
@@ -45,7 +47,7 @@ class _Access:
 
 @dataclass
 class _Shared:
-    """What all layers of one cache have in common."""
+    """Holds what all layers of one cache have in common."""
 
     rows: int = 0
     columns: int = 0
@@ -53,13 +55,14 @@ class _Shared:
 
 
 class RowLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, (rows, heads, columns, head_dim) each."""
+    """Holds keys and values of one attention layer, (rows, heads, columns, head_dim) each."""
 
     def __init__(self, shared: _Shared) -> None:
         super().__init__()
         self._shared = shared
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the rows in the type and on the device of the first keys and values."""
         # Zeros, not empty: a masked column still enters softmax-weighted sums, and 0 * nan is nan.
         shared = self._shared
         self.keys = key_states.new_zeros(shared.rows, key_states.shape[1], shared.columns, key_states.shape[3])
@@ -67,7 +70,7 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new entries (n, heads, n_query, head_dim); returns (n, heads, width, head_dim) each."""
+        """Store the new entries (n, heads, n_query, head_dim); return (n, heads, width, head_dim) each."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         access = self._shared.access
@@ -77,7 +80,7 @@ class RowLayer(CacheLayerMixin):
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """Return keys and values."""
         return self._tensor("keys"), self._tensor("values")
 
     def _tensor(self, name: str) -> Tensor:
@@ -95,6 +98,7 @@ class RowLayer(CacheLayerMixin):
         return held[:, :, : access.width].index_select(0, access.rows)
 
     def resize(self, rows: int, columns: int) -> None:
+        """Make room for more rows and columns; what is stored stays. Does nothing before the first use."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -104,24 +108,27 @@ class RowLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """row[target] = row[source] for the first ``columns`` columns; all sources are read first."""
+        """Copy the first ``columns`` columns of rows ``source`` to rows ``target``; all sources are read first."""
         if self.is_initialized:
             for held in (self._tensor("keys"), self._tensor("values")):
                 used = held[:, :, :columns]
                 used.index_copy_(0, target, used.index_select(0, source))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (width, offset) of the attention mask: the columns of this pass from 0 on."""
         return self._shared.access.width, 0
 
     def get_seq_length(self) -> int:
+        """Return the number of columns that this pass reads."""
         return self._shared.access.width
 
     def get_max_length(self) -> int:
+        """Return -1: the length is not bounded here."""
         return -1
 
 
 class RowCache(Cache):
-    """A ``Cache`` of preallocated rows. All index tensors live on the model's device."""
+    """Implements ``Cache`` with preallocated rows. All index tensors live on the model's device."""
 
     def __init__(self) -> None:
         self._shared = shared = _Shared()
@@ -133,22 +140,24 @@ class RowCache(Cache):
 
     @property
     def rows(self) -> int:
+        """The number of rows allocated."""
         return self._shared.rows
 
     @property
     def columns(self) -> int:
+        """The number of columns allocated."""
         return self._shared.columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored keys and values."""
+        """Number of bytes of the stored keys and values."""
         layers = [cast(RowLayer, layer) for layer in self.layers]
         held = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
 
     def storage(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, (rows, heads, columns, dim) each, for who writes them himself; ``like`` gives
-        type and device."""
+        """Return keys and values of a layer, (rows, heads, columns, dim) each, for a forward pass that writes them
+        itself; ``like`` gives type and device."""
         while len(self.layers) <= layer:
             self.layers.append(RowLayer(self._shared))
         held = cast(RowLayer, self.layers[layer])
@@ -158,7 +167,8 @@ class RowCache(Cache):
         return held.stored
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room; what is stored stays. Columns grow in blocks, and by at least a quarter."""
+        """Make room for that many rows and columns; what is stored stays. Columns grow in blocks, and by at least a
+        quarter."""
         shared = self._shared
         if rows <= shared.rows and columns <= shared.columns:
             return
@@ -175,16 +185,16 @@ class RowCache(Cache):
         self.layers.clear()
 
     def bind_decode(self, positions: Tensor, row_of: Tensor, width: int) -> None:
-        """The next pass feeds one token to each of the first n rows, at column ``positions`` (n,)."""
+        """Let the next pass feed one token to each of the first n rows, at column ``positions`` (n,)."""
         self._shared.access = _Access(None, len(positions), width, row_of, positions)
 
     def bind_prefill(self, rows: Tensor, columns: Tensor, valid: Tensor, width: int) -> None:
-        """The next pass feeds ``columns`` (n, n_query) to ``rows`` (n,), where ``valid`` (n, n_query)."""
+        """Let the next pass feed ``columns`` (n, n_query) to ``rows`` (n,), where ``valid`` (n, n_query) is set."""
         source = valid.reshape(-1).nonzero()[:, 0]
         row_of = rows[:, None].expand_as(columns).reshape(-1)[source]
         self._shared.access = _Access(rows, len(rows), width, row_of, columns.reshape(-1)[source], source)
 
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """row[target[i]] = row[source[i]], first ``columns`` columns, as if all at once."""
+        """Copy the first ``columns`` columns of row ``source[i]`` to row ``target[i]``, as if all at once."""
         for layer in self.layers:
             cast(RowLayer, layer).copy_rows(source, target, columns)

@@ -1,4 +1,4 @@
-"""Linear layers whose products oneDNN computes, in both directions.
+"""Computes the products of linear layers with oneDNN, forward and backward.
 
 On processors that MKL does not favour it multiplies float32 half as fast as oneDNN (100 against 220 GFLOP/s on one core
 of an AMD EPYC), and PyTorch offers no switch between the two.
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LEAST_ROWS = 32
-"""For fewer rows the call costs more than it saves."""
+"""Least number of rows worth the call; for fewer it costs more than it saves."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` (..., in) times the transpose of ``weight`` (out, in); float32 on the CPU, in any layout."""
+    """Multiply ``x`` (..., in) by the transpose of ``weight`` (out, in); float32 on the CPU, in any layout."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class WideLinear(nn.Linear):
-    """What ``nn.Linear`` computes, up to rounding. Gradients of gradients are not there."""
+    """Computes what ``nn.Linear`` computes, up to rounding. It has no second derivatives."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Map (..., in) to (..., out)."""
         if input.dtype != torch.float32 or math.prod(input.shape[:-1]) < LEAST_ROWS:
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
@@ -36,7 +36,7 @@ class WideLinear(nn.Linear):
 
 
 def widen(model: nn.Module) -> int:
-    """Make ``WideLinear`` of the plain float32 layers on the CPU, in place; how many there are. Parameters and their
+    """Turn the plain float32 layers on the CPU into ``WideLinear``, in place; return how many. Parameters and their
     names stay."""
     found = [module for module in model.modules() if type(module) is nn.Linear and suits(module.weight)]
     for module in found:
@@ -45,7 +45,7 @@ def widen(model: nn.Module) -> int:
 
 
 def suits(weight: Tensor) -> bool:
-    """Whether ``product`` takes it."""
+    """Return whether ``product`` accepts this weight."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return plain and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 

@@ -1,8 +1,8 @@
-"""Attention of one new token per row over cached rows, as two batched matrix products.
+"""Computes attention of one new token per row over cached rows, as two batched matrix products.
 
-For a single query the blocked kernel behind ``scaled_dot_product_attention`` spends most of its time on
-bookkeeping; on a CPU with small heads the plain products are two to five times faster. Registered with
-transformers as the attention implementation ``row_decode``, which hands everything else on.
+For a single query the blocked kernel behind ``scaled_dot_product_attention`` spends most of its time on bookkeeping; on
+a CPU with small heads the plain products are two to five times faster. Registered with transformers as the attention
+implementation ``row_decode``, which passes all other cases on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _NAME = "row_decode"
 _KNOWN = frozenset({"sliding_window", "position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
-"""Keyword arguments that do not change this computation: the mask says what a query sees."""
+"""Keyword arguments that do not change this computation, because the mask says what a query sees."""
 
 
 def row_decode_attention(
@@ -31,8 +31,8 @@ def row_decode_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``query`` (n, heads, n_query, dim), ``key``/``value`` (n, kv heads, width, dim), additive
-    ``attention_mask`` (n, 1, n_query, width); returns ((n, n_query, heads, dim), None)."""
+    """Attend with ``query`` (n, heads, n_query, dim) over ``key``/``value`` (n, kv heads, width, dim) under the
+    additive ``attention_mask`` (n, 1, n_query, width); return ((n, n_query, heads, dim), None)."""
     n, heads, n_query, dim = query.shape
     odd = any(v for k, v in kwargs.items() if k not in _KNOWN)
     if n_query != 1 or attention_mask is None or dropout or odd or query.is_cuda:
@@ -41,7 +41,7 @@ def row_decode_attention(
         )
     kv_heads, width = key.shape[1], key.shape[2]
     scale = dim**-0.5 if scaling is None else scaling
-    # Scores in fp32, as the kernels of the trainer have them, whatever the type of the model.
+    # Scores are fp32 whatever the type of the model, as in the kernels of the trainer.
     packed = (query.float() * scale).reshape(n * kv_heads, heads // kv_heads, dim)
     scores = torch.bmm(packed, key.flatten(0, 1).float().transpose(1, 2))
     scores.view(n, heads, width).add_(attention_mask[:, 0])
@@ -55,7 +55,7 @@ AttentionInterface.register(_NAME, row_decode_attention)
 
 @contextlib.contextmanager
 def row_decoding(model: Any) -> Iterator[None]:
-    """Within, a model on the ``sdpa`` implementation attends by ``row_decode_attention``."""
+    """Let a model on the ``sdpa`` implementation attend by ``row_decode_attention`` within the block."""
     config = model.config
     before = config._attn_implementation
     if before == "sdpa":

@@ -1,4 +1,4 @@
-"""Which cache row belongs to which slot, and which tokens each row holds. Plain numpy, no model."""
+"""Records which cache row belongs to which slot, and which tokens each row holds. Plain numpy, no model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 IntArray = np.ndarray
 
 _MIN_DONATED = 8
-"""Copying fewer tokens than this from another row costs more than computing them."""
+"""Least number of tokens worth copying from another row; for fewer computing them is cheaper."""
 _MAX_LEVELS = 3
 
 
 @dataclass(frozen=True)
 class PrefillItem:
-    """``row`` takes its first ``start`` tokens from the cache (from row ``donor`` if that is not itself) and
-    computes the rest, after all items of lower ``level``."""
+    """Plans how ``row`` is filled: it takes its first ``start`` tokens from the cache (from row ``donor`` if that is
+    another row) and computes the rest, after all items of lower ``level``."""
 
     row: int
     start: int
@@ -26,7 +26,7 @@ class PrefillItem:
 
 
 class RowTable:
-    """Bookkeeping of cache rows. ``tokens`` int64 (rows, columns), of which ``lengths`` int64 (rows,) are
+    """Keeps the books of cache rows. Of ``tokens`` int64 (rows, columns), the first ``lengths`` int64 (rows,) are
     cached. ``max_rows`` bounds the rows; slots that wait longest for their next turn lose theirs."""
 
     def __init__(self, max_rows: int | None = None) -> None:
@@ -37,11 +37,11 @@ class RowTable:
 
     @property
     def slots(self) -> dict[int, int]:
-        """Slot to row (a copy)."""
+        """Return the row of every slot (a copy)."""
         return dict(self._row_of_slot)
 
     def row_of(self, slot: int) -> int:
-        """Raises KeyError on a slot without a row."""
+        """Return the row of a slot. Raises KeyError on a slot without a row."""
         return self._row_of_slot[slot]
 
     def free(self, slots: Collection[int] | None) -> None:
@@ -52,10 +52,11 @@ class RowTable:
                 self.lengths[row] = 0
 
     def forget_tokens(self) -> None:
-        """Slots keep their rows, but nothing in them counts as cached any more."""
+        """Forget what is cached; slots keep their rows."""
         self.lengths[:] = 0
 
     def resize(self, rows: int, columns: int) -> None:
+        """Change the table to that many rows and columns; what fits stays."""
         if self.tokens.shape == (rows, columns):
             return
         old, lengths = self.tokens, self.lengths
@@ -65,9 +66,11 @@ class RowTable:
         self.lengths[: len(lengths)] = lengths
 
     def seat(self, slots: Sequence[int], busy: Collection[int]) -> list[int]:
-        """Rows for these slots, for the first of them if there are not enough: a slot's own row, else the first that
-        is free, else that of the slot not in ``busy`` (nor in ``slots``) which was used least recently. A row may lie
-        beyond the table: ``resize`` it then."""
+        """Return rows for these slots, or for the first of them if there are not enough.
+
+        A slot keeps its own row, else it gets the first that is free, else that of the slot not in ``busy`` (nor in
+        ``slots``) which was used least recently. A row may lie beyond the table: ``resize`` it then.
+        """
         held = self._row_of_slot
         taken, kept = set(held.values()), {*busy, *slots}
         idle = iter([slot for slot in held if slot not in kept])
@@ -91,7 +94,7 @@ class RowTable:
         return rows
 
     def compact(self, live: Collection[int]) -> tuple[list[int], list[int]]:
-        """Bring the rows ``live`` to the front. Returns (source, target) rows of the contents to copy, all at once."""
+        """Bring the rows ``live`` to the front. Return (source, target) rows of the contents to copy, all at once."""
         slot_of = {row: slot for slot, row in self._row_of_slot.items()}
         holes = [row for row in range(len(live)) if row not in live]
         far = sorted(row for row in live if row >= len(live))
@@ -107,13 +110,16 @@ class RowTable:
         return source, target
 
     def plan(self, row: int, prefix: IntArray, planned: Mapping[int, PrefillItem]) -> PrefillItem:
-        """How ``row`` comes to hold ``prefix`` (int64, at least one token); the last token is always computed, since
-        its logits are needed. Records the prefix as the row's tokens; when only the last is missing, it does not
-        count as cached yet.
+        """Plan how ``row`` comes to hold ``prefix`` (int64, at least one token), and record the prefix as the row's
+        tokens.
 
-        A row without a useful prefix of its own copies one from another row: rollouts of one group share their
-        prompt, and all tasks share the system text. ``planned``: the items of the same batch so far. Items of
-        level 0 copy before anything is computed, so a row that is planned later still is a donor."""
+        The last token is always computed, since its logits are needed; when only the last is missing, it does not count
+        as cached yet.
+
+        A row without a useful prefix of its own copies one from another row: rollouts of one group share their prompt,
+        and all tasks share the system text. ``planned``: the items of the same batch so far. Items of level 0 copy
+        before anything is computed, so a row that is planned later still is a donor.
+        """
         last = len(prefix) - 1
         start, donor, level = min(self._common(row, prefix), last), row, 0
         if start < last:
@@ -134,7 +140,7 @@ class RowTable:
         return int(differs.argmax()) if differs.any() else n
 
     def _common_all(self, prefix: IntArray) -> IntArray:
-        """Common prefix length with what every row holds, int64 (rows,)."""
+        """Return the length of the common prefix with each row, int64 (rows,)."""
         same = self.tokens[:, : len(prefix)] == prefix
         run = np.where(same.all(1), same.shape[1], (~same).argmax(1))
         return np.minimum(run, self.lengths)

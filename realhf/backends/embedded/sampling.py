@@ -1,4 +1,4 @@
-"""Drawing next tokens from logits, one uniform number per row."""
+"""Draws next tokens from logits, with one uniform number per row."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), uint64."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014), uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def stream_of(seed: int) -> int:
-    """The 64-bit start of a sequence's stream of random numbers; seeds that differ little are far apart here."""
+    """Return the 64-bit start of a sequence's stream of random numbers; seeds that differ little give starts far
+    apart."""
     start = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
     return int(_mixed(start + _GOLDEN)[0])
 
 
 def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform numbers fp64 in [0, 1) with 53 random bits, a function of ``streams`` (uint64, from ``stream_of``) and
-    ``positions`` (int64, index of the token in its whole sequence) only: no state, so a token's number does not
-    depend on batch, chunk or round."""
+    """Return uniform numbers fp64 in [0, 1) with 53 random bits, one per stream.
+
+    A number is a function of ``streams`` (uint64, from ``stream_of``) and ``positions`` (int64, index of the token in
+    its whole sequence) only. There is no state, so the number does not depend on batch, chunk or round.
+    """
     z = _mixed(streams + positions.astype(np.uint64) * _GOLDEN)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def check_gen_config(config: GenConfig) -> None:
-    """Raises ValueError that names the option out of range."""
+    """Raise ValueError naming the option that is out of range."""
     if config.max_new_tokens < 1:
         raise ValueError(f"gen.max_new_tokens must be at least 1, got {config.max_new_tokens}")
     if config.min_new_tokens < 0 or config.min_new_tokens > config.max_new_tokens:
@@ -51,12 +54,12 @@ def check_gen_config(config: GenConfig) -> None:
 def sample_tokens(
     logits: Tensor, uniform: Tensor, config: GenConfig, banned: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens int64 (n,) and their log-probabilities fp32 (n,).
+    """Draw the next tokens int64 (n,) and return them with their log-probabilities fp32 (n,).
 
-    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (n, vocabulary): tokens that
-    may not be drawn now. The log-probability is that of the temperature-scaled softmax over the whole
-    vocabulary (of the plain softmax when greedy), which is what a trainer recomputes: truncation by top_p
-    and top_k changes what is drawn, not what is reported.
+    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (n, vocabulary): tokens that may not be
+    drawn now. The log-probability is that of the temperature-scaled softmax over the whole vocabulary (of the plain
+    softmax when greedy), which is what a trainer recomputes: truncation by top_p and top_k changes what is drawn, not
+    what is reported.
     """
     logits = logits.float()
     scaled = logits if config.temperature in (0.0, 1.0) else logits / config.temperature
@@ -65,8 +68,8 @@ def sample_tokens(
         return _reported(scaled, allowed.argmax(-1))
     if config.top_k or config.top_p < 1:
         allowed = truncate(allowed, config.top_k, config.top_p)
-    # Inverse of the cumulative distribution: one random number per row, not one per vocabulary entry.
-    # The first index whose cumulative mass exceeds the draw has positive mass by construction.
+    # The inverse of the cumulative distribution needs one random number per row, not one per vocabulary entry. The
+    # first index whose cumulative mass exceeds the draw has positive mass by construction.
     probabilities = torch.softmax(allowed, -1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     draw = (uniform[:, None] * cumulative[:, -1:]).contiguous()
@@ -81,8 +84,8 @@ def _reported(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits (n, vocabulary) with -inf outside the ``top_k`` largest and outside the smallest set of most
-    probable tokens whose mass reaches ``top_p``; the most probable token always stays."""
+    """Set logits (n, vocabulary) to -inf outside the ``top_k`` largest and outside the smallest set of most probable
+    tokens whose mass reaches ``top_p``; the most probable token always stays."""
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))

@@ -1,4 +1,4 @@
-"""The weights of a model by name, and new ones copied into its own tensors: all or, on an error, none."""
+"""Names the weights of a model and copies new ones into its own tensors: all or, on an error, none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a model by the names of its state dict, those that share memory once: what
-    ``copy_weights`` takes."""
+    """Return parameters and persistent buffers of a model by the names of its state dict. Those that share memory are
+    named once, which is what ``copy_weights`` accepts."""
     found: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(_place(tensor), (name, tensor.detach()))

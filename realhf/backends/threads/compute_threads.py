@@ -1,10 +1,10 @@
-"""The threads that compute for one engine: how many, and how they wait for one another.
+"""Manages the threads that compute for one engine: how many there are, and how they wait for one another.
 
 OpenMP threads meet at a barrier after every product, a hundred thousand times in a train step, and spin while they
-wait. Where one of them has to share its core with a stranger, the others spin for milliseconds each time, and
-everything takes twenty times as long. To sleep instead costs a fifth of the speed on a quiet machine, so the threads
-spin while cores are free and sleep while others keep them busy. Their number never changes, because gradients depend
-on it in their last bits.
+wait. Where one of them has to share its core with another program, the others spin for milliseconds each time, and
+everything takes twenty times as long. Sleeping instead costs a fifth of the speed on a quiet machine. So the threads
+spin while cores are free and sleep while other programs keep them busy. Their number never changes, because gradients
+depend on it in their last bits.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from realhf.backends.threads.omp_spin import OmpSpin
 _log = logging.getLogger(__name__)
 
 WINDOW_S = 0.06
-"""So much computing is looked at before the threads change the way they wait."""
+"""How many seconds of computing are measured before the threads change the way they wait."""
 CROWDED = 0.3
-"""Cores' worth of time that threads stood in the queue: a stranger on one of two cores makes it 0.3 to 0.6, while one
-window in 200 of a quiet run comes so far."""
+"""Core-seconds that threads waited for a core, per second of computing, from which cores count as crowded. Another
+program on one of two cores makes it 0.3 to 0.6, while one window in 200 of a quiet run reaches it."""
 STEADY_WINDOWS = 32
 LONGEST_PATIENCE = 8
-"""Windows: spinning that has lasted so long was right; if it has not, the wait for the next doubles, up to so many. A
-burst of other work at a bad moment then costs half a second of sleep, which is up to twice as slow where cores fall
-idle."""
+"""Most quiet windows in a row that threads wait for before they spin again. Spinning that lasted ``STEADY_WINDOWS``
+windows was right; if it lasted less, the wait for the next doubles, up to this number. A burst of other work at a bad
+moment then costs half a second of sleep, which is up to twice as slow where cores fall idle."""
 
 
 class Spin(Protocol):
     """See ``OmpSpin``."""
 
     @property
-    def short(self) -> bool: ...
+    def short(self) -> bool:
+        """See ``OmpSpin``."""
 
-    def shorten(self) -> None: ...
+    def shorten(self) -> None:
+        """See ``OmpSpin``."""
 
-    def lengthen(self) -> None: ...
+    def lengthen(self) -> None:
+        """See ``OmpSpin``."""
 
 
 class ComputeThreads:
-    """``count`` threads. With an ``account`` of cores and a ``spin`` to switch they sleep at barriers while strangers
-    keep cores busy; they begin so, because a start among strangers would be as slow as any step. Not thread-safe:
-    whoever computes calls it."""
+    """Runs ``count`` threads. With an ``account`` of cores and a ``spin`` to switch they sleep at barriers while other
+    programs keep cores busy. They begin asleep, because a start among other programs would be as slow as any step. Not
+    thread-safe: the thread that computes calls it."""
 
     def __init__(
         self,
@@ -70,13 +73,13 @@ class ComputeThreads:
             self._sleep(spin)
 
     def take(self) -> None:
-        """Let the calling thread compute on so many threads from now on."""
+        """Let the calling thread compute on ``count`` threads from now on."""
         self._set_threads(self.count)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Around a call that computes all the time, on the thread that does. What happens between two calls is not
-        looked at: there others may be at work for this one."""
+        """Wrap a call that computes all the time, on the thread that computes. The time between two calls is not
+        measured, because others may work for this engine then."""
         self.take()
         if self._account is None:
             yield
@@ -88,7 +91,7 @@ class ComputeThreads:
             self._look(self._account)
 
     def pace(self) -> None:
-        """Between two pieces of a call; costs next to nothing unless it is time to look."""
+        """Look at the cores between two pieces of a call; costs next to nothing unless a window is over."""
         if self._account is not None and self._clock() - self._at >= WINDOW_S:
             self._look(self._account)
 
@@ -103,7 +106,7 @@ class ComputeThreads:
             self._switch(self._spin, crowded)
 
     def _switch(self, spin: Spin, crowded: bool) -> None:
-        """Take in a window: sleep from now on when it was crowded, spin again after enough that were not."""
+        """Take a window into account: sleep from now on when it was crowded, spin again after enough quiet ones."""
         self._since_spin += 1
         if self._since_spin == STEADY_WINDOWS:
             self._patience = 1
@@ -127,13 +130,13 @@ class ComputeThreads:
 
 
 def unmanaged() -> ComputeThreads:
-    """The number of threads is whatever it is already."""
+    """Leave the number of threads as it is."""
     return ComputeThreads(1, set_threads=lambda _: None)
 
 
 def threads(count: int) -> ComputeThreads:
-    """So many threads, which sleep while strangers keep cores busy. Where the kernel keeps no account of cores or
-    torch computes with another OpenMP, they always spin, and that is said."""
+    """Make ``count`` threads that sleep while other programs keep cores busy. Where the kernel keeps no account of
+    cores or torch computes with another OpenMP, they always spin, and the log says so."""
     if count == 1:
         return ComputeThreads(1)
     account, spin = LinuxCoreAccount.open(), OmpSpin.find(count)

@@ -1,4 +1,4 @@
-"""What the kernel tells about cores: how long this process's threads queued for one.
+"""Reads from the kernel how long this process's threads waited for a core.
 
 Linux only. The time is the second number of ``/proc/<pid>/task/<tid>/schedstat``.
 """
@@ -12,10 +12,10 @@ _TASKS = "/proc/self/task"
 
 
 class CoreAccount(Protocol):
-    """A running total, in seconds times cores."""
+    """Keeps a running total, in seconds times cores."""
 
     def waited_s(self) -> float:
-        """How long threads of this process were ready to run and had no core."""
+        """Return how long threads of this process were ready to run and had no core."""
         ...
 
 
@@ -29,7 +29,7 @@ class LinuxCoreAccount:
 
     @staticmethod
     def open() -> LinuxCoreAccount | None:
-        """None where the kernel does not keep this account."""
+        """Open the account; None where the kernel does not keep it."""
         try:
             with open(f"{_TASKS}/{os.getpid()}/schedstat", "rb") as file:
                 return LinuxCoreAccount() if len(file.read().split()) == 3 else None
@@ -37,18 +37,20 @@ class LinuxCoreAccount:
             return None
 
     def waited_s(self) -> float:
+        """See ``CoreAccount``."""
         threads = set(os.listdir(_TASKS))
         for gone in self._files.keys() - threads:
             self._forget(gone)
         for thread in threads:
             waited = self._waited_of(thread)
             if waited is not None:
-                # What a thread waited before it was first seen belongs to no window.
+                # The time that a thread waited before it was first seen belongs to no window.
                 self._waited_ns += waited - self._seen.get(thread, waited)
                 self._seen[thread] = waited
         return self._waited_ns * 1e-9
 
     def close(self) -> None:
+        """Close all descriptors."""
         for thread in list(self._files):
             self._forget(thread)
 

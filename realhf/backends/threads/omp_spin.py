@@ -1,8 +1,9 @@
-"""How long OpenMP threads spin at a barrier before they sleep, changed while the process runs.
+"""Changes how long OpenMP threads spin at a barrier before they sleep, while the process runs.
 
 libgomp lets a waiting thread spin for about three milliseconds, but hardly at all once it manages more threads than
 there are cores. A parked team of idle threads makes that so, and its end undoes it. The number of threads that compute
 and the way their work is divided stay what they are, so every result is the same to the last bit.
+
 Source: libgomp's ``config/linux/wait.h`` (``do_spin``) and the description of ``GOMP_SPINCOUNT`` in its manual.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 _START_S = 10.0
 _MARGIN = 3
-"""Threads that the idle team has above the cores that nobody computes on: the team's first one may not count."""
+"""Number of threads that the idle team has above the number of unused cores, as its first thread may not count."""
 
 
 class OmpSpin:
@@ -31,7 +32,7 @@ class OmpSpin:
 
     @staticmethod
     def find(computing: int) -> OmpSpin | None:
-        """None where the process has loaded no libgomp, or more than one."""
+        """Find libgomp; None where the process has loaded none, or more than one."""
         try:
             lines = Path("/proc/self/maps").read_text().splitlines()
         except OSError:

@@ -1,4 +1,4 @@
-"""Micro-batches of sequences whose activations exist at once: the memory of a train step."""
+"""Divides a batch into micro-batches, whose activations exist at once: they bound the memory of a train step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _log = logging.getLogger(__name__)
 
 
 def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[SequenceSample]:
-    """Cut by sequence, wherever a group is cut: what concerns groups or the whole batch is in its keys already.
+    """Cut a batch by sequence, even within a group: what concerns groups or the whole batch is already in its keys.
 
     No part computes more than ``spec.max_tokens_per_mb`` positions, padding included (a single longer sequence is a
     part of its own, and logged), and there are at least ``spec.n_mbs`` parts as far as there are sequences. A sequence
     without a trainable token computes nothing; it goes with the first part. Deterministic; the largest part comes
-    first."""
+    first.
+    """
     lengths, trained = _trained(sample)
     parts = _parts(trained, lengths, spec)
     if len(parts) < 2:
@@ -37,7 +38,7 @@ def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[Sequence
 
 
 def _trained(sample: SequenceSample) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths int64 (n sequences,), and which of them have a trainable token after the first."""
+    """Return lengths int64 (n sequences,), and which sequences have a trainable token after the first."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     if "loss_mask" not in sample.keys:
         return lengths, np.flatnonzero(lengths > 1)
@@ -50,7 +51,7 @@ def _trained(sample: SequenceSample) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(trained: np.ndarray, lengths: np.ndarray, spec: MicroBatchSpec) -> list[list[int]]:
-    """Padded batches in their order, as many in a part as its budget holds."""
+    """Group padded batches in their order, as many in a part as its budget holds."""
     cap = spec.max_tokens_per_mb
     batches = padded_batches(trained.tolist(), lengths, BATCH_TOKENS if cap is None else min(cap, BATCH_TOKENS))
     parts: list[list[int]] = []
@@ -72,7 +73,7 @@ def _parts(trained: np.ndarray, lengths: np.ndarray, spec: MicroBatchSpec) -> li
 
 
 def _halve_largest(parts: list[list[int]], lengths: np.ndarray) -> None:
-    """Cut the part with the most tokens that has two sequences."""
+    """Halve the part with the most tokens among those with two sequences or more."""
     divisible = [i for i, part in enumerate(parts) if len(part) > 1]
     largest = max(divisible, key=lambda i: (int(lengths[parts[i]].sum()), -i))
     part = parts[largest]

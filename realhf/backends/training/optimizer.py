@@ -1,4 +1,4 @@
-"""AdamW with a learning-rate schedule that follows the policy version, and fp32 master weights."""
+"""Implements AdamW with a learning-rate schedule that follows the policy version, and fp32 master weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from realhf.api.config import LRSchedule, OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
-    """Rate of the train step that turns ``version`` into ``version + 1``. Linear warm-up over
-    ``warmup_steps_proportion`` of ``total_steps`` (the first step is not zero), then constant, or linear or
-    cosine decay that would reach zero at ``total_steps``."""
+    """Return the rate of the train step that turns ``version`` into ``version + 1``.
+
+    The rate warms up linearly over ``warmup_steps_proportion`` of ``total_steps`` (the first step is not zero). Then it
+    is constant, or decays linearly or as a cosine so that it would reach zero at ``total_steps``.
+    """
     warmup = math.ceil(config.warmup_steps_proportion * total_steps)
     if version < warmup:
         return config.lr * (version + 1) / warmup
@@ -49,17 +51,18 @@ class PolicyOptimizer:
         )
 
     def zero_grad(self) -> None:
+        """Drop all gradients."""
         for p in self._parameters:
             p.grad = None
 
     def gradient_norm(self) -> float:
-        """Global L2 norm of the gradients, before clipping; fp32. 0 without any gradient."""
+        """Return the global L2 norm of the gradients, before clipping; fp32. 0 without any gradient."""
         grads = [p.grad.float() for p in self._parameters if p.grad is not None]
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
 
     @torch.no_grad()
     def step(self, version: int, norm: float) -> float:
-        """Clip by ``norm`` (the gradient norm, finite) and update; returns the learning rate used."""
+        """Clip by ``norm`` (the gradient norm, finite) and update the parameters; return the learning rate used."""
         rate = learning_rate(self._config, version, self._total)
         limit = self._config.gradient_clipping
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
@@ -82,12 +85,13 @@ class PolicyOptimizer:
                 master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, and the master weights where they differ from the model's."""
+        """Return the moments, and the master weights where they differ from the model's."""
         masters = [m if m is not p else None for p, m in zip(self._parameters, self._masters, strict=True)]
         return {"adamw": self._adamw.state_dict(), "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned and write the master weights to the model."""
         self._adamw.load_state_dict(state["adamw"])
         for held, saved in zip(self._masters, _matching(state["masters"], self._masters), strict=True):
             if saved is not None:

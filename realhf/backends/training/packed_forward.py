@@ -1,8 +1,8 @@
-"""Log-probabilities of packed sequences by any causal language model of transformers.
+"""Computes log-probabilities of packed sequences by any causal language model of transformers.
 
-Sequences are sorted by length and run in right-padded batches without an attention mask: under causal
-attention no real token sees padding behind it, and the maskless kernels are the fast ones. The vocabulary
-projection runs only at positions whose prediction is asked for, in chunks of rows.
+Sequences are sorted by length and run in right-padded batches without an attention mask: under causal attention no real
+token sees padding behind it, and the maskless kernels are the fast ones. The vocabulary projection runs only at
+positions whose prediction is asked for, in chunks of rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from realhf.api.sample import SequenceSample
 from realhf.backends.training.padded_batches import BATCH_TOKENS, padded_batches
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Logits held at once, in elements: larger vocabularies are projected in chunks, recomputed backward."""
+"""Number of logits held at once: larger vocabularies are projected in chunks, recomputed in the backward pass."""
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Sequences of one padded batch. ``tokens`` int64 (n, length); ``row``, ``column`` int64 (m,): positions
-    whose prediction is asked for; ``target`` int64 (m,): the predicted token; ``output`` int64 (m,): where
-    the result stands in the packed L-1 layout."""
+    """Holds the sequences of one padded batch. ``tokens`` int64 (n, length); ``row``, ``column`` int64 (m,): positions
+    whose prediction is asked for; ``target`` int64 (m,): the predicted token; ``output`` int64 (m,): where the result
+    stands in the packed L-1 layout."""
 
     tokens: Tensor
     row: Tensor
@@ -54,10 +54,12 @@ class PackedForward:
         with_entropy: bool = False,
         max_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (and entropies) of ``packed_input_ids``: fp32 (sum of L-1,), 0 where
-        ``loss_mask`` (if present) is False at the predicted token. Logits are divided by ``temperature``;
-        a padded batch has at most ``max_tokens`` positions, unless one sequence is longer. Raises ValueError on an
-        empty sequence or a temperature that is not positive."""
+        """Return log-probabilities (and entropies) of ``packed_input_ids``: fp32 (sum of L-1,).
+
+        They are 0 where ``loss_mask`` (if present) is False at the predicted token. Logits are divided by
+        ``temperature``; a padded batch has at most ``max_tokens`` positions, unless one sequence is longer. Raises
+        ValueError on an empty sequence or a temperature that is not positive.
+        """
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         device = self.model.device
@@ -81,8 +83,8 @@ class PackedForward:
         return spread, (blank.index_copy(0, index, torch.cat(entropies)) if with_entropy else None)
 
     def _projected(self, bucket: _Bucket, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Chunks of (hidden states, or logits if the model's head is not a plain projection; targets;
-        output places)."""
+        """Return chunks of (hidden states, or logits if the model's head is not a plain projection; targets; output
+        places)."""
         tokens, row, column = bucket.tokens.to(device), bucket.row.to(device), bucket.column.to(device)
         if not self._plain_head:
             logits = self.model(input_ids=tokens, use_cache=False).logits[row, column]
@@ -113,7 +115,7 @@ class PackedForward:
 
 @torch.no_grad()
 def _has_plain_head(model: Any) -> bool:
-    """Whether logits are output_embeddings(decoder output), without scaling or soft caps on top."""
+    """Return whether logits are output_embeddings(decoder output), without scaling or soft caps on top."""
     tokens = torch.tensor([[0, 1]], device=model.device)
     head = model.get_output_embeddings()
     if head is None:
@@ -126,7 +128,7 @@ def _has_plain_head(model: Any) -> bool:
 
 
 def _buckets(sample: SequenceSample, most: int) -> tuple[list[_Bucket], int]:
-    """Padded batches of the sequences that have a position to score, and the packed output size."""
+    """Form padded batches of the sequences that have a position to score; return them and the packed output size."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     if (lengths < 1).any():
         raise ValueError("packed_input_ids has an empty sequence")

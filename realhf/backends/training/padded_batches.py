@@ -1,4 +1,4 @@
-"""Which sequences share a padded batch."""
+"""Decides which sequences share a padded batch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 BATCH_TOKENS = 4096
-"""Positions of one padded batch. More of them at once make nothing faster, on a CPU the caches make it slower."""
+"""Most positions of one padded batch. A larger one is not faster, and on a CPU the caches make it slower."""
 _MAX_PADDING = 0.1
 _SMALL = BATCH_TOKENS // 4
-"""A batch of so few positions may have more padding: it costs less than another pass."""
+"""Number of positions up to which a batch may have more padding, because that costs less than another pass."""
 
 
 def padded_batches(members: Sequence[int], lengths: np.ndarray, most: int = BATCH_TOKENS) -> list[list[int]]:
-    """The sequences ``members``, from longest to shortest, cut where a batch would have more than ``most`` positions or
-    too much of it would be padding. ``lengths`` int64 (n,) are those of all sequences; one that is longer than ``most``
-    is a batch of its own. Deterministic."""
+    """Batch the sequences ``members``, from longest to shortest.
+
+    A batch ends where it would have more than ``most`` positions or too much of it would be padding. ``lengths`` int64
+    (n,) are those of all sequences; one that is longer than ``most`` is a batch of its own. Deterministic.
+    """
     batches: list[list[int]] = []
     for i in sorted(members, key=lambda i: (-lengths[i], i)):
         current = batches[-1] if batches else []
@@ -31,5 +33,5 @@ def padded_batches(members: Sequence[int], lengths: np.ndarray, most: int = BATC
 
 
 def padded_size(batch: Sequence[int], lengths: np.ndarray) -> int:
-    """Positions of a batch whose first sequence is its longest."""
+    """Return the positions of a batch whose first sequence is its longest."""
     return int(lengths[batch[0]]) * len(batch)

@@ -9,11 +9,11 @@ from realhf.base.context_limit import context_limit
 
 
 class ModelLoadError(ValueError):
-    """A model cannot be loaded. The message is one line: role, path and cause."""
+    """Is raised when a model cannot be loaded. The message is one line: role, path and cause."""
 
 
 def load_tokenizer(path: str, role: str) -> Any:
-    """The tokenizer of a folder or hub id. Raises ModelLoadError."""
+    """Load the tokenizer of a folder or hub id. Raises ModelLoadError."""
     from transformers import AutoTokenizer
 
     check_folder(path, role)
@@ -24,7 +24,7 @@ def load_tokenizer(path: str, role: str) -> Any:
 
 
 def check_context(path: str, role: str, max_total_tokens: int) -> None:
-    """Raises ModelLoadError when the model there cannot hold an episode of so many tokens."""
+    """Raise ModelLoadError when the model there cannot hold an episode of so many tokens."""
     from transformers import AutoConfig
 
     check_folder(path, role)
@@ -37,13 +37,14 @@ def check_context(path: str, role: str, max_total_tokens: int) -> None:
 
 
 def check_folder(path: str, role: str) -> None:
-    """A path that can only be a folder must be one, or the hub client would report a bad repository name."""
+    """Raise ModelLoadError when ``path`` can only be a folder and is none; the hub client would report a bad repository
+    name."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelLoadError(f"{role}.path={path}: no such folder")
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, without what it adds."""
+    """Return the first line of an error's text, without what the library adds below."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -16,16 +16,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchBackend:
-    """Single process. ``device``: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
+    """Builds engines of a single process. ``device``: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or
+    ``cuda:N``."""
 
     def __init__(self, device: str = "auto") -> None:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self._device = torch.device(name)
 
     def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> TorchEngine:
-        """Load weights and tokenizer of ``spec.path``. ``total_train_steps`` bounds the learning-rate
-        schedule. Raises ModelLoadError, or ValueError on an unknown dtype or a trainable role without
-        optimizer."""
+        """Load weights and tokenizer of ``spec.path``. ``total_train_steps`` bounds the learning-rate schedule. Raises
+        ModelLoadError, or ValueError on an unknown dtype or a trainable role without optimizer."""
         if spec.dtype not in _DTYPES:
             raise ValueError(f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}")
         if spec.trainable and spec.optimizer is None:
@@ -42,7 +42,7 @@ class TorchBackend:
 
 
 def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:
-    """The model of a folder or hub id, in evaluation mode. Raises ModelLoadError."""
+    """Load the model of a folder or hub id, in evaluation mode. Raises ModelLoadError."""
     check_folder(path, role)
     transformers_logging.disable_progress_bar()
     try:
@@ -63,7 +63,7 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:
 
 
 def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
-    """Raises ModelLoadError if the tokenizer cannot render a chat."""
+    """Raise ModelLoadError if the tokenizer cannot render a chat."""
     if not getattr(tokenizer, "chat_template", None):
         raise ModelLoadError(
             f"{role}.path={path}: the tokenizer has no chat template; choose an instruction-tuned model or add "

@@ -1,4 +1,4 @@
-"""The single-process engine: one transformers model that trains, scores and generates."""
+"""Implements the single-process engine: one transformers model that trains, scores and generates."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _WEIGHTS, _STATE = "model.safetensors", "engine.pt"
 
 
 class TorchEngine:
-    """An ``Engine`` around ``model`` (transformers causal language model). Without ``optimizer`` the weights
-    are frozen. Dropout is switched off: the policy that is scored must be the one that sampled."""
+    """Implements ``Engine`` around ``model`` (a transformers causal language model). Without ``optimizer`` the weights
+    are frozen. Dropout is switched off, because the policy that is scored must be the one that sampled."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class TorchEngine:
         self._threads = unmanaged()
 
     def use_threads(self, threads: ComputeThreads) -> None:
-        """From now on ``threads`` compute here. The engines of one thread have them in common."""
+        """Let ``threads`` compute here from now on. All engines of one thread share them."""
         self._threads = self._generator.threads = threads
         self._forward.pace = threads.pace
 
     @property
     def version(self) -> int:
-        """Committed train steps. Setting it frees the generation engine's rows."""
+        """Number of committed train steps. Setting it frees the generation engine's rows."""
         return self._version
 
     @version.setter
@@ -75,6 +75,7 @@ class TorchEngine:
         self._generator.free()
 
     def generator(self) -> EmbeddedGenerator:
+        """The generation engine over the same model."""
         return self._generator
 
     def train_batch(
@@ -141,8 +142,8 @@ class TorchEngine:
         return named_weights(self.model)
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write what training needs to go on bit-identically into ``folder`` (made if missing). A frozen
-        engine writes its version only: its weights are those it was built from."""
+        """Write what training needs to continue bit-identically into ``folder`` (made if missing). A frozen engine
+        writes its version only, because its weights are those it was built from."""
         folder.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {"version": self._version, "torch_rng": torch.get_rng_state()}
         if self._optimizer is not None:
@@ -151,7 +152,7 @@ class TorchEngine:
         torch.save(state, folder / _STATE)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Undo of ``save_checkpoint``. Raises FileNotFoundError or ValueError naming the folder."""
+        """Restore what ``save_checkpoint`` wrote. Raises FileNotFoundError or ValueError naming the folder."""
         if not (folder / _STATE).is_file():
             raise FileNotFoundError(f"no engine checkpoint in {folder}")
         state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
@@ -164,8 +165,8 @@ class TorchEngine:
         self.version = int(state["version"])
 
     def export_hf(self, folder: Path) -> None:
-        """Write model, config and tokenizer for ``from_pretrained``; ``folder`` appears, or is replaced,
-        only when complete."""
+        """Write model, config and tokenizer for ``from_pretrained``; ``folder`` appears, or is replaced, only when
+        complete."""
         folder = Path(folder)
         fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(fresh, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The endpoints of a vLLM server (0.32 or later) that a generation worker uses, typed.
+"""Calls the endpoints of a vLLM server (0.32 or later) that a generation worker uses, with types.
 
-Tokens: ``/inference/v1/generate`` (``--enable-scale-out``), which takes and gives token ids and tells which version of
-the weights sampled each. Weights: ``/pause``, ``/resume``, ``/collective_rpc`` and ``/update_weight_version``, which
+Tokens: ``/inference/v1/generate`` (``--enable-scale-out``), which takes and gives token ids and reports which version
+of the weights sampled each. Weights: ``/pause``, ``/resume``, ``/collective_rpc`` and ``/update_weight_version``, which
 exist in development mode (``VLLM_SERVER_DEV_MODE=1``).
 """
 
@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 
 _KEEP_ALIVE_S = 2.0
-"""Less than the server's own (5 s), so that no request is sent on a connection that is being closed."""
+"""How long an idle connection is kept, in seconds: less than the server keeps it (5 s), so that no request is sent on a
+connection that is being closed."""
 _NOT_FINITE = -9999.0
-"""What vLLM reports for a log-probability that is -inf or not a number."""
+"""The value that vLLM reports for a log-probability that is -inf or not a number."""
 
 
 _LOGPROBS_MODE = "processed_logprobs"
@@ -24,13 +25,16 @@ _DEVELOPMENT = ("/pause", "/resume", "/collective_rpc", "/server_info")
 
 
 class VllmError(RuntimeError):
-    """A vLLM server does not answer, refuses, or lacks something that it needs to serve us."""
+    """Is raised when a vLLM server does not answer, refuses, or lacks something that it needs to serve us."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """``root``: the folder or hub name it was started with. ``max_tokens``: longest sequence, prompt included.
-    ``extension``: the class that its workers were given, if any. ``device``: cpu, cuda..."""
+    """Describes what a server serves.
+
+    ``root``: the folder or hub name it was started with. ``max_tokens``: longest sequence, prompt included.
+    ``extension``: the class that its workers were given, if any. ``device``: cpu, cuda...
+    """
 
     root: str
     max_tokens: int
@@ -40,7 +44,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Completion:
-    """``versions``: as many as tokens, the server's labels of its weights. ``finish_reason``: stop, length or abort."""
+    """Holds the tokens of one request. ``versions``: the server's label of its weights for each token.
+    ``finish_reason``: stop, length or abort."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -51,10 +56,11 @@ class Completion:
 
 
 class VllmApi:
-    """A client of one server, used on one event loop. Every call raises VllmError or TimeoutError, which name it."""
+    """Is a client of one server, used on one event loop. Every call raises VllmError or TimeoutError, which name the
+    server."""
 
     def __init__(self, url: str, *, connections: int, timeout_s: float) -> None:
-        """``timeout_s``: of a call that names no other."""
+        """Make a client. ``timeout_s`` bounds every call that names no other timeout."""
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         limits = httpx.Limits(
@@ -63,10 +69,11 @@ class VllmApi:
         self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._http.aclose()
 
     async def model(self) -> ServedModel:
-        """What it serves. Raises VllmError when it was not started in the way that training needs."""
+        """Return what the server serves. Raises VllmError when it was not started in the way that training needs."""
         row = (await self._call("GET", "/v1/models"))["data"][0]
         config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
         mode = config["model_config"]["logprobs_mode"]
@@ -74,7 +81,7 @@ class VllmApi:
             raise VllmError(f"{self.url} reports {mode}: it must run with --logprobs-mode {_LOGPROBS_MODE}")
         device = config["device_config"]["device"]
         if device == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
-            # vLLM 0.32 then dies of a seeded request whose prompt is computed in parts.
+            # In this case vLLM 0.32 dies of a seeded request whose prompt is computed in parts.
             raise VllmError(f"{self.url} computes on the CPU: it must run with --no-enable-chunked-prefill")
         await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": []})
         extension = config["parallel_config"]["worker_extension_cls"]
@@ -83,7 +90,7 @@ class VllmApi:
     async def generate(
         self, request_id: str, token_ids: Sequence[int], params: Mapping[str, Any], timeout_s: float
     ) -> Completion:
-        """One request to its end. Raises FloatingPointError when the model's logits are not finite."""
+        """Run one request to its end. Raises FloatingPointError when the model's logits are not finite."""
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -113,11 +120,13 @@ class VllmApi:
         await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": names})
 
     async def pause(self, *, clear_cache: bool, timeout_s: float) -> None:
-        """Return when nothing is sampled; running requests stay. ``clear_cache``: their keys and values do not."""
+        """Stop sampling and return when it has stopped; running requests stay. ``clear_cache`` drops their keys and
+        values."""
         query = {"mode": "keep", "clear_cache": str(clear_cache).lower()}
         await self._call("POST", "/pause", params=query, timeout_s=timeout_s)
 
     async def resume(self) -> None:
+        """Go on after ``pause``."""
         await self._call("POST", "/resume")
 
     async def set_version(self, version: str) -> None:
@@ -125,7 +134,7 @@ class VllmApi:
         await self._call("POST", "/update_weight_version", json={"new_version": version})
 
     async def on_workers(self, method: str, arguments: Mapping[str, str], timeout_s: float) -> list[Any]:
-        """Call a method of every worker of the server; their answers."""
+        """Call a method of every worker of the server; return their answers."""
         body = {"method": method, "kwargs": dict(arguments)}
         return (await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)).get("results", [])
 

@@ -1,8 +1,8 @@
-"""What a vLLM server runs of ours: new weights between two tokens, read from a safetensors file.
+"""Runs inside a vLLM server: takes new weights between two tokens, read from a safetensors file.
 
-Loaded inside the server (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``), in the server's
-own environment: this module imports nothing of ours, and vLLM mixes the class into its worker. The server must be
-paused while weights change; ``realhf.backends.vllm.generation`` sees to that.
+vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the server's own
+environment: this module imports nothing of ours, and vLLM mixes the class into its worker. The server must be paused
+while weights change; ``realhf.backends.vllm.generation`` ensures that.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from typing import Any
 
 
 class WeightExtension:
-    """Methods that ``/collective_rpc`` reaches. Answers are maps, because errors do not cross it with their text."""
+    """Holds the methods that ``/collective_rpc`` reaches. Answers are maps, because errors lose their text on the
+    way."""
 
     def take_weights(self, path: str, version: str) -> dict[str, Any]:
         """Replace the model's weights by those of a safetensors file, names and shapes as in the model's folder.
 
-        ``{"ok": True, "version": n}``, or ``{"ok": False, "error": text, "touched": whether weights were changed}``."""
+        Returns ``{"ok": True, "version": n}``, or ``{"ok": False, "error": text, "touched": whether weights were
+        changed}``.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -25,7 +28,7 @@ class WeightExtension:
         except (OSError, SafetensorError) as error:
             return {"ok": False, "error": f"{path}: {error}", "touched": False}
         try:
-            # vLLM's own way back from kernel layouts (packed, fused, quantised) to checkpoint names.
+            # This is vLLM's own way from checkpoint names to kernel layouts (packed, fused, quantised).
             self.reload_weights(weights_iterator=iter(tensors.items()))  # pyright: ignore[reportAttributeAccessIssue]
             _refresh_tied_head(self.model_runner.get_model())  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as error:
@@ -34,8 +37,8 @@ class WeightExtension:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """vLLM's reload leaves a head that is tied to the embedding alone, and on the CPU the head computes with a packed
-    copy: without this it would go on with the weights that the server was started with."""
+    """Renew the packed head. vLLM's reload leaves a head that is tied to the embedding alone, and on the CPU the head
+    computes with a packed copy, which would still hold the weights that the server was started with."""
     config = model.config
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(config, "tie_word_embeddings", False):

@@ -1,7 +1,7 @@
-"""Generation by a real vLLM server: the ``StreamingGenerator`` over its HTTP endpoints.
+"""Generates with a real vLLM server: implements ``StreamingGenerator`` over its HTTP endpoints.
 
 New weights reach running requests between two tokens: the server is paused with its requests frozen, its workers take
-the weights, and it goes on. Which version sampled a token is what the server itself says, token by token.
+the weights, and it goes on. The server itself reports, token by token, which version sampled it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 
 @dataclass
 class _Entry:
-    """A request that is not finished. ``task``: its exchange with the server; None while it waits for weights."""
+    """Holds a request that is not finished. ``task``: its exchange with the server; None while it waits for weights."""
 
     id: str
     request: GenRequest
@@ -51,11 +51,13 @@ class _Entry:
 
 
 class VllmGenerator:
-    """A ``StreamingGenerator``. With ``kv_policy`` "recompute" the server forgets keys and values at every update.
+    """Implements ``StreamingGenerator``. With ``kv_policy`` "recompute" the server forgets keys and values at every
+    update.
 
     A seeded request gets the same tokens from the same server if it begins with the same prefix; they are not those of
     the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` reach the server, whose log-probabilities are then
-    those of the truncated distribution. A server without our extension reloads from a temporary folder."""
+    those of the truncated distribution. A server without our extension reloads from a temporary folder.
+    """
 
     def __init__(
         self,
@@ -69,9 +71,11 @@ class VllmGenerator:
         pause_timeout_s: float = _CALL_TIMEOUT_S,
         tracer: Tracer | None = None,
     ) -> None:
-        """``version``: of the weights that the server was started with; -1: requests wait for ``load_weights``.
+        """Connect to the server and return when it has answered.
 
-        Returns when the server has answered. Raises VllmError or TimeoutError that tell what it lacks."""
+        ``version`` is that of the weights the server was started with; with -1 requests wait for ``load_weights``.
+        Raises VllmError or TimeoutError that name what the server lacks.
+        """
         if kv_policy not in ("recompute", "keep"):
             raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
         self._clear_cache = kv_policy == "recompute"
@@ -105,10 +109,12 @@ class VllmGenerator:
 
     @property
     def version(self) -> int:
+        """See ``StreamingGenerator``."""
         return self._version
 
     @property
     def model(self) -> ServedModel:
+        """What the server serves."""
         return self._model
 
     def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
@@ -119,13 +125,14 @@ class VllmGenerator:
         self._post(self._begin, _Entry("", request, config, tuple(stop_ids), done))
 
     def abort(self, slots: Sequence[int]) -> None:
+        """See ``StreamingGenerator``."""
         self._post(self._abort, tuple(slots))
 
     def free(self, slots: Sequence[int]) -> None:
-        """Nothing: the server evicts by itself what it caches."""
+        """Do nothing: the server evicts by itself what it caches."""
 
     def pause(self, timeout_s: float) -> None:
-        """See ``StreamingGenerator``. When the server does not stop in time it is told to go on."""
+        """See ``StreamingGenerator``. When the server does not stop in time, it is ordered to go on."""
         with self._update:
             try:
                 self._call(self._api.pause(clear_cache=False, timeout_s=timeout_s), timeout_s)
@@ -135,13 +142,14 @@ class VllmGenerator:
             self._paused = True
 
     def resume(self) -> None:
+        """Let the server go on after ``pause``."""
         with self._update:
             self._call(self._api.resume(), _CALL_TIMEOUT_S)
             self._paused = False
 
     def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """See ``StreamingGenerator``. Raises VllmError when the server could not take them: if that may have left it
-        with a mixture, every request fails from then on."""
+        """See ``StreamingGenerator``. Raises VllmError when the server could not take the weights; if it may hold a
+        mixture of old and new ones, every request fails from then on."""
         with self._update:
             if version == self._version:
                 return
@@ -170,6 +178,7 @@ class VllmGenerator:
         }
 
     def close(self) -> None:
+        """End the engine; unfinished requests get an error. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -200,7 +209,7 @@ class VllmGenerator:
                 raise VllmError(f"{self._api.url} did not take version {version}: {answer['error']}")
 
     async def _swap(self, version: int, method: str, arguments: dict[str, str]) -> list[Any]:
-        """Stop, change all weights or none, go on."""
+        """Stop sampling, change all weights or none, and go on."""
         began = time.monotonic()
         try:
             await self._api.pause(clear_cache=self._clear_cache, timeout_s=self._pause_timeout_s)
@@ -315,7 +324,7 @@ class VllmGenerator:
                 self._spawn(self._end(entry))
 
     async def _end(self, entry: _Entry) -> None:
-        """Ask until the request is over: the server may not have seen it yet."""
+        """Repeat the abort until the request is over: the server may not have seen the request yet."""
         assert entry.task is not None
         deadline = time.monotonic() + _ABORT_TIMEOUT_S
         while not entry.task.done():
@@ -353,7 +362,7 @@ class VllmGenerator:
 
     async def _connect(self, version: int) -> ServedModel:
         model = await self._api.model()
-        # A client before us may have died while it had paused the server.
+        # An earlier client may have died while it had paused the server.
         await self._api.resume()
         if version >= 0:
             await self._api.set_version(str(version))
@@ -385,7 +394,7 @@ class VllmGenerator:
         self._loop.call_soon_threadsafe(function, argument)
 
     def _call(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """Run on the engine's thread. Raises what it raises, or TimeoutError."""
+        """Run ``work`` on the engine's thread and return its result. Raises what it raises, or TimeoutError."""
         future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s + 1.0)
@@ -395,8 +404,8 @@ class VllmGenerator:
 
 
 def position_seed(seed: int, position: int) -> int:
-    """Seed of a request that goes on at ``position`` of a sequence: vLLM begins its random numbers anew per request,
-    and a turn must not repeat those of the turn before."""
+    """Return the seed of a request that continues at ``position`` of a sequence. vLLM begins its random numbers anew
+    per request, and a turn must not repeat those of the turn before."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -26,13 +26,14 @@ _POLL_S = 0.1
 
 
 def main() -> None:
+    """Run the command of ``sys.argv`` and end its session when it ends, on a signal, or when standard input closes."""
     woken, wake = os.pipe()
 
     def stop(signum: int, frame: FrameType | None) -> None:
         del signum, frame
         os.write(wake, b".")
 
-    # Before there is a child: a guard that dies between the two would leave it alone.
+    # Handlers come before the child: a guard that dies between the two would leave the child alone.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard)
@@ -56,7 +57,7 @@ def _report_end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
-    """The command ends its own processes when it is asked to; what it leaves is ended after it."""
+    """Ask the command to end its own processes, then end those that are left."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
@@ -74,7 +75,7 @@ def _clear(group: int) -> None:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """False when there is nobody left."""
+    """Send a signal to all processes of the group; return False when none is left."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

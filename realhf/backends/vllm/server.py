@@ -1,4 +1,4 @@
-"""A vLLM server as a child: started, waited for, watched and stopped, with nothing left behind."""
+"""Runs a vLLM server as a child: starts it, waits for it, watches it and stops it, leaving nothing behind."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ _EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
 _WORDS = 3000
-"""So many last characters of its log are told when it fails."""
+"""Number of characters at the end of its log that are reported when the server fails."""
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice); ``kv_cache_gib``:
-    its memory for keys and values. ``max_model_len``: longest sequence (None: the model's). ``eager``: no graph
-    capture. ``chunked_prefill``: prompts may be computed in parts, which ends a CPU server when a request has a seed.
-    ``arguments``: more of ``vllm serve``."""
+    """Holds options of a server.
+
+    ``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice); ``kv_cache_gib``: its
+    memory for keys and values. ``max_model_len``: longest sequence (None: the model's). ``eager``: no graph capture.
+    ``chunked_prefill``: prompts may be computed in parts, which ends a CPU server when a request has a seed.
+    ``arguments``: further arguments of ``vllm serve``.
+    """
 
     dtype: str = "float32"
     threads: int | None = None
@@ -40,15 +43,17 @@ class VllmOptions:
 
 
 class VllmServer:
-    """Runs ``vllm serve`` on this host's loopback; a context manager. It ends with the process that started it, however
-    that one ends. ``url`` is its address; ``log`` collects what it says."""
+    """Runs ``vllm serve`` on this host's loopback; use it as a context manager. The server ends with the process that
+    started it, however that one ends. ``url`` is its address; ``log`` collects its output."""
 
     def __init__(
         self, model: str | Path, *, executable: Path, log: Path, port: int = 0, options: VllmOptions = VllmOptions()
     ) -> None:
-        """``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. ``port`` 0: a free one.
+        """Start the server and return at once (see ``wait_until_up``).
 
-        Returns at once (``wait_until_up``). Raises FileNotFoundError without the executable."""
+        ``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. ``port`` 0: a free one. Raises
+        FileNotFoundError without the executable.
+        """
         if not executable.exists():
             raise FileNotFoundError(f"{executable}: no vLLM there (`make test-vllm` installs one for the CPU)")
         self._port = port or _free_port()
@@ -73,8 +78,8 @@ class VllmServer:
             )
 
     def wait_until_up(self, timeout_s: float = 180.0) -> None:
-        """Return when it has sampled a first token. Raises TimeoutError or RuntimeError with its last words, and it is
-        stopped then."""
+        """Return when the server has sampled a first token. Otherwise stops it and raises TimeoutError or RuntimeError
+        with the end of its log."""
         deadline = time.monotonic() + timeout_s
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
         said = "nothing"
@@ -100,12 +105,12 @@ class VllmServer:
             raise
 
     def failure(self) -> str | None:
-        """Why it ended, with its last words; None while it runs."""
+        """Return why the server ended, with the end of its log; None while it runs."""
         code = self.process.poll()
         return None if code is None else f"the vLLM server at {self.url} ended (code {code}): {self._last_words()}"
 
     def stop(self) -> None:
-        """End it and all of its processes; harmless when repeated."""
+        """End the server and all of its processes; a second call does no harm."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -128,8 +133,8 @@ class VllmServer:
 
 
 def _command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
-    # Log-probabilities after the temperature, as a trainer computes them; no sampling defaults of the model's folder;
-    # token ids in and out; cached prompt tokens told.
+    # Log-probabilities are taken after the temperature, as a trainer computes them; no sampling defaults of the model's
+    # folder; token ids in and out; cached prompt tokens are reported.
     command = [
         executable,
         "serve",
@@ -160,7 +165,7 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
 
 
 def _imports(folder: Path) -> Path:
-    """A folder with our package alone: the server's packages are its own, and ours may lie among others."""
+    """Make a folder with our package alone: the server has packages of its own, and ours may lie among others."""
     folder.mkdir(exist_ok=True)
     link = folder / PACKAGE.name
     if not link.is_symlink():

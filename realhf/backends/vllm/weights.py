@@ -1,7 +1,7 @@
-"""New weights on their way to a vLLM server of the same host: checked, then readable by name for as long as it takes.
+"""Hands new weights to a vLLM server of the same host: checks them and keeps them readable by name as long as needed.
 
 They are a safetensors file in memory that only this process holds: the server opens it through /proc, and nothing is
-left behind however either of them ends. A server without our extension wants a folder: a temporary one.
+left behind however either of them ends. A server without our extension needs a folder: it gets a temporary one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 TIED_HEAD = "lm_head.weight"
-"""A tensor that a model with tied embeddings need not have."""
+"""Name of a tensor that a model with tied embeddings may lack."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def folder_shapes(folder: Path) -> Shapes | None:
-    """Names and shapes of the safetensors files of a model's folder; None where there are none."""
+    """Return names and shapes of the safetensors files of a model's folder; None where there are none."""
     shapes: Shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -33,9 +33,11 @@ def folder_shapes(folder: Path) -> Shapes | None:
 
 
 def checked(tensors: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
-    """The tensors that the server knows, contiguous on the CPU. A head that is tied to the embedding is left out.
+    """Return the tensors that the server knows, contiguous on the CPU. A head that is tied to the embedding is left
+    out.
 
-    Raises ValueError that names a tensor which is missing, unknown or of another shape."""
+    Raises ValueError naming a tensor that is missing, unknown or of another shape.
+    """
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys() - {TIED_HEAD})
     if missing or unknown:
@@ -48,7 +50,7 @@ def checked(tensors: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor
 
 @contextlib.contextmanager
 def file_in_memory(tensors: dict[str, Tensor]) -> Iterator[str]:
-    """Path of a safetensors file that other processes of this user on this host can open meanwhile."""
+    """Yield the path of a safetensors file that other processes of this user on this host can open meanwhile."""
     descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC)
     try:
         view, done = memoryview(save(tensors)), 0
@@ -61,7 +63,7 @@ def file_in_memory(tensors: dict[str, Tensor]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def folder_on_disk(tensors: dict[str, Tensor]) -> Iterator[str]:
-    """A folder with ``model.safetensors``, removed afterwards."""
+    """Yield a folder with ``model.safetensors``; it is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="realhf-weights-") as folder:
         (Path(folder) / "model.safetensors").write_bytes(save(tensors))
         yield folder
