@@ -31,6 +31,7 @@ class Display(Protocol):
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Show one event: a map with its ``kind`` and the values of that kind."""
+        ...
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""

@@ -40,12 +40,15 @@ class Spin(Protocol):
     @property
     def short(self) -> bool:
         """See ``OmpSpin``."""
+        ...
 
     def shorten(self) -> None:
         """See ``OmpSpin``."""
+        ...
 
     def lengthen(self) -> None:
         """See ``OmpSpin``."""
+        ...
 
 
 class ComputeThreads:
