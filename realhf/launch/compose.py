@@ -191,7 +191,11 @@ def _compose(overrides: list[str], config_dir: Path, schema: Schema, user_file: 
     from omegaconf.errors import OmegaConfBaseException
 
     store = ConfigStore.instance()
-    store.store(name="base_config", node=schema.kind)
+    try:
+        store.store(name="base_config", node=schema.kind)
+    except (OmegaConfBaseException, ValueError) as error:
+        what, key = str(error).splitlines()[0], getattr(error, "full_key", "")
+        raise ConfigError(f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {what}") from None
     if user_file is not None:
         node = _user_yaml(user_file)
         store.store(group="experiment", name=user_file.stem, node=node, package="_global_")

@@ -45,10 +45,13 @@ def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
         return ExperimentConfig
     try:
         kind = _evaluated(first.annotation, vars(module))
-    except NameError as error:
+    except Exception as error:
         raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}): {error}") from None
     if not (isinstance(kind, type) and issubclass(kind, ExperimentConfig)):
-        raise ConfigError(f"experiment={name}: build({first.name}: {kind}) must take an ExperimentConfig")
+        raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}) must take an ExperimentConfig")
+    for part in kind.__mro__:
+        if inspect.get_annotations(part) and "__dataclass_params__" not in vars(part):
+            raise ConfigError(f"experiment={name}: the class {part.__name__} lacks @dataclass, so it adds no options")
     try:
         kind()
     except TypeError as error:

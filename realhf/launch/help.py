@@ -124,4 +124,6 @@ def _shown(value: Any) -> str:
     """A value as it is written on the command line; nothing for none."""
     if value is None or value == "???":
         return ""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return str(getattr(value, "value", value))

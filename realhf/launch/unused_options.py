@@ -54,7 +54,7 @@ def _watch(section: T, prefix: str, reads: set[str]) -> T:
     for name, value in values.items():
         if is_dataclass(value) and not isinstance(value, type):
             values[name] = _watch(value, f"{prefix}{name}.", reads)
-    watching = type(f"Watched{kind.__name__}", (kind,), {"__getattribute__": recording_get})
+    watching = type(kind.__name__, (kind,), {"__getattribute__": recording_get})
     return watching(**values)  # type: ignore[return-value]
 
 

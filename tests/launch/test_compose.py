@@ -165,7 +165,7 @@ def test_without_tags_the_starter_tasks_are_trained_on_where_every_tier_has_some
 
 
 def test_all_problems_are_listed_at_once(capsys):
-    text = errors(capsys, "experiment=grpo_aws", "total_train_steps=0", "gen.top_p=2", "actor.dtype=float8")
+    text = errors(capsys, "experiment=grpo_aws", "total_train_steps=0", "gen.top_p=0.9", "actor.dtype=float8")
     assert [line.partition("=")[0] for line in text.splitlines()] == ["total_train_steps", "actor.dtype", "gen.top_p"]
 
 

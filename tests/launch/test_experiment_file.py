@@ -50,6 +50,10 @@ def test_without_an_annotation_there_are_the_common_sections_only(tmp_path: Path
             "@dataclass(kw_only=True)\nclass Mine(ExperimentConfig):\n    extra: int\ndef build(config: Mine): ...\n",
             "every option of Mine needs a default",
         ),
+        (
+            "class Mine(ExperimentConfig):\n    extra: int = option(1, 'More.')\ndef build(config: Mine): ...\n",
+            "the class Mine lacks @dataclass",
+        ),
         ("nothing = 1\n", "defines no build"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
     ],
@@ -57,6 +61,13 @@ def test_without_an_annotation_there_are_the_common_sections_only(tmp_path: Path
 def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, said: str):
     with pytest.raises(ConfigError, match=said):
         load_experiment(CONFIGS, "mine", written(tmp_path, text))
+
+
+def test_a_type_that_no_option_can_have_is_named(tmp_path: Path):
+    text = "@dataclass\nclass Mine(ExperimentConfig):\n    word: object = option(dict, 'A class.')\n"
+    file = written(tmp_path, text + "def build(config: Mine): ...\n")
+    with pytest.raises(ConfigError, match=r"the option 'word' of Mine cannot be declared so: Unexpected type"):
+        compose_config([f"+experiment_path={file}"])
 
 
 def test_a_yaml_names_the_experiment_that_it_varies_or_builds_on_one_that_does(tmp_path: Path):

@@ -19,4 +19,5 @@ class MicroBatchConfig:
         2048,
         "A micro-batch has at most this many positions, padding included; it should hold the longest sequence, and "
         "without a number there is no limit.",
+        at_least=1,
     )

@@ -23,10 +23,16 @@ class OptimizerConfig:
 
     lr: float = option(1e-6, "The learning rate after the warm-up.", above=0)
     weight_decay: float = option(0.05, "Every update shrinks the weights by this times the learning rate.", at_least=0)
-    beta1: float = option(0.9, "This much of the running mean of the gradients stays in every update.")
-    beta2: float = option(0.95, "This much of the running mean of the squared gradients stays in every update.")
-    eps: float = option(1e-5, "AdamW adds this to the denominator of every update.")
-    warmup_steps_proportion: float = option(0.001, "The learning rate rises from 0 over this fraction of the steps.")
+    beta1: float = option(
+        0.9, "This much of the running mean of the gradients stays in every update.", at_least=0, at_most=1
+    )
+    beta2: float = option(
+        0.95, "This much of the running mean of the squared gradients stays in every update.", at_least=0, at_most=1
+    )
+    eps: float = option(1e-5, "AdamW adds this to the denominator of every update.", at_least=0)
+    warmup_steps_proportion: float = option(
+        0.001, "The learning rate rises from 0 over this fraction of the steps.", at_least=0, at_most=1
+    )
     lr_scheduler_type: LRSchedule = option(LRSchedule.constant, "The learning rate follows this after the warm-up.")
     gradient_clipping: float = option(
         1.0, "A gradient with a larger norm is scaled down to this norm; 0 never scales.", at_least=0
@@ -38,7 +44,7 @@ class ModelConfig:
     """A model role: where its weights come from, who holds them, and how they train."""
 
     path: str = option("builtin", "The model is 'builtin' (the small policy made here), a folder, or a hub id.")
-    workers: list[int] = option([0], "The model workers with these indices hold the model.")
+    workers: list[int] = option([0], "The model workers with these indices hold the model.", at_least=0)
     backend: str = option("torch", "This backend trains the model.", registry="backends")
     dtype: str = option(
         "float32",
@@ -58,16 +64,16 @@ class ModelConfig:
 class ReferenceConfig:
     """The frozen reference policy: the actor's first weights."""
 
-    workers: list[int] = option([0], "The model workers with these indices hold the reference.")
+    workers: list[int] = option([0], "The model workers with these indices hold the reference.", at_least=0)
 
 
 @dataclass
 class BuiltinModelConfig:
     """The small policy for machines without downloads (a Qwen3 configuration)."""
 
-    vocab_size: int = option(1536, "The tokenizer learns this many tokens.")
-    hidden_size: int = option(128, "The hidden states are this wide: num_heads times an even head width.")
-    num_layers: int = option(4, "The policy has this many layers.")
-    num_heads: int = option(4, "Every layer has this many attention heads.")
-    intermediate_size: int = option(384, "The feed-forward networks are this wide.")
-    max_positions: int = option(1024, "The context holds this many tokens.")
+    vocab_size: int = option(1536, "The tokenizer learns this many tokens.", at_least=1)
+    hidden_size: int = option(128, "The hidden states are this wide: num_heads times an even head width.", at_least=1)
+    num_layers: int = option(4, "The policy has this many layers.", at_least=1)
+    num_heads: int = option(4, "Every layer has this many attention heads.", at_least=1)
+    intermediate_size: int = option(384, "The feed-forward networks are this wide.", at_least=1)
+    max_positions: int = option(1024, "The context holds this many tokens.", at_least=1)

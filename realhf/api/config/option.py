@@ -6,6 +6,7 @@
 
         margin: float = option(0.5, "Advantages are cut at this distance from 0.", above=0, at_most=10)
 
+    @dataclass
     class Config(ExperimentConfig):
         algorithm: MarginOptions = section(MarginOptions)
 

@@ -17,8 +17,12 @@ class WarmStartConfig:
     do."""
 
     episodes_per_task: int = option(45, "Every task template is demonstrated this many times.", at_least=1)
-    habit_fraction: float = option(0.35, "This fraction of the demonstrations makes a mistake and leaves it at that.")
-    recovery_fraction: float = option(0.15, "This fraction of the demonstrations makes a mistake and repairs it.")
+    habit_fraction: float = option(
+        0.35, "This fraction of the demonstrations makes a mistake and leaves it at that.", at_least=0, at_most=1
+    )
+    recovery_fraction: float = option(
+        0.15, "This fraction of the demonstrations makes a mistake and repairs it.", at_least=0, at_most=1
+    )
     train_steps: int = option(400, "The warm start makes this many train steps.", at_least=1)
     batch_size: int = option(32, "Every step of the warm start trains on this many demonstrations.", at_least=1)
     optimizer: OptimizerConfig = section(
