@@ -17,7 +17,7 @@ from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.resuming_env import ResumingEnv
-from realhf.rollout.episode.rollout_state import Job, Limits
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.test_end_to_end import TINY
@@ -88,7 +88,7 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself() -> Non
     with FakeEnvServer() as server:
         env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
         try:
-            outcome = await agent.play(env, Job(0, {}, 11, sampling_seed=5), FakeTokens(speak), 2)
+            outcome = await agent.play(env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(speak), 2)
         finally:
             await agent.close()
             await env.env.close()
@@ -103,7 +103,9 @@ async def test_the_black_box_agent_stops_at_a_limit() -> None:
     with FakeEnvServer() as server:
         env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
         try:
-            outcome = await agent.play(env, Job(0, {}, 11, sampling_seed=5), FakeTokens(lambda prompt: "hm"), 2)
+            outcome = await agent.play(
+                env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(lambda prompt: "hm"), 2
+            )
         finally:
             await agent.close()
             await env.env.close()

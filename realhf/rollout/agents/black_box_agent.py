@@ -25,7 +25,7 @@ from realhf.rollout.agents.episode_agent import EpisodeEnv
 from realhf.rollout.client.env_client import EnvError
 from realhf.rollout.client.failures import FAILURES, failure_status
 from realhf.rollout.episode.group_result import episode_return
-from realhf.rollout.episode.rollout_state import Job, Limits
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
 from realhf.rollout.openai_endpoint.server import OpenAiServer
 from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
 
@@ -77,19 +77,19 @@ class BlackBoxAgent:
         """Stop serving the endpoint."""
         await self._server.stop()
 
-    async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``. An exception of the agent makes the episode a ``policy_error``, unless it is the
         agent's way to report that a limit was reached. Raises RuntimeError when the endpoint cannot be served."""
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
         world = _World(env, self._limits)
-        session = self._server.sessions.open(llm, slot=slot, seed=job.sampling_seed)
+        session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed)
         try:
             ending = await self._ending(world, session)
         finally:
             self._server.sessions.close(session)
-        main = session.outcomes(replace(ending, seed=job.seed, task=world.task))[0]
+        main = session.outcomes(replace(ending, seed=wanted.seed, task=world.task))[0]
         return replace(main, timings=main.timings | {"wall_s": time.perf_counter() - began})
 
     async def _ending(self, world: _World, session: Session) -> Ending:

@@ -9,7 +9,7 @@ from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.rollout.client.env_client import EnvError
 from realhf.rollout.client.failures import FAILURES, failure_status
-from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest, RolloutState
 
 
 class EpisodeEnv(Protocol):
@@ -27,7 +27,7 @@ class EpisodeEnv(Protocol):
 class EpisodeAgent(Protocol):
     """Plays episodes, many at once on one event loop."""
 
-    async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """Play one episode from its reset to its outcome; an environment or an engine that fails is an outcome.
         ``slot`` is the cache row that the episode has to itself."""
         ...
@@ -39,9 +39,9 @@ class TurnAgent:
     def __init__(self, chat: ChatFormat, limits: Limits) -> None:
         self._chat, self._limits = chat, limits
 
-    async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
-        state = RolloutState(job, self._chat, self._limits)
+        state = RolloutState(wanted, self._chat, self._limits)
         try:
             state.start(_plain(await env.reset()))
             while not state.status:

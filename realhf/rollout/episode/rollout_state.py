@@ -31,7 +31,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Job:
+class RolloutRequest:
     """Asks for one rollout. ``reset`` are the keyword arguments of the environment's reset; ``sampling_seed`` starts
     the stream of random numbers of its tokens (None: the engine's call decides, see ``GenRequest.seed``)."""
 
@@ -46,7 +46,7 @@ class Job:
 class RolloutState:
     """Holds an episode between its reset and its outcome. ``status`` is empty while it goes on."""
 
-    job: Job
+    wanted: RolloutRequest
     chat: ChatFormat
     limits: Limits
     status: str = ""
@@ -76,7 +76,7 @@ class RolloutState:
     def request(self, slot: int) -> GenRequest:
         """Return what the engine continues in this round: a new turn, or one that was interrupted."""
         assert self.tokens is not None
-        return GenRequest(slot, self.tokens.prefix(), len(self._turn_ids), self.job.sampling_seed)
+        return GenRequest(slot, self.tokens.prefix(), len(self._turn_ids), self.wanted.sampling_seed)
 
     def take_turn(self, output: GenOutput) -> None:
         """Take a sampled turn, or a part of one. ``command`` is set when the environment has to run one; otherwise the
@@ -180,7 +180,7 @@ class RolloutState:
             turns=tuple(self.turns),
             task_id=int(self.task.get("task_id", -1)),
             tier=str(self.task.get("difficulty", "")),
-            seed=self.job.seed,
+            seed=self.wanted.seed,
             task_text=str(self.task.get("description", "")),
             message=self.message,
             timings={"wall_s": time.perf_counter() - self._began},

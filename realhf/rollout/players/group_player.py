@@ -17,7 +17,7 @@ from realhf.rollout.agents.episode_agent import EpisodeAgent
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.generation_client import NewEnough
 from realhf.rollout.client.resuming_env import ResumingEnv
-from realhf.rollout.episode.rollout_state import Job
+from realhf.rollout.episode.rollout_state import RolloutRequest
 from realhf.rollout.episode.sampling_seed import sampling_seed
 from realhf.rollout.players.failure_policy import FailurePolicy
 from realhf.rollout.players.grpo_pool import GrpoPool
@@ -96,10 +96,10 @@ class GroupPlayer:
         try:
             await self._connected()
             reset = reset_arguments(lease, self._chaos)
-            seats = {id(env): number for number, env in enumerate(self._pool.envs)}
+            numbers = {id(env): number for number, env in enumerate(self._pool.envs)}
 
             async def rollout(env: AwsEnv) -> RolloutOutcome:
-                return await self._rollout(env, seats[id(env)], lease, reset, played)
+                return await self._rollout(env, numbers[id(env)], lease, reset, played)
 
             played.outcomes = [_outcome(end) for end in await self._pool.run_group(rollout)]
         except ConnectionError as error:
@@ -138,13 +138,15 @@ class GroupPlayer:
         self, env: AwsEnv, member: int, lease: RolloutLease, reset: Mapping[str, Any], played: PlayedGroup
     ) -> RolloutOutcome:
         tokens = NewEnough(self._llm, lease.version)
-        job = Job(member, reset, int(reset["seed"]), sampling_seed=sampling_seed(self._run_seed, lease.id, member))
+        wanted = RolloutRequest(
+            member, reset, int(reset["seed"]), sampling_seed=sampling_seed(self._run_seed, lease.id, member)
+        )
         attempts = 1 + self._policy.retries
         for attempt in range(attempts):
             session = ResumingEnv(
                 env, reset=reset, retries=self._policy.retries, reopen=self._pool.reopen, patience_s=self._patience_s
             )
-            outcome = await self._agent.play(session, job, tokens, self._first_slot + member)
+            outcome = await self._agent.play(session, wanted, tokens, self._first_slot + member)
             played.failures.update(session.failures)
             if session.resumed:
                 played.retried["resumed"] += session.resumed

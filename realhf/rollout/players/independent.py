@@ -19,7 +19,7 @@ from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.client.env_client import EnvError, OpenEnvClient
 from realhf.rollout.client.failures import FAILURES, failure_status
-from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest, RolloutState
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class Waiting:
 
 
 class IndependentPlay:
-    """Plays requests over sessions. ``run`` is the coroutine for the loop that owns the sockets; ``inbox`` is what the
-    generating thread serves: ``Waiting``, an ``int`` (a cache slot whose episode is over), None (all is over)."""
+    """Plays rollout requests over sessions. ``run`` is the coroutine for the loop that owns the sockets; ``inbox`` is
+    what the generating thread serves: ``Waiting``, an ``int`` (a cache slot whose episode is over), None (all is over).
+    """
 
     def __init__(
         self,
         clients: Sequence[OpenEnvClient],
-        jobs: Sequence[Job],
+        wanted: Sequence[RolloutRequest],
         chat: ChatFormat,
         limits: Limits,
         *,
@@ -50,10 +51,10 @@ class IndependentPlay:
         reopen: Callable[[OpenEnvClient], Awaitable[None]],
     ) -> None:
         self.inbox: queue.SimpleQueue[Waiting | int | None] = queue.SimpleQueue()
-        self.outcomes: list[RolloutOutcome | None] = [None] * len(jobs)
+        self.outcomes: list[RolloutOutcome | None] = [None] * len(wanted)
         self.env_steps = 0
         self._clients = clients
-        self._waiting = deque(jobs)
+        self._waiting = deque(wanted)
         self._chat = chat
         self._limits = limits
         self._retry = retry
@@ -80,18 +81,18 @@ class IndependentPlay:
 
     async def _play_all(self, slot: int, client: OpenEnvClient) -> None:
         while self._waiting and client.usable:
-            job = self._waiting.popleft()
-            rollout = RolloutState(job, self._chat, self._limits)
+            wanted = self._waiting.popleft()
+            rollout = RolloutState(wanted, self._chat, self._limits)
             try:
                 await self._play(rollout, slot, client)
-                self.outcomes[job.index] = rollout.outcome()
+                self.outcomes[wanted.index] = rollout.outcome()
             except FAILURES as error:
                 await self._failed(rollout, client, error)
             finally:
                 self.inbox.put(slot)
 
     async def _play(self, rollout: RolloutState, slot: int, client: OpenEnvClient) -> None:
-        rollout.start(await client.reset(**{**rollout.job.reset, "seed": rollout.job.seed}))
+        rollout.start(await client.reset(**{**rollout.wanted.reset, "seed": rollout.wanted.seed}))
         while not rollout.status:
             turn: asyncio.Future[GenOutput] = asyncio.get_running_loop().create_future()
             self.inbox.put(Waiting(rollout.request(slot), turn))
@@ -109,11 +110,11 @@ class IndependentPlay:
                 rollout.take_reply(result)
 
     async def _failed(self, rollout: RolloutState, client: OpenEnvClient, error: Exception) -> None:
-        if self._retry and rollout.job.attempt == 0:
-            self._waiting.appendleft(replace(rollout.job, attempt=1))
+        if self._retry and rollout.wanted.attempt == 0:
+            self._waiting.appendleft(replace(rollout.wanted, attempt=1))
         else:
             rollout.fail(failure_status(error), str(error))
-            self.outcomes[rollout.job.index] = rollout.outcome()
+            self.outcomes[rollout.wanted.index] = rollout.outcome()
         try:
             await self._reopen(client)
         except ConnectionError:
@@ -123,7 +124,7 @@ class IndependentPlay:
         while self._waiting:
             rollout = RolloutState(self._waiting.popleft(), self._chat, self._limits)
             rollout.fail("connection_lost", "no session could be reopened")
-            self.outcomes[rollout.job.index] = rollout.outcome()
+            self.outcomes[rollout.wanted.index] = rollout.outcome()
 
 
 def next_batch(inbox: queue.SimpleQueue[Waiting | int | None]) -> tuple[list[Waiting], list[int], bool]:

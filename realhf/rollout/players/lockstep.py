@@ -16,11 +16,11 @@ from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.client.env_client import EnvError, OpenEnvClient
 from realhf.rollout.client.failures import FAILURES, failure_status
-from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest, RolloutState
 
 
 @dataclass
-class Seat:
+class SessionState:
     """Holds a session and the episode it plays; ``client`` is None when it could not be reopened."""
 
     index: int
@@ -30,26 +30,26 @@ class Seat:
 
 
 class LockstepPlay:
-    """Plays requests over the sessions. ``reopen`` gives a client a new session (raises ConnectionError).
+    """Plays rollout requests over the sessions. ``reopen`` gives a client a new session (raises ConnectionError).
 
     The coroutines run on the loop that owns the sockets; ``requests`` and ``take_outputs`` are plain calls for the
-    thread that generates. ``outcomes[i]`` belongs to the i-th request.
+    thread that generates. ``outcomes[i]`` belongs to the rollout request with ``index`` i.
     """
 
     def __init__(
         self,
-        seats: Sequence[Seat],
-        jobs: Sequence[Job],
+        sessions: Sequence[SessionState],
+        wanted: Sequence[RolloutRequest],
         chat: ChatFormat,
         limits: Limits,
         *,
         retry: bool,
         reopen: Callable[[OpenEnvClient], Awaitable[None]],
     ) -> None:
-        self.outcomes: list[RolloutOutcome | None] = [None] * len(jobs)
+        self.outcomes: list[RolloutOutcome | None] = [None] * len(wanted)
         self.env_steps = 0
-        self._seats = seats
-        self._waiting = deque(jobs)
+        self._sessions = sessions
+        self._waiting = deque(wanted)
         self._chat = chat
         self._limits = limits
         self._retry = retry
@@ -57,12 +57,12 @@ class LockstepPlay:
         self._freed: list[int] = []
 
     def requests(self) -> list[GenRequest]:
-        """Return the next batch, in the order of the sessions; empty when all requests have an outcome."""
-        return [seat.rollout.request(seat.index) for seat in self._seats if seat.rollout]
+        """Return the next batch, in the order of the sessions; empty when every rollout has an outcome."""
+        return [session.rollout.request(session.index) for session in self._sessions if session.rollout]
 
     def take_outputs(self, outputs: Sequence[GenOutput]) -> None:
         """Take sampled turns, in the order of ``requests``."""
-        live = [seat.rollout for seat in self._seats if seat.rollout]
+        live = [session.rollout for session in self._sessions if session.rollout]
         if len(outputs) != len(live):
             raise ValueError(f"the policy returned {len(outputs)} outputs for {len(live)} requests")
         for rollout, output in zip(live, outputs, strict=True):
@@ -75,96 +75,96 @@ class LockstepPlay:
 
     async def fill(self) -> None:
         """Reset the first episodes onto the sessions."""
-        for seat in self._seats:
-            await self._next_job(seat)
+        for session in self._sessions:
+            await self._next_rollout(session)
         await self._finish_resets()
 
     async def advance(self) -> None:
         """Run the commands of this round, and the resets of the episodes that come next."""
         stepping = []
-        for seat in self._seats:
-            rollout = seat.rollout
+        for session in self._sessions:
+            rollout = session.rollout
             if rollout is None:
                 continue
-            if rollout.command is not None and seat.client is not None:
+            if rollout.command is not None and session.client is not None:
                 try:
-                    await seat.client.send_step(rollout.command)
+                    await session.client.send_step(rollout.command)
                 except FAILURES as error:
-                    await self._failed(seat, error)
+                    await self._failed(session, error)
                 else:
-                    stepping.append(seat)
+                    stepping.append(session)
             elif rollout.status:
-                await self._ended(seat)
-        for seat in stepping:
-            await self._finish_step(seat)
+                await self._ended(session)
+        for session in stepping:
+            await self._finish_step(session)
         await self._finish_resets()
 
-    async def _finish_step(self, seat: Seat) -> None:
-        assert seat.client is not None and seat.rollout is not None
+    async def _finish_step(self, session: SessionState) -> None:
+        assert session.client is not None and session.rollout is not None
         try:
-            result = await seat.client.receive()
+            result = await session.client.receive()
         except FAILURES as error:
             if not (isinstance(error, EnvError) and error.code == "VALIDATION_ERROR"):
-                await self._failed(seat, error)
+                await self._failed(session, error)
                 return
-            seat.rollout.take_rejection(str(error))
+            session.rollout.take_rejection(str(error))
         else:
             self.env_steps += 1
-            seat.rollout.take_reply(result)
-        if seat.rollout.status:
-            await self._ended(seat)
+            session.rollout.take_reply(result)
+        if session.rollout.status:
+            await self._ended(session)
 
     async def _finish_resets(self) -> None:
-        while resetting := [seat for seat in self._seats if seat.resetting]:
-            for seat in resetting:
-                seat.resetting = False
-                assert seat.client is not None and seat.rollout is not None
+        while resetting := [session for session in self._sessions if session.resetting]:
+            for session in resetting:
+                session.resetting = False
+                assert session.client is not None and session.rollout is not None
                 try:
-                    result = await seat.client.receive()
+                    result = await session.client.receive()
                 except FAILURES as error:
-                    await self._failed(seat, error)
+                    await self._failed(session, error)
                 else:
-                    seat.rollout.start(result)
-        if self._waiting and not any(seat.rollout for seat in self._seats):
+                    session.rollout.start(result)
+        if self._waiting and not any(session.rollout for session in self._sessions):
             while self._waiting:
                 rollout = RolloutState(self._waiting.popleft(), self._chat, self._limits)
                 rollout.fail("connection_lost", "no session could be reopened")
-                self.outcomes[rollout.job.index] = rollout.outcome()
+                self.outcomes[rollout.wanted.index] = rollout.outcome()
 
-    async def _ended(self, seat: Seat) -> None:
-        assert seat.rollout is not None
-        self.outcomes[seat.rollout.job.index] = seat.rollout.outcome()
-        self._vacate(seat)
-        await self._next_job(seat)
+    async def _ended(self, session: SessionState) -> None:
+        assert session.rollout is not None
+        self.outcomes[session.rollout.wanted.index] = session.rollout.outcome()
+        self._vacate(session)
+        await self._next_rollout(session)
 
-    async def _next_job(self, seat: Seat) -> None:
-        """Send the reset of the next waiting request; a dead session stays empty."""
-        while self._waiting and seat.rollout is None and seat.client is not None:
-            job = self._waiting.popleft()
-            seat.rollout = RolloutState(job, self._chat, self._limits)
+    async def _next_rollout(self, session: SessionState) -> None:
+        """Send the reset of the next waiting rollout; a dead session stays empty."""
+        while self._waiting and session.rollout is None and session.client is not None:
+            wanted = self._waiting.popleft()
+            session.rollout = RolloutState(wanted, self._chat, self._limits)
             try:
-                await seat.client.send_reset({**job.reset, "seed": job.seed})
-                seat.resetting = True
+                await session.client.send_reset({**wanted.reset, "seed": wanted.seed})
+                session.resetting = True
             except FAILURES as error:
-                await self._failed(seat, error)
+                await self._failed(session, error)
 
-    async def _failed(self, seat: Seat, error: Exception) -> None:
+    async def _failed(self, session: SessionState, error: Exception) -> None:
         """Handle a failed environment: record it, or play the same instance once more on a new connection."""
-        assert seat.client is not None and seat.rollout is not None
-        job, rollout = seat.rollout.job, seat.rollout
-        self._vacate(seat)
-        if self._retry and job.attempt == 0:
-            self._waiting.appendleft(replace(job, attempt=1))
+        assert session.client is not None and session.rollout is not None
+        wanted, rollout = session.rollout.wanted, session.rollout
+        self._vacate(session)
+        if self._retry and wanted.attempt == 0:
+            self._waiting.appendleft(replace(wanted, attempt=1))
         else:
             rollout.fail(failure_status(error), str(error))
-            self.outcomes[job.index] = rollout.outcome()
+            self.outcomes[wanted.index] = rollout.outcome()
         try:
-            await self._reopen(seat.client)
+            await self._reopen(session.client)
         except ConnectionError:
-            seat.client = None
-        await self._next_job(seat)
+            session.client = None
+        await self._next_rollout(session)
 
-    def _vacate(self, seat: Seat) -> None:
-        seat.rollout = None
-        seat.resetting = False
-        self._freed.append(seat.index)
+    def _vacate(self, session: SessionState) -> None:
+        session.rollout = None
+        session.resetting = False
+        self._freed.append(session.index)

@@ -23,9 +23,9 @@ from realhf.rollout.client.failures import GroupError, PoolClosed, RolloutFailur
 from realhf.rollout.client.loop_thread import LoopThread
 from realhf.rollout.client.session_group import SessionGroup, reset_arguments
 from realhf.rollout.episode.group_result import GroupSummary, ResultSink, record_group
-from realhf.rollout.episode.rollout_state import Job, Limits
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
 from realhf.rollout.players.independent import IndependentPlay, next_batch
-from realhf.rollout.players.lockstep import LockstepPlay, Seat
+from realhf.rollout.players.lockstep import LockstepPlay, SessionState
 
 _FINALIZE_S = 2.0
 _STOP_S = 10.0
@@ -174,8 +174,8 @@ class MultiTurnEnvPool:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
         thread = self._ready()
-        jobs = [
-            Job(
+        wanted = [
+            RolloutRequest(
                 number * group_size + member,
                 task,
                 seed,
@@ -187,13 +187,13 @@ class MultiTurnEnvPool:
         with self._alone():
             thread.call(self._group.reopen_lost())
             play = self._lockstep if mode == "lockstep" else self._independent
-            outcomes = [outcome for outcome in play(thread, jobs, policy) if outcome is not None]
-        if len(outcomes) != len(jobs):
-            raise AssertionError(f"{len(jobs)} episodes, but {len(outcomes)} outcomes")
-        self.timings["episodes"] += len(jobs)
+            outcomes = [outcome for outcome in play(thread, wanted, policy) if outcome is not None]
+        if len(outcomes) != len(wanted):
+            raise AssertionError(f"{len(wanted)} episodes, but {len(outcomes)} outcomes")
+        self.timings["episodes"] += len(wanted)
         if self._on_failure == "raise" and any(not outcome.valid for outcome in outcomes):
             raise GroupError(f"rollouts failed: {failed_ones(outcomes)}", outcomes)
-        return [outcomes[start : start + group_size] for start in range(0, len(jobs), group_size)]
+        return [outcomes[start : start + group_size] for start in range(0, len(wanted), group_size)]
 
     def reset_group(self, task: Any, seed: int | None = None, *, chaos: bool = False) -> list[StepResult]:
         """Reset all sessions onto one task instance. Raises GroupResetError when one of them fails."""
@@ -245,11 +245,15 @@ class MultiTurnEnvPool:
         finally:
             self._playing.release()
 
-    def _lockstep(self, thread: LoopThread, jobs: Sequence[Job], policy: Policy) -> list[RolloutOutcome | None]:
-        seats = [Seat(index, client if client.usable else None) for index, client in enumerate(self._group.clients)]
+    def _lockstep(
+        self, thread: LoopThread, wanted: Sequence[RolloutRequest], policy: Policy
+    ) -> list[RolloutOutcome | None]:
+        sessions = [
+            SessionState(index, client if client.usable else None) for index, client in enumerate(self._group.clients)
+        ]
         retry = self._on_failure == "retry"
         limits = replace(self._limits, reward_mode=self.reward_mode)
-        play = LockstepPlay(seats, jobs, policy.chat, limits, retry=retry, reopen=self._group.reopen)
+        play = LockstepPlay(sessions, wanted, policy.chat, limits, retry=retry, reopen=self._group.reopen)
         try:
             with self._clock("env_s"), self._clock("reset_s"):
                 thread.call(play.fill())
@@ -269,10 +273,12 @@ class MultiTurnEnvPool:
             self.timings["env_steps"] += play.env_steps
         return play.outcomes
 
-    def _independent(self, thread: LoopThread, jobs: Sequence[Job], policy: Policy) -> list[RolloutOutcome | None]:
+    def _independent(
+        self, thread: LoopThread, wanted: Sequence[RolloutRequest], policy: Policy
+    ) -> list[RolloutOutcome | None]:
         retry = self._on_failure == "retry"
         limits = replace(self._limits, reward_mode=self.reward_mode)
-        play = IndependentPlay(self._group.clients, jobs, policy.chat, limits, retry=retry, reopen=self._group.reopen)
+        play = IndependentPlay(self._group.clients, wanted, policy.chat, limits, retry=retry, reopen=self._group.reopen)
         running = asyncio.run_coroutine_threadsafe(play.run(), thread.loop)
         over, round_index = False, 0
         try:

@@ -15,7 +15,7 @@ from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, 
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.resuming_env import ResumingEnv
-from realhf.rollout.episode.rollout_state import Job, Limits
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 
@@ -34,7 +34,7 @@ async def play(
     agent = BlackBoxAgent(function, chat(), LIMITS, timeout_s=timeout_s)
     env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=retries)
     try:
-        return await agent.play(env, Job(0, {}, 11, sampling_seed=5), tokens, 2)
+        return await agent.play(env, RolloutRequest(0, {}, 11, sampling_seed=5), tokens, 2)
     finally:
         await agent.close()
         await env.env.close()

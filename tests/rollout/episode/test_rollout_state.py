@@ -8,7 +8,7 @@ import pytest
 
 from realhf.api.env import StepResult
 from realhf.api.model import GenOutput
-from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest, RolloutState
 from tests.rollout.scripted import CUE, END, FOLLOW, LossyChat
 
 LIMITS = Limits(max_turns=3, max_total_tokens=120, turn_tokens=20, observation_chars=500)
@@ -35,7 +35,7 @@ def said(words: str, finish: str = "stop") -> GenOutput:
 
 
 def begun(limits: Limits = LIMITS) -> RolloutState:
-    rollout = RolloutState(Job(0, {}, 11), LossyChat(), limits)
+    rollout = RolloutState(RolloutRequest(0, {}, 11), LossyChat(), limits)
     rollout.start(observed("", reward=None))
     return rollout
 

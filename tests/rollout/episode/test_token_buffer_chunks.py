@@ -4,7 +4,7 @@ import pytest
 
 from realhf.api.env import StepResult
 from realhf.api.model import GenOutput
-from realhf.rollout.episode.rollout_state import Job, Limits, RolloutState
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest, RolloutState
 
 
 class LetterChat:
@@ -29,7 +29,7 @@ def part(text: str, reason: str) -> GenOutput:
 
 @pytest.fixture
 def state() -> RolloutState:
-    rollout = RolloutState(Job(0, {}, 0), LetterChat(), Limits(2, 200, 20, 80))
+    rollout = RolloutState(RolloutRequest(0, {}, 0), LetterChat(), Limits(2, 200, 20, 80))
     rollout.start(StepResult({"task": {"description": "list", "task_id": 1, "difficulty": "warmup"}}, None, False))
     return rollout
 

@@ -16,7 +16,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.streaming import RolloutLease
 from realhf.rollout.agents.episode_agent import EpisodeEnv, TurnAgent
 from realhf.rollout.client.env_client import ConnectionLost
-from realhf.rollout.episode.rollout_state import Job, Limits
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
 from realhf.rollout.episode.sampling_seed import sampling_seed
 from realhf.rollout.players.failure_policy import FailFast, Retry, failure_policy
 from realhf.rollout.players.group_player import GroupFailed, GroupPlayer, reset_arguments, within
@@ -77,18 +77,18 @@ class FakeAgent:
 
     def __init__(self, script: dict[int, list[Any]]) -> None:
         self.script = script
-        self.jobs: list[tuple[Job, int]] = []
+        self.wanted: list[tuple[RolloutRequest, int]] = []
 
-    async def play(self, env: EpisodeEnv, job: Job, llm: TokenSource, slot: int) -> RolloutOutcome:
-        self.jobs.append((job, slot))
+    async def play(self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+        self.wanted.append((wanted, slot))
         await env.reset()
-        ends = self.script.get(job.index, ["finished"])
+        ends = self.script.get(wanted.index, ["finished"])
         end = ends.pop(0) if len(ends) > 1 else ends[0]
         if isinstance(end, Exception):
             raise end
         if end == "hang":
             await asyncio.sleep(600)
-        return outcome(end, job.index)
+        return outcome(end, wanted.index)
 
 
 def player(url: str, agent: Any, llm: Any = None, *, least: int = 2, **failure: Any) -> GroupPlayer:
@@ -113,8 +113,8 @@ async def test_rollouts_come_in_order_each_with_its_row_and_its_random_numbers()
         again = await within(one, lease())
         await one.close()
     assert [o.task_id for o in played.outcomes] == [o.task_id for o in again.outcomes] == [0, 1, 2]
-    assert sorted((job.index, slot) for job, slot in agent.jobs[:N]) == [(0, 10), (1, 11), (2, 12)]
-    seeds = {job.index: job.sampling_seed for job, _ in agent.jobs}
+    assert sorted((wanted.index, slot) for wanted, slot in agent.wanted[:N]) == [(0, 10), (1, 11), (2, 12)]
+    seeds = {wanted.index: wanted.sampling_seed for wanted, _ in agent.wanted}
     assert seeds == {member: sampling_seed(1, "s1", member) for member in range(N)} and len(set(seeds.values())) == N
     assert played.failures == played.retried == Counter()
     notes = played.statistics()
@@ -148,7 +148,7 @@ async def test_one_that_fails_for_good_is_left_out_and_too_many_fail_the_sample(
         one._agent = agent = FakeAgent({0: ["policy_error"], 2: ["policy_error"]})
         with pytest.raises(GroupFailed) as failed:
             await one.play(lease())
-        assert failed.value.outcome == "engine_error" and len(agent.jobs) == N, "no second attempt"
+        assert failed.value.outcome == "engine_error" and len(agent.wanted) == N, "no second attempt"
         await one.close()
 
 
@@ -232,7 +232,7 @@ async def test_an_engine_or_an_environment_that_fails_is_an_outcome_and_never_a_
         async def step(self, command: str) -> Any:
             raise AssertionError(command)
 
-    lost = await agent.play(LostEnv(), Job(0, {}, 0), llm, 4)
+    lost = await agent.play(LostEnv(), RolloutRequest(0, {}, 0), llm, 4)
     assert (lost.valid, lost.reward, lost.status) == (False, None, "connection_lost") and llm.freed[-1] == 4
 
 

@@ -91,7 +91,7 @@ def test_the_same_policy_gives_the_same_batches(pool: MultiTurnEnvPool) -> None:
         runs.append((policy.batches, texts))
     assert runs[0] == runs[1] == runs[2]
     sizes = [len(batch) for batch in runs[0][0]]
-    assert sizes[0] == SESSIONS and all(a >= b for a, b in itertools.pairwise(sizes)), "seats stood empty"
+    assert sizes[0] == SESSIONS and all(a >= b for a, b in itertools.pairwise(sizes)), "sessions stood idle"
 
 
 def test_group_members_read_the_same(pool: MultiTurnEnvPool) -> None:
