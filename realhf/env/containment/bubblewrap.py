@@ -1,7 +1,8 @@
-"""bubblewrap: a process tree that sees a read-only system, a private /tmp, no network and no process but its own.
+"""Runs a process tree under bubblewrap: it sees a read-only system, a private /tmp, no network and no process but its
+own.
 
-Needs Debian's ``bubblewrap`` and a kernel that allows unprivileged user namespaces; ``find`` really tries.
-Source: docs/reference/environment.md 5, layer (d).
+Needs Debian's ``bubblewrap`` and a kernel that allows unprivileged user namespaces; ``find`` really tries. Source:
+docs/reference/environment.md 5, layer (d).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _NAMESPACES = (
     "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
 _KEEP_HOUSE = '"$@" && /bin/rm -rf -- "$0"'
-"""The shell outlives the thread that started it, so dying with the parent means with the shell; what an owner
-that was killed could not remove is removed once the zygote has ended by itself."""
+"""Shell program that removes a folder after its command ended well. The shell outlives the thread that started it, so
+here dying with the parent means dying with the shell. Whatever a killed owner could not remove is removed once the
+zygote has ended by itself."""
 
 
 def find() -> Path | None:
-    """The program, when it is installed and a Python under it comes up with every option that is used here."""
+    """Return the program, when it is installed and a Python under it comes up with every option that is used here."""
     program = shutil.which("bwrap", path=_PROGRAM_PATH)
     if program is None:
         return None
@@ -43,10 +45,12 @@ def find() -> Path | None:
 def sandboxed(
     program: Path, parts: Sequence[str] = (), writable: Sequence[Path] = (), private: Sequence[Path] = ()
 ) -> list[str]:
-    """Words that go before a command: the sandbox of Python programs of this package. Of the host's files only
-    ``writable`` can be changed, ``private`` folders are its own; descriptors handed over keep working. Of the package
-    only ``parts`` (files and folders, relative to it) are there: whoever breaks out of the interpreter's guards finds
-    no tasks and no answers."""
+    """Return the words that go before a command: the sandbox of Python programs of this package.
+
+    Of the host's files only ``writable`` can be changed; ``private`` folders are the sandbox's own; descriptors handed
+    over keep working. Of the package only ``parts`` (files and folders, relative to it) are there: code that breaks out
+    of the interpreter's guards finds no tasks and no answers.
+    """
     python = {sys.base_prefix, sys.prefix, *(root for root in package_roots() if os.path.isdir(root))}
     words = [str(program), *_NAMESPACES, "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
     for path in _SYSTEM:
@@ -62,7 +66,7 @@ def sandboxed(
 
 
 def hidden(folder: str) -> list[str]:
-    """Words that put an empty folder in the place of ``folder``."""
+    """Return the words that put an empty folder in the place of ``folder``."""
     return ["--tmpfs", folder, "--remount-ro", folder]
 
 
@@ -75,5 +79,5 @@ def _own_code(parts: Sequence[str]) -> list[str]:
 
 
 def housekept(command: Sequence[str], folder: Path) -> list[str]:
-    """``command`` under a shell that removes ``folder`` when it ends well."""
+    """Return ``command`` under a shell that removes ``folder`` when it ends well."""
     return ["/bin/sh", "-c", _KEEP_HOUSE, str(folder), *command]

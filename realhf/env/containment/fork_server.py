@@ -1,9 +1,9 @@
-"""Fast, cheap processes: a zygote imports what its children need and forks them on request.
+"""Starts processes fast and cheaply: a zygote imports what its children need and forks them on request.
 
-The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel beside
-them. A request has a number and its reply repeats it: one that comes after its time is never taken for another's.
-Children are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote
-ends when the owner's end of the socketpair closes, so SIGKILL of the owner leaves nothing behind.
+The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel beside them. A
+request has a number and its reply repeats it: a late reply is never taken for another's. Children are born
+single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote ends when the owner's end of the
+socketpair closes, so SIGKILL of the owner leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ _MAX_DATAGRAM = 64 * 1024
 _RESTART_S = 30.0
 
 Child = Callable[[dict[str, Any], list[int]], None]
-"""What a forked process does with its request and descriptors; its return ends the process."""
+"""Runs in the forked process with its request and descriptors; the process ends when it returns."""
 
 
 @dataclass
 class ForkedProcess:
-    """A child of a zygote, held by a pidfd: its pid can never be mistaken for another process's."""
+    """Holds a child of a zygote by a pidfd: its pid can never be mistaken for another process's."""
 
     pid: int
     pidfd: int
     name: str
 
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self.pidfd >= 0 and not _readable(self.pidfd, 0)
 
     def kill(self, timeout_s: float = 2.0) -> None:
-        """SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
+        """Send SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
         if self.pidfd < 0:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -57,8 +58,9 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Owner's side. ``module`` is run as ``python -m module <control fd> *arguments`` and calls ``serve_forks``;
-    ``prefix`` goes before ``python``: the words of a sandbox program that hands descriptors on."""
+    """Starts a zygote and asks it for children, on the owner's side. ``module`` is run as ``python -m module <control
+    fd> *arguments`` and calls ``serve_forks``; ``prefix`` goes before ``python``: the words of a sandbox program that
+    hands descriptors on."""
 
     def __init__(
         self,
@@ -95,12 +97,12 @@ class ForkServer:
         self._control = ours
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """The zygote's greeting, sent once its imports are done."""
+        """Wait for the zygote's greeting, which it sends once its imports are done, and return it."""
         return self._receive(timeout_s)[0]
 
     def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 5.0) -> ForkedProcess:
-        """A new child that was given ``request`` and copies of ``fds``. Raises TimeoutError, after which such a child
-        may still come up: the next call, or the end of the zygote, kills it."""
+        """Fork a child with ``request`` and copies of ``fds``. Raises TimeoutError, after which such a child may still
+        come up: the next call, or the end of the zygote, kills it."""
         with self._lock:
             if self._process is None or self._control is None:
                 raise RuntimeError(f"{self._module} is not running")
@@ -119,7 +121,7 @@ class ForkServer:
         return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
 
     def _reply(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        """Of the latest request. What answers an older one, given up meanwhile, is killed."""
+        """Return the reply to the latest request. A child that answers an older one, given up meanwhile, is killed."""
         deadline = time.monotonic() + timeout_s
         while True:
             reply, received = self._receive(max(0.0, deadline - time.monotonic()))
@@ -140,10 +142,12 @@ class ForkServer:
         return json.loads(data), fds
 
     def alive(self) -> bool:
+        """Whether the zygote runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
+        """Pid of the zygote; -1 before ``start``."""
         return self._process.pid if self._process else -1
 
     def stop(self, timeout_s: float = 3.0) -> None:
@@ -161,22 +165,25 @@ class ForkServer:
 
 
 def _readable(fd: int, timeout_s: float) -> bool:
-    """Not ``select``, which knows no descriptor beyond 1023: a server of many sessions has more."""
+    """Return whether ``fd`` becomes readable. ``select`` will not do: it knows no descriptor beyond 1023, and a server
+    of many sessions has more."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
 
 
 def _pid_of(pidfd: int) -> int:
-    """Of the process, as the owner sees it: the zygote may live in a pid namespace of its own. -1 when it ended."""
+    """Return the pid of the process as the owner sees it: the zygote may live in a pid namespace of its own. -1 when it
+    ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
 
 def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) -> None:
-    """The zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes.
+    """Run the zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes.
 
-    Must be called with a single thread."""
+    Must be called with a single thread.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(json.dumps(greeting).encode())

@@ -1,7 +1,7 @@
-"""Frames between a process and the contained child that works for it: a 4-byte big-endian length, then JSON.
+"""Exchanges frames between a process and the contained child that works for it: a 4-byte big-endian length, then JSON.
 
 What a child sends is read as the words of a process that an agent may have taken over: nothing is believed before its
-size and its time were looked at.
+size and its time are checked.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MAX_FRAME_BYTES = 64 << 20
 
 
 class BadFrame(Exception):
-    """The child did not answer as it should. It must not be used again."""
+    """The child did not answer as it should, and must not be used again."""
 
 
 def read_frame(stream: Any) -> dict[str, Any] | None:
-    """The next frame, or None at the end of the stream."""
+    """Read the next frame; returns None at the end of the stream."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -30,12 +30,13 @@ def read_frame(stream: Any) -> dict[str, Any] | None:
 
 
 def frame(message: dict[str, Any]) -> bytes:
+    """Encode a message as a frame."""
     body = json.dumps(message).encode("utf-8")
     return _HEADER.pack(len(body)) + body
 
 
 def spoke_unasked(channel: socket.socket) -> bool:
-    """Whether something lies unread in the channel, or the worker closed it."""
+    """Return whether something lies unread in the channel, or the worker closed it."""
     channel.setblocking(False)
     try:
         channel.recv(1, socket.MSG_PEEK)
@@ -47,7 +48,7 @@ def spoke_unasked(channel: socket.socket) -> bool:
 
 
 def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
-    """The next frame's content; no byte behind it is read. Raises TimeoutError, BadFrame."""
+    """Return the next frame's content; no byte behind it is read. Raises TimeoutError, BadFrame."""
     deadline = time.monotonic() + timeout_s
     (size,) = _HEADER.unpack(_receive(channel, _HEADER.size, deadline))
     if size > _MAX_FRAME_BYTES:

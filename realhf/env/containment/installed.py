@@ -1,4 +1,4 @@
-"""Which layers hold the processes of a pool, decided before it starts and stated in one line each."""
+"""Decides which layers hold the processes of a pool, before it starts, and states each in one line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ LAMBDA_MODES = ("stub", "sandbox")
 
 
 class NotContained(RuntimeError):
-    """Code of an agent could reach the host; nothing is served."""
+    """Code of an agent could reach the host, so nothing is served."""
 
 
 @dataclass
 class Containment:
-    """``program``: bubblewrap, when simulators and CLI workers live under it; ``broker``: when Lambda code does.
+    """Says which layers hold. ``program`` is bubblewrap, when simulators and CLI workers live under it; ``broker`` when
+    Lambda code does.
 
-    ``no_network`` is what the zygotes reported; ``observed``: what was tried of each layer, and how it ended."""
+    ``no_network`` is what the zygotes reported; ``observed`` is what was tried of each layer, and how it ended.
+    """
 
     sandbox: str
     lambda_mode: str
@@ -33,7 +35,7 @@ class Containment:
 
     @classmethod
     def decide(cls, sandbox: str, lambda_mode: str) -> Containment:
-        """Raises RuntimeError when bubblewrap is demanded and does not work here."""
+        """Choose the layers. Raises RuntimeError when bubblewrap is demanded and does not work here."""
         found = None if sandbox == "plain" and lambda_mode == "stub" else bubblewrap.find()
         if sandbox == "bwrap" and found is None:
             raise RuntimeError(
@@ -51,17 +53,17 @@ class Containment:
 
     @property
     def network_mode(self) -> str:
-        """For the zygotes: ``outer`` (bubblewrap took the network away), ``auto`` (try), ``plain``."""
+        """The word for the zygotes: ``outer`` (bubblewrap took the network away), ``auto`` (try), ``plain``."""
         return "outer" if self.program else "plain" if self.sandbox == "plain" else "auto"
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Those that are claimed, and so are tried."""
+        """The layers that are claimed, and therefore tried."""
         optional = {NETWORK: self.no_network, BUBBLEWRAP: self.program is not None}
         return tuple(layer for layer in LAYERS if optional.get(layer, True))
 
     def statement(self) -> str:
-        """What is active, as it was observed, and what is not, for the log at start."""
+        """Say what is active, as it was observed, and what is not, for the log at start."""
         bubble = "on: read-only system, private /tmp, own pids" if self.program else "off"
         if self.program is None and self.sandbox == "auto":
             bubble += " (not installed or not permitted); so LAMBDA=sandbox and hosts beyond loopback are off"

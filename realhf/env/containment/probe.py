@@ -26,7 +26,8 @@ PROBE = "probe"
 
 @dataclass(frozen=True)
 class Attempt:
-    """``stopped``: the layer did it, and not something else by chance; ``how``: in the kernel's or the hook's words."""
+    """Records what was tried. ``stopped``: the layer stopped it, and not something else by chance; ``how``: in the
+    kernel's or the hook's words."""
 
     layer: str
     act: str
@@ -36,8 +37,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ProbeTargets:
-    """``port`` of a listener on the host's loopback, a readable ``file`` of the host, a path that could be ``made`` on
-    the host, and the ``folder`` that belongs to the probe. ``layers`` are tried."""
+    """Says what to try: the ``port`` of a listener on the host's loopback, a readable ``file`` of the host, a path that
+    could be ``made`` on the host, and the ``folder`` that belongs to the probe. ``layers`` are the ones to try."""
 
     port: int
     file: str
@@ -47,7 +48,8 @@ class ProbeTargets:
 
 
 def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -> None:
-    """In the child: try, and send the attempts over the first descriptor. ``request``: ``ProbeTargets`` as a map."""
+    """Try the layers, in the child, and send the attempts over the first descriptor. ``request`` is ``ProbeTargets`` as
+    a map."""
     channel = socket.socket(fileno=fds[0])
     for fd in fds[1:]:
         os.close(fd)
@@ -64,7 +66,8 @@ def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -
 
 
 class _Calls:
-    """C functions and the kernel's answer. Bound before the hooks come, which let nobody bind any."""
+    """Calls C functions and reports the kernel's answer. They are bound before the hooks come, which let nobody bind
+    any."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -79,7 +82,7 @@ class _Calls:
         self._errno.restype = ctypes.POINTER(ctypes.c_int)
 
     def refused(self, layer: str, act: str, function: Any, *arguments: Any, by: tuple[int, ...]) -> Attempt:
-        """Whether the call failed with one of the errors ``by`` which the layer is known."""
+        """Return whether the call failed with one of the errors ``by`` which the layer is known."""
         result = function(*arguments)
         number = self._errno()[0]
         if function is self.fork and result == 0:
@@ -90,7 +93,7 @@ class _Calls:
 
 
 def _network(targets: ProbeTargets) -> Attempt:
-    """A plain connection to the host's loopback, before any filter: only an empty network stops it."""
+    """Connect plainly to the host's loopback, before any filter: only an empty network stops that."""
     act = "connect to the host"
     try:
         socket.create_connection(("127.0.0.1", targets.port), timeout=2.0).close()
@@ -105,7 +108,7 @@ def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[
     yield calls.refused(FILTER, "fork", calls.fork, by=denied)
     yield calls.refused(FILTER, "make a socket", calls.socket, socket.AF_INET, socket.SOCK_STREAM, 0, by=denied)
     yield calls.refused(FILTER, "connect", calls.connect, unconnected.fileno(), address, len(address), by=denied)
-    # There is no such program: unfiltered it is looked for, and not found, and the child goes on.
+    # The program does not exist: without a filter it is looked for and not found, and the child goes on.
     yield calls.refused(FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=denied)
 
 

@@ -1,4 +1,5 @@
-"""The owner's side of the probe: tries the layers of a pool's processes before anything serves, and judges."""
+"""Tries the layers of a pool's processes before anything is served, and judges the result; the owner's side of the
+probe."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _PROBE_S = 30.0
 
 
 def probe_layers(zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence[str]) -> dict[str, list[Attempt]]:
-    """What a throw-away child of each zygote could do, by the zygote's name. ``root`` is the pool's folder. Raises
-    NotContained for a probe that does not answer."""
+    """Return what a throw-away child of each zygote could do, by the zygote's name. ``root`` is the pool's folder.
+    Raises NotContained for a probe that does not answer."""
     secret = root / "host-file"
     secret.write_text("a file of the host")
     found: dict[str, list[Attempt]] = {}
@@ -57,8 +58,8 @@ def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt
 
 
 def judge(found: Mapping[str, Sequence[Attempt]], layers: Sequence[str], may_lack: frozenset[str]) -> dict[str, str]:
-    """A line per layer of what was observed. Raises NotContained for one that was not tried or does not hold, unless
-    it is among ``may_lack``."""
+    """Return a line per layer of what was observed. Raises NotContained for one that was not tried or does not hold,
+    unless it is among ``may_lack``."""
     lines: dict[str, str] = {}
     for layer in layers:
         attempts = [(kind, attempt) for kind, of_kind in found.items() for attempt in of_kind if attempt.layer == layer]

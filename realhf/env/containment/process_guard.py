@@ -1,4 +1,4 @@
-"""The layers that a contained process applies to itself right after its fork, for every kind of process."""
+"""Applies the layers that every kind of contained process takes on right after its fork."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from realhf.env.containment import sandbox, seccomp
 
 HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = ("hooks", "filter", "limits", "network", "bubblewrap")
-"""Audit hooks of the interpreter, system call filter, resource limits, an empty network, a file system of its own."""
+"""The layers: audit hooks of the interpreter, system call filter, resource limits, an empty network, a file system of
+its own."""
 
 
 @dataclass(frozen=True)
 class ProcessGuard:
-    """Resource limits of one kind of process, ``cpu_s`` 0 for as long as it likes. ``may_lack``: layers without which
-    it may run."""
+    """Holds the resource limits of one kind of process; ``cpu_s`` 0 sets no limit of CPU time. ``may_lack``: layers
+    without which it may run."""
 
     file_bytes: int
     open_files: int

@@ -1,8 +1,8 @@
-"""Containment of a process that handles text written by an agent (docs/reference/environment.md 5).
+"""Contains a process that handles text written by an agent (docs/reference/environment.md 5).
 
-Three layers, each applied by a process to itself right after a fork: the kernel's (no new privileges, no
-network, resource limits, death with the parent) and the interpreter's (an audit hook that turns forbidden
-operations into ``Denied``). Linux only.
+Each layer is applied by a process to itself right after a fork: the kernel's (no new privileges, no network, resource
+limits, death with the parent) and the interpreter's (an audit hook that turns forbidden operations into ``Denied``).
+Linux only.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL this process when the thread that forked it ends. Call right after fork."""
+    """Have the kernel SIGKILL this process when the thread that forked it ends. Call right after fork."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def forbid_new_privileges() -> None:
-    """No program started from here could gain rights."""
+    """Forbid new privileges: no program started from here can gain rights."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -75,8 +75,8 @@ def leave_network() -> bool:
 
 
 def without_network(mode: str) -> bool:
-    """What ``mode`` (``Containment.network_mode``) says: ``outer`` has none already, ``auto`` leaves it, ``plain``
-    stays. True when this process has no network now."""
+    """Do what ``mode`` (``Containment.network_mode``) says: ``outer`` has no network already, ``auto`` leaves it,
+    ``plain`` stays. Returns True when this process has no network now."""
     return mode == "outer" or (mode == "auto" and leave_network())
 
 
@@ -100,7 +100,7 @@ def prove_containment() -> None:
 
 
 def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int, cpu_s: int = 0) -> None:
-    """Lower this process's resource limits for good. ``cpu_s`` 0: as long as it likes."""
+    """Lower this process's resource limits for good. ``cpu_s`` 0 sets no limit of CPU time."""
     limits = {
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: open_files,
@@ -116,7 +116,7 @@ def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int, cpu
 
 
 def redirect_standard_streams(stderr_fd: int | None = None) -> None:
-    """stdin empty, stdout and stderr to ``stderr_fd`` or nowhere."""
+    """Make stdin empty, and send stdout and stderr to ``stderr_fd`` or nowhere."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     target = null if stderr_fd is None else stderr_fd
@@ -126,38 +126,39 @@ def redirect_standard_streams(stderr_fd: int | None = None) -> None:
 
 
 def package_roots() -> tuple[str, ...]:
-    """Folders of the interpreter and the installed packages: what their imports and data files need."""
+    """Return the folders of the interpreter and the installed packages: what their imports and data files need."""
     paths = sysconfig.get_paths()
     roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return (*sorted(roots), "/usr/share/zoneinfo")
 
 
 def own_package() -> str:
-    """The folder of this package, whose tasks and their answers no contained process may read. It may lie among the
+    """Return the folder of this package, whose tasks and answers no contained process may read. It may lie among the
     installed packages."""
     return str(PACKAGE)
 
 
 @dataclass
 class WriteBudget:
-    """Files that may still be opened for writing."""
+    """Counts the files that may still be opened for writing."""
 
     left: int
 
     def take(self) -> bool:
+        """Use up one file; returns False when none was left."""
         self.left -= 1
         return self.left >= 0
 
 
 @dataclass(frozen=True)
 class AuditGuard:
-    """What the interpreter of a contained process may still do.
+    """Restricts what the interpreter of a contained process may do.
 
     ``read_roots``: folders whose files may be opened for reading (packages, time zones), this package's own excepted.
     ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
-    ``on_denied``: told the rule and text of everything that was stopped.
-    ``writes``: how many files may be opened for writing; the holder may fill it up again.
-    ``egress``: asked about network events, which are all stopped without it.
+    ``on_denied`` is called with the rule and text of everything that was stopped. ``writes``: how many files may be
+    opened for writing; the holder may fill it up again. ``egress`` is asked about network events, which are all stopped
+    without it.
     """
 
     read_roots: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""The kernel's own refusal of new programs, new processes and new sockets, by a seccomp filter.
+"""Has the kernel itself refuse new programs, new processes and new sockets, by a seccomp filter.
 
 The audit hook of ``sandbox`` sees what Python code asks for; this filter also sees what C code asks for (uvloop's
-connects, a library's fork). Threads stay possible: ``clone`` is allowed only with CLONE_THREAD, and ``clone3``,
-whose flags a filter cannot read, reports ENOSYS, upon which the C library falls back to ``clone``.
+connects, a library's fork). Threads stay possible: ``clone`` is allowed only with CLONE_THREAD, and ``clone3``, whose
+flags a filter cannot read, reports ENOSYS, upon which the C library falls back to ``clone``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Program(ctypes.Structure):
 
 
 def available() -> bool:
-    """True on a machine whose system calls are known here."""
+    """Return whether the system calls of this machine are known here."""
     return platform.machine() in _MACHINES
 
 
@@ -58,7 +58,7 @@ def install() -> bool:
 
 
 def _filter(architecture: int, clone: int, clone3: int, refused: tuple[int, ...]) -> bytes:
-    """The classic BPF program; instructions are (code, jump if true, jump if false, operand)."""
+    """Assemble the classic BPF program; instructions are (code, jump if true, jump if false, operand)."""
     denied = _ERRNO | errno.EPERM
     program = [
         (_LOAD, 0, 0, _OFFSET_ARCH),

@@ -1,4 +1,4 @@
-"""Which task next: what both strategies share. One instance per training run.
+"""Decides which task comes next: what both strategies share. A training run has one instance.
 
 Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes them. Thread-safe.
 Source: docs/reference/environment.md 8.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DrawnTask(Protocol):
-    """A task as far as a curriculum is concerned."""
+    """Is a task as far as a curriculum is concerned."""
 
     @property
     def task_id(self) -> int:
@@ -38,7 +38,7 @@ T_co = TypeVar("T_co", bound=DrawnTask, covariant=True)
 
 
 class TaskSet(Protocol[T_co]):
-    """What a curriculum chooses from: numbered templates in groups of rising difficulty, and instances of them."""
+    """Offers a curriculum numbered templates in groups of rising difficulty, and instances of them."""
 
     @property
     def group_of(self) -> Mapping[int, str]:
@@ -47,18 +47,19 @@ class TaskSet(Protocol[T_co]):
 
     @property
     def groups(self) -> Sequence[str]:
-        """All groups there are, the easiest first, also those without a template here."""
+        """All groups there are, the easiest first, including those without a template here."""
         ...
 
     def instantiate(self, template_id: int, seed: int) -> T_co:
-        """The instance that ``seed`` draws for training."""
+        """Return the instance that ``seed`` draws for training."""
         ...
 
 
 @dataclass
 class TemplateRecord:
-    """What is known about one template. ``results``: the last ones, oldest first; ``successes``/``weight``: the
-    decayed sums of the learnability rate; ``interval`` 0 and ``reference``: the spaced repetition schedule."""
+    """Holds what is known about one template. ``results``: the last ones, oldest first; ``successes``/``weight``: the
+    decayed sums of the learnability rate; ``interval`` (0 before graduation) and ``reference``: the spaced repetition
+    schedule."""
 
     results: list[float] = field(default_factory=list)
     attempts: int = 0
@@ -70,11 +71,12 @@ class TemplateRecord:
 
     @property
     def graduated(self) -> bool:
+        """Whether the template counts as mastered, so that it comes back only for re-tests."""
         return self.interval > 0
 
 
 class Curriculum(Generic[T]):
-    """Common part of the strategies: draws, records, figures, persistence.
+    """Draws tasks, records results and keeps metrics and state: what the strategies have in common.
 
     Raises ValueError for a task set without templates, LookupError for a template that it does not hold.
 
@@ -107,7 +109,7 @@ class Curriculum(Generic[T]):
         self.reset()
 
     def reset(self) -> None:
-        """Back to the first episode."""
+        """Go back to the first episode: forget all results."""
         with self._lock:
             self._rng = random.Random(f"curriculum:{self._seed}")
             self._records = {template_id: TemplateRecord() for template_id in self._tier_of}
@@ -116,28 +118,28 @@ class Curriculum(Generic[T]):
             self._rewards: list[float] = []
 
     def next_task(self, seed: int | None = None) -> T:
-        """The task to play now; ``seed`` fixes the instance instead of drawing it."""
+        """Return the task to play now; ``seed`` fixes the instance instead of drawing it."""
         task = self.next_tasks(1)[0]
         return task if seed is None else self._tasks.instantiate(task.task_id, seed)
 
     def next_tasks(self, count: int) -> list[T]:
-        """``count`` training tasks for one batch, as different as the strategy allows."""
+        """Return ``count`` training tasks for one batch, as different as the strategy allows."""
         with self._lock:
             chosen = self._choose(count)
             return [self._tasks.instantiate(template_id, self._rng.getrandbits(_SEED_BITS)) for template_id in chosen]
 
     def get_task_by_id(self, task_id: int, seed: int = 0) -> T:
-        """An instance of a template of this curriculum."""
+        """Return an instance of a template of this curriculum."""
         self._check_known(task_id)
         return self._tasks.instantiate(task_id, seed)
 
     def record_result(self, task: DrawnTask, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """``record_template`` of the task's template."""
+        """Record a result for the template of ``task``; see ``record_template``."""
         self.record_template(task.task_id, achieved, reward)
 
     def record_template(self, task_id: int, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """The one way in for results: a group counts as one episode, ``achieved`` is the fraction of its valid
-        rollouts that achieved the task, None a group without valid rollouts."""
+        """Record a result; there is no other way in. A group counts as one episode; ``achieved`` is the fraction of its
+        valid rollouts that achieved the task, None for a group without valid rollouts."""
         self._check_known(task_id)
         with self._lock:
             if achieved is None:
@@ -159,7 +161,7 @@ class Curriculum(Generic[T]):
             raise LookupError(f"task {template_id} is not in this curriculum")
 
     def success_rate(self, template_id: int) -> float:
-        """The strategy's running success rate of a template, 0 if it was never tried."""
+        """Return the strategy's running success rate of a template, 0 if it was never tried."""
         raise NotImplementedError
 
     def _choose(self, count: int) -> list[int]:
@@ -169,10 +171,10 @@ class Curriculum(Generic[T]):
         raise NotImplementedError
 
     def get_stats(self) -> dict[str, Any]:
-        """What a person asks: ``episode_count``, ``invalid_groups``, ``avg_reward_last_10``; ``skill_profile``
-        {task id: success rate} of what was tried; lists of task ids ``graduated_tasks``, ``weak_spots`` (below 0.7, not
-        graduated), ``spaced_rep_due``; ``tier``, ``tier_episodes``, ``tier_success_rate``, ``promotions``
-        [(episode, tier)], which stay empty in a strategy without tiers."""
+        """Return what a person asks for: ``episode_count``, ``invalid_groups``, ``avg_reward_last_10``;
+        ``skill_profile`` {task id: success rate} of what was tried; lists of task ids ``graduated_tasks``,
+        ``weak_spots`` (below 0.7, not graduated), ``spaced_rep_due``; ``tier``, ``tier_episodes``,
+        ``tier_success_rate``, ``promotions`` [(episode, tier)], which stay empty in a strategy without tiers."""
         with self._lock:
             tried = {key: record for key, record in self._records.items() if record.attempts}
             rates = {key: self.success_rate(key) for key in tried}
@@ -191,7 +193,7 @@ class Curriculum(Generic[T]):
             }
 
     def stats(self) -> dict[str, float]:
-        """Figures for the step's log: episodes, invalid groups, mean reward, success rate by tier, untried."""
+        """Return metrics for the step's log: episodes, invalid groups, mean reward, success rate by tier, untried."""
         with self._lock:
             figures = {
                 "episodes": float(self._episodes),
@@ -209,7 +211,7 @@ class Curriculum(Generic[T]):
             return figures
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides later draws, as JSON-able data."""
+        """Return everything that decides later draws, as JSON can hold it."""
         with self._lock:
             version, internal, gauss = self._rng.getstate()
             return {

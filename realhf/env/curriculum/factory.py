@@ -1,4 +1,4 @@
-"""Which task next: one curriculum per training run, two strategies behind one interface.
+"""Builds the curriculum of a training run: two strategies behind one interface decide which task comes next.
 
 *priority* is the classic rule of docs/reference/environment.md 8, *learnability* draws where there is something to
 learn. Training uses the one that the learning benchmark shows to be better (``dataset.curriculum``).
@@ -24,8 +24,8 @@ def make_curriculum(
     group_success: str = "fraction",
     priority: Mapping[str, Any] | None = None,
 ) -> Curriculum[T]:
-    """``priority``: ``preset`` and constants of ``PriorityRule`` that differ from it. Raises ValueError for an unknown
-    strategy, preset or constant."""
+    """Build the curriculum. For ``priority``, ``preset`` and constants of ``PriorityRule`` that differ from it may be
+    given. Raises ValueError for an unknown strategy, preset or constant."""
     if strategy == LearnabilityCurriculum.strategy:
         return LearnabilityCurriculum(seed, tasks, group_success=group_success)
     if strategy == PriorityCurriculum.strategy:

@@ -1,4 +1,4 @@
-"""Training where there is something to learn: draws by p(1-p), p the decayed success rate of a template.
+"""Trains where there is something to learn: draws by p(1-p), p being the decayed success rate of a template.
 
 Most training goes to what succeeds sometimes, a little to everything. Source: docs/reference/learning.md 2;
 docs/reference/environment.md 8.
@@ -13,7 +13,7 @@ from realhf.env.curriculum.base import Curriculum, T, TaskSet, TemplateRecord
 
 
 class LearnabilityCurriculum(Curriculum[T]):
-    """Weight p(1-p) + ``floor``; untried templates come first. ``decay`` forgets older groups."""
+    """Draws templates with weight p(1-p) + ``floor``; untried templates come first. ``decay`` forgets older groups."""
 
     strategy = "learnability"
 
@@ -31,11 +31,12 @@ class LearnabilityCurriculum(Curriculum[T]):
         super().__init__(seed, tasks, group_success=group_success)
 
     def success_rate(self, template_id: int) -> float:
+        """See ``Curriculum``."""
         record = self._records[template_id]
         return record.successes / record.weight if record.weight else 0.0
 
     def weight(self, template_id: int) -> float:
-        """Share of draws, up to a constant, that a tried template gets."""
+        """Return the share of draws, up to a constant, that a tried template gets."""
         rate = self.success_rate(template_id)
         return rate * (1.0 - rate) + self._floor
 
@@ -55,7 +56,7 @@ class LearnabilityCurriculum(Curriculum[T]):
 
 
 def _even_draws(rng: random.Random, items: Sequence[int], weights: Sequence[float], count: int) -> list[int]:
-    """``count`` weighted draws that hit each item within one of its expected number (systematic resampling), in
+    """Make ``count`` weighted draws that hit each item within one of its expected number (systematic resampling), in
     random order: a batch then follows the weights as closely as it can."""
     step = sum(weights) / count
     position, cumulative, index, drawn = rng.random() * step, weights[0], 0, []

@@ -1,4 +1,4 @@
-"""The classic rule: weak spots first, tier by tier, with mastery and spaced repetition.
+"""Draws weak spots first, tier by tier, with mastery and spaced repetition: the classic rule.
 
 Source: docs/reference/environment.md 8.
 """
@@ -14,8 +14,8 @@ from realhf.env.curriculum.base import Curriculum, T, TaskSet, TemplateRecord
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """Constants of the priority strategy. ``promotion``: tier -> (least episodes, success rate). ``untried``, ``weak``,
-    ``due`` and ``recent``: what they add to a template's score (``weak`` times 1 - rate)."""
+    """Holds the constants of the priority strategy. ``promotion``: tier -> (least episodes, success rate). ``untried``,
+    ``weak``, ``due`` and ``recent``: what they add to a template's score (``weak`` times 1 - rate)."""
 
     untried: float = 100.0
     weak: float = 50.0
@@ -41,7 +41,7 @@ class PriorityRule:
 
     @classmethod
     def of(cls, preset: str = "standard", **changes: Any) -> PriorityRule:
-        """A preset with some constants changed. Raises ValueError for an unknown preset or constant."""
+        """Return a preset with some constants changed. Raises ValueError for an unknown preset or constant."""
         if preset not in PRESETS:
             raise ValueError(f"curriculum preset {preset!r} is unknown; known: {', '.join(sorted(PRESETS))}")
         try:
@@ -65,13 +65,13 @@ PRESETS: Mapping[str, PriorityRule] = {
 
 
 def decayed_rate(results: Sequence[float], decay: float) -> float:
-    """Success rate with weight decay**age, age 0 being the last; 0 without results."""
+    """Return the success rate with weight decay**age, age 0 being the last; 0 without results."""
     weights = [decay**age for age in range(len(results))]
     return sum(w * r for w, r in zip(weights, reversed(results), strict=True)) / sum(weights) if results else 0.0
 
 
 class PriorityCurriculum(Curriculum[T]):
-    """Highest priority first, among the current tier and what is due from the tiers before it."""
+    """Draws the template with the highest priority, among the current tier and what is due from the tiers before it."""
 
     strategy = "priority"
 
@@ -87,6 +87,7 @@ class PriorityCurriculum(Curriculum[T]):
         super().__init__(seed, tasks, group_success=group_success)
 
     def reset(self) -> None:
+        """See ``Curriculum``; the tier is the first again."""
         with self._lock:
             super().reset()
             self._tier_index = 0
@@ -95,13 +96,15 @@ class PriorityCurriculum(Curriculum[T]):
 
     @property
     def tier(self) -> str:
+        """Name of the current tier."""
         return self._tiers[self._tier_index]
 
     def success_rate(self, template_id: int) -> float:
+        """See ``Curriculum``."""
         return decayed_rate(self._records[template_id].results, self.rule.decay)
 
     def priority(self, template_id: int) -> float:
-        """The score of docs/reference/environment.md 8."""
+        """Return the score of docs/reference/environment.md 8."""
         record = self._records[template_id]
         rule = self.rule
         if not record.attempts:
@@ -111,7 +114,7 @@ class PriorityCurriculum(Curriculum[T]):
         return rule.weak * weakness + rule.due * self._due(record) + rule.recent * recent
 
     def _due(self, record: TemplateRecord, before: int = 0) -> bool:
-        """Whether a re-test is due now, or was ``before`` the last recorded episodes."""
+        """Return whether a re-test is due now, or was ``before`` the last recorded episodes."""
         return record.graduated and self._episodes - before - record.reference >= record.interval
 
     def _choose(self, count: int) -> list[int]:
@@ -154,6 +157,7 @@ class PriorityCurriculum(Curriculum[T]):
             self._promotions.append((self._episodes, self.tier))
 
     def get_stats(self) -> dict[str, Any]:
+        """See ``Curriculum``; adds the tier, its results, re-tests that are due, and promotions."""
         with self._lock:
             return super().get_stats() | {
                 "tier": self.tier,
@@ -164,6 +168,7 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def stats(self) -> dict[str, float]:
+        """See ``Curriculum``; adds the tier's number and episodes, and how many templates are graduated and due."""
         with self._lock:
             records = self._records.values()
             return super().stats() | {
@@ -174,6 +179,7 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def state_dict(self) -> dict[str, Any]:
+        """See ``Curriculum``; adds the tier, its results and the promotions."""
         with self._lock:
             return super().state_dict() | {
                 "tier": self.tier,
@@ -182,6 +188,7 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Curriculum``. A tier that is not known starts at the first."""
         with self._lock:
             super().load_state_dict(state)
             self._tier_index = self._tiers.index(state["tier"]) if state["tier"] in self._tiers else 0

@@ -1,4 +1,4 @@
-"""Bearer tokens: who may open sessions and send requests (docs/reference/environment.md 1, TOKEN)."""
+"""Checks bearer tokens: who may open sessions and send requests (docs/reference/environment.md 1, TOKEN)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SCHEME = b"bearer "
 
 
 def authorized(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
-    """Whether raw ASGI headers carry ``Authorization: Bearer <token>``; always without a token. Compares in
+    """Return whether raw ASGI headers carry ``Authorization: Bearer <token>``; always true without a token. Compares in
     constant time."""
     if not token:
         return True

@@ -1,5 +1,5 @@
-"""Who may come into the playground: a signed cookie per browser, same-origin and CSRF checks, a login where the
-server has a token, loopback only where it has none (docs/reference/environment.md 11)."""
+"""Decides which browser may use the playground: a signed cookie per browser, same-origin and CSRF checks, a login where
+the server has a token, loopback only where it has none (docs/reference/environment.md 11)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Refused(Exception):
-    """A request that is not served; ``code`` is a word for the page, ``more`` further keys of the body."""
+    """A request is not served. ``code`` is a word for the page, ``more`` further keys of the body."""
 
     def __init__(self, status: int, code: str, message: str, **more: object) -> None:
         super().__init__(message)
@@ -38,14 +38,16 @@ class Refused(Exception):
 
 
 class Door:
-    """``token`` "": no login, but nobody from elsewhere. The signing key lives as long as the process."""
+    """Lets browsers in. With ``token`` "" nobody logs in, but nobody from elsewhere is served. The signing key lives as
+    long as the process."""
 
     def __init__(self, token: str) -> None:
         self._token = token
         self._key = secrets.token_bytes(32)
 
     def guarded(self, handler: Handler, *, open_to_all: bool = False) -> Handler:
-        """``handler`` behind the checks; ``open_to_all`` needs neither cookie nor CSRF token, as before a login."""
+        """Return ``handler`` behind the checks; ``open_to_all`` needs neither cookie nor CSRF token, as before a
+        login."""
 
         async def guard(request: Request) -> Response:
             try:
@@ -83,7 +85,8 @@ class Door:
 
     @staticmethod
     def _check_local(request: Request) -> None:
-        """The Host header too: a foreign name that resolves to loopback must not reach the playground."""
+        """Refuse foreigners by the Host header too: a foreign name that resolves to loopback must not reach the
+        playground."""
         peer = request.client.host if request.client else ""
         if not is_loopback_host(peer) or not is_loopback_host(request.url.hostname or ""):
             raise Refused(403, "NOT_LOCAL", "without a token the playground is for this machine only")
@@ -99,12 +102,12 @@ class Door:
             raise Refused(403, "FOREIGN_ORIGIN", "only the playground's own page may do this")
 
     def visitor(self, request: Request) -> str | None:
-        """Who a browser is, by its cookie; None without a valid one."""
+        """Return which visitor a browser is, by its cookie; None without a valid one."""
         visitor, _, signature = request.cookies.get(_cookie(request), "").partition(".")
         return visitor if hmac.compare_digest(signature.encode(), self._sign(f"visitor:{visitor}").encode()) else None
 
     def csrf_token(self, visitor: str) -> str:
-        """What a browser's page must send with all that changes something."""
+        """Return what a browser's page must send with every request that changes something."""
         return self._sign(f"csrf:{visitor}")
 
     @property
@@ -113,11 +116,11 @@ class Door:
         return bool(self._token)
 
     def knows(self, token: str) -> bool:
-        """Whether this is the server's token; compares in constant time."""
+        """Return whether this is the server's token; compares in constant time."""
         return hmac.compare_digest(token.encode("utf-8", "replace"), self._token.encode())
 
     def newcomer(self) -> str:
-        """A visitor without a cookie yet."""
+        """Return a new visitor, who has no cookie yet."""
         return secrets.token_urlsafe(18)
 
     def admit(self, visitor: str, request: Request, response: Response) -> None:
@@ -131,5 +134,5 @@ class Door:
 
 
 def _cookie(request: Request) -> str:
-    """Browsers share cookies between the ports of a host, so the name tells servers apart."""
+    """Return the cookie's name. Browsers share cookies between the ports of a host, so the name tells servers apart."""
     return f"realhf_playground_{request.url.port or 0}"

@@ -1,7 +1,7 @@
-"""Counted leases of slots: a session or a request first takes a place, then a healthy simulator, or is refused.
+"""Leases slots and counts them: a session or a request first takes a place, then a healthy simulator, or is refused.
 
-Shared by WebSocket sessions and stateless HTTP requests, so that neither takes what the other was promised.
-Source: docs/reference/environment.md 2.2, 2.3.
+WebSocket sessions and stateless HTTP requests share them, so that neither takes what the other was promised. Source:
+docs/reference/environment.md 2.2, 2.3.
 """
 
 from __future__ import annotations
@@ -22,20 +22,28 @@ _LOG = logging.getLogger(__name__)
 
 
 class SlotPool(Protocol):
-    """What the server needs of ``realhf.aws.simulator.pool.MiniStackPool``."""
+    """Is what the server needs of ``realhf.aws.simulator.pool.MiniStackPool``."""
 
-    def acquire(self) -> Any: ...
+    def acquire(self) -> Any:
+        """Take a free, healthy slot; blocks, and raises when there is none."""
+        ...
 
-    def release(self, slot: Any) -> None: ...
+    def release(self, slot: Any) -> None:
+        """Scrub a slot and make it free again; blocks."""
+        ...
 
     @property
-    def free_count(self) -> int: ...
+    def free_count(self) -> int:
+        """How many slots are free."""
+        ...
 
-    def metrics(self) -> Mapping[str, Any]: ...
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the pool's metrics by name."""
+        ...
 
 
 class SlotLeases:
-    """At most ``most`` leases at once. ``active`` counts them. Use on one event loop."""
+    """Leases at most ``most`` slots at once. ``active`` counts the leases. Use it on one event loop."""
 
     def __init__(self, pool: SlotPool, most: int, threads: Executor, metrics: ServerMetrics) -> None:
         self.active = 0
@@ -47,8 +55,8 @@ class SlotLeases:
         self._closed = False
 
     async def take(self) -> Any | None:
-        """A slot, or None at capacity. When fewer leases than slots are out, one is being scrubbed or replaced, and
-        is waited for."""
+        """Return a slot, or None at capacity. When fewer leases than slots are out, a slot is being scrubbed or
+        replaced, and is waited for."""
         if self._closed or self.active >= self.most:
             return None
         self._count(1)
@@ -72,7 +80,7 @@ class SlotLeases:
             raise
 
     def give_back(self, slot: Any) -> None:
-        """Nothing uses the slot any more; it is scrubbed on a thread."""
+        """Take back a slot that nothing uses any more; it is scrubbed on a thread."""
         self._count(-1)
         self._release(slot)
 
@@ -91,7 +99,7 @@ class SlotLeases:
         work.add_done_callback(ended)
 
     def _unwanted(self, acquired: asyncio.Future[Any]) -> None:
-        """Who asked for the slot is gone; the thread that fetches it is not."""
+        """Give back a slot whose asker is gone while a thread was still fetching it."""
         if not acquired.cancelled() and acquired.exception() is None:
             self._release(acquired.result())
 
@@ -102,11 +110,11 @@ class SlotLeases:
 
     @property
     def returning(self) -> int:
-        """Slots that were given back and are being scrubbed."""
+        """How many slots were given back and are being scrubbed."""
         return len(self._releases)
 
     def close(self) -> None:
-        """No further lease."""
+        """Refuse further leases."""
         self._closed = True
 
     async def returned(self, timeout_s: float) -> None:
@@ -115,7 +123,7 @@ class SlotLeases:
             await asyncio.wait(self._releases, timeout=timeout_s)
 
     def refusal(self) -> dict[str, Any]:
-        """Count a refusal; what the refused client is told."""
+        """Count a refusal and return what the refused client is told."""
         self._metrics.sessions_rejected.inc()
         numbers = f"{self.active}/{self.most}"
         return {

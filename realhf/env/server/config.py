@@ -1,6 +1,6 @@
-"""Configuration of the environment server: ``AWS_RL_ENV_*`` variables and BACKEND_TYPE, overridden by flags.
+"""Configures the environment server: ``AWS_RL_ENV_*`` variables and BACKEND_TYPE, overridden by flags.
 
-The only module of the environment that reads the process environment. Source: docs/reference/environment.md 1.
+No other module of the environment reads the process environment. Source: docs/reference/environment.md 1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LIMITS = {
 
 
 class ConfigError(ValueError):
-    """A setting that is unknown or out of range; the text names it."""
+    """A setting is unknown or out of range; the text names it."""
 
 
 def _setting(default: Any, about: str) -> Any:
@@ -67,7 +67,7 @@ def _setting(default: Any, about: str) -> Any:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
+    """Holds the settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
 
     host: str = _setting("127.0.0.1", "address to listen on; other than loopback it needs a token and bubblewrap")
     port: int = _setting(8000, "port of the server; 0: any free port")
@@ -192,7 +192,7 @@ class ServerConfig:
 
     @property
     def containment(self) -> str:
-        """What the pool is asked for: an open address never goes without bubblewrap."""
+        """The containment that the pool is asked for: an open address never goes without bubblewrap."""
         return self.sandbox if is_loopback_host(self.host) else "bwrap"
 
 
@@ -216,7 +216,7 @@ def _convert(name: str, kind: str, text: str) -> str | int | float | bool:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str | int | float | bool]:
-    """Settings found in the variables. Raises ConfigError on an unknown ``AWS_RL_ENV_`` name or a bad value."""
+    """Read the settings in the variables. Raises ConfigError on an unknown ``AWS_RL_ENV_`` name or a bad value."""
     kinds = {_variable(field.name): field for field in fields(ServerConfig)}
     found: dict[str, str | int | float | bool] = {}
     for variable, text in environ.items():
@@ -229,21 +229,21 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str | int | float 
 
 
 def aws_endpoints(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables of botocore that name endpoints, for ``backend_type`` aws: what its clients of the server obey, the
-    commands of agents obey too."""
+    """Return the variables of botocore that name endpoints, for ``backend_type`` aws: the commands of agents obey the
+    same ones as the server's own clients."""
     variables = os.environ if environ is None else environ
     return {name: value for name, value in variables.items() if name.startswith("AWS_ENDPOINT_URL")}
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """One flag per setting; a flag that is not given leaves the variable or the default in force."""
+    """Add one flag per setting; a flag that is not given leaves the variable or the default in force."""
     for setting in fields(ServerConfig):
         about = f"{setting.metadata['about']} ({_variable(setting.name)}; default: {setting.default!r})"
         parser.add_argument(f"--{_flag(setting.name)}", dest=setting.name, default=None, help=about.replace("%", "%%"))
 
 
 def resolve(arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> ServerConfig:
-    """Defaults, then variables, then flags. Raises ConfigError."""
+    """Combine defaults, then variables, then flags. Raises ConfigError."""
     settings = from_environment(os.environ if environ is None else environ)
     for setting in fields(ServerConfig):
         text = getattr(arguments, setting.name)
@@ -253,7 +253,7 @@ def resolve(arguments: argparse.Namespace, environ: Mapping[str, str] | None = N
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerConfig:
-    """Configuration from a command line of server flags alone."""
+    """Return the configuration from a command line of server flags alone."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return resolve(parser.parse_args(argv), environ)

@@ -1,7 +1,8 @@
-"""The HTTP side of the wire: what the server is, and stateless reset, step and MCP (docs/reference/environment.md 2.2).
+"""Serves the HTTP side of the wire: what the server is, and stateless reset, step and MCP
+(docs/reference/environment.md 2.2).
 
-A stateless request builds a world, plays, and discards it. It takes a counted lease for its time and is answered
-503 with Retry-After when there is none; the other routes take no lease.
+A stateless request builds a world, plays, and discards it. It takes a counted lease for its time and is answered 503
+with Retry-After when there is none; the other routes take no lease.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MAX_BODY_BYTES = wire.MAX_FRAME_BYTES
 _MAX_TIMEOUT_S = 3600.0
 _JSON = "application/json"
 _STATELESS_KILLED_WAIT_S = 1.0
-"""By so much a request may outlast its ``timeout_s``."""
+"""Seconds by which a request may outlast its ``timeout_s``."""
 
 
 class ResetRequest(BaseModel):
@@ -66,8 +67,8 @@ class StatelessPlayer:
         self._threads = threads
 
     async def play(self, action: Callable[[Player], T], timeout_s: float | None = None) -> T:
-        """Raises CapacityReached, WireError, or TimeoutError after ``timeout_s`` (the command is killed; a thread that
-        does not end of it keeps the slot)."""
+        """Run ``action`` with a player. Raises CapacityReached, WireError, or TimeoutError after ``timeout_s`` (the
+        command is killed; a thread that still does not end keeps the slot)."""
         slot = await self._leases.take()
         if slot is None:
             raise CapacityReached(self._leases.refusal())
@@ -97,7 +98,7 @@ class StatelessPlayer:
 
 
 class CapacityReached(Exception):
-    """``body``: what the client is told."""
+    """No slot is free. ``body`` is what the client is told."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         super().__init__(body["message"])
@@ -112,7 +113,7 @@ def build_app(
     config: ServerConfig,
     metrics: ServerMetrics,
 ) -> FastAPI:
-    """The application without the playground."""
+    """Build the application without the playground."""
     app = FastAPI(title="realhf AWS environment", description="AWS tasks on MiniStack over the OpenEnv wire")
     app.router.routes.append(WebSocketRoute("/ws", endpoint))
     _add_guard(app, config)
@@ -125,7 +126,8 @@ def build_app(
 def _add_guard(app: FastAPI, config: ServerConfig) -> None:
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Token, size and kind of what changes or plays something. The playground has its own door."""
+        """Check token, size and kind of every request that changes or plays something. The playground has checks of its
+        own."""
         if request.method == "POST":
             is_game = request.url.path.startswith("/web")
             if not is_game and not authorized(request.headers.raw, config.token):
@@ -134,7 +136,7 @@ def _add_guard(app: FastAPI, config: ServerConfig) -> None:
             if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
                 return JSONResponse({"detail": f"a body has a Content-Length of at most {_MAX_BODY_BYTES}"}, 413)
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if int(length) and kind != _JSON:  # what a page may send without being asked for leave is another kind
+            if int(length) and kind != _JSON:  # a foreign page can send only other kinds without a preflight
                 return JSONResponse({"detail": f"a body is {_JSON}"}, 415)
         return await call_next(request)
 
@@ -192,7 +194,7 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, config: ServerConfi
 
     @app.exception_handler(RequestValidationError)
     async def mistaken(request: Request, error: RequestValidationError) -> Response:
-        """Which fields are wrong, without what was sent: it may be long, and may be no text."""
+        """Report which fields are wrong, without what was sent: it may be long, and may be no text."""
         problems = [
             {"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]} for one in error.errors()[:20]
         ]

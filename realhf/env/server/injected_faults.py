@@ -1,4 +1,4 @@
-"""Simulated trouble for tests and benchmarks: slow steps, and steps that fail on purpose.
+"""Simulates trouble for tests and benchmarks: slow steps, and steps that fail on purpose.
 
 Nothing here happens unless it is asked for, and never on a real account. The faults of a session are drawn from the
 seed and the number of the session, so that the same play meets the same faults.
@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNAVAILABLE, DISCONNECT, HANG = "unavailable", "disconnect", "hang"
-"""Kinds: an error frame that says the step was not executed; the connection ends without an answer; no answer."""
+"""Kinds of faults. ``unavailable``: an error frame that says the step was not executed; ``disconnect``: the connection
+ends without an answer; ``hang``: there is no answer."""
 KINDS = (UNAVAILABLE, DISCONNECT, HANG)
 DEFAULT_KINDS = "unavailable=9,disconnect=1"
 
 
 def parse_kinds(text: str) -> dict[str, float]:
-    """``kind[=weight],...`` to weights (1 where none is given). Raises ValueError."""
+    """Parse ``kind[=weight],...`` into weights (1 where none is given). Raises ValueError."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         kind, given, weight = part.strip().partition("=")
@@ -37,7 +38,7 @@ def parse_kinds(text: str) -> dict[str, float]:
 
 
 class SessionTrouble:
-    """What one session meets. ``latency_s`` is added to every step."""
+    """Draws what one session meets. ``latency_s`` is added to every step."""
 
     def __init__(self, latency_s: float, rate: float, weights: Mapping[str, float], seed: str) -> None:
         self.latency_s = latency_s
@@ -46,7 +47,7 @@ class SessionTrouble:
         self._random = random.Random(seed)
 
     def draw(self) -> str | None:
-        """The fault of the next step request, or None. A request that is sent again draws again."""
+        """Return the fault of the next step request, or None. A request that is sent again draws again."""
         if self._rate <= 0 or self._random.random() >= self._rate:
             return None
         return self._random.choices(list(self._weights), list(self._weights.values()))[0]
@@ -54,7 +55,8 @@ class SessionTrouble:
 
 @dataclass
 class InjectedFaults:
-    """The trouble of one server. ``rate``: fraction of step requests that fail; ``kinds``: see ``parse_kinds``."""
+    """Describes the trouble of one server. ``rate``: fraction of step requests that fail; ``kinds``: see
+    ``parse_kinds``."""
 
     latency_ms: float = 0.0
     rate: float = 0.0
@@ -66,12 +68,12 @@ class InjectedFaults:
         self._weights = parse_kinds(self.kinds)
 
     def session(self) -> SessionTrouble:
-        """For the next session that opens."""
+        """Return the trouble of the next session that opens."""
         self._sessions += 1
         return SessionTrouble(self.latency_ms / 1000, self.rate, self._weights, f"{self.seed}/{self._sessions}")
 
     def described(self) -> dict[str, Any] | None:
-        """What is simulated, for those who ask the server; None: nothing is."""
+        """Return what is simulated, for those who ask the server; None when nothing is."""
         found: dict[str, Any] = {}
         if self.latency_ms:
             found["step_latency_ms"] = self.latency_ms

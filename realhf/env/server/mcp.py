@@ -1,4 +1,4 @@
-"""The Model Context Protocol's part of the wire: JSON-RPC 2.0 with one tool, ``aws``.
+"""Serves the Model Context Protocol's part of the wire: JSON-RPC 2.0 with one tool, ``aws``.
 
 Source: docs/reference/environment.md 2.1.
 """
@@ -30,16 +30,18 @@ Step = tuple[Mapping[str, Any], float | None, bool]
 
 
 def rpc_result(request_id: Any, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON-RPC reply with this result."""
     return {"jsonrpc": "2.0", "id": request_id, "result": dict(result)}
 
 
 def rpc_error(request_id: Any, code: int, message: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a JSON-RPC error reply; ``data`` is left out when it is empty."""
     error: dict[str, Any] = {"code": code, "message": message}
     return {"jsonrpc": "2.0", "id": request_id, "error": error | ({"data": dict(data)} if data else {})}
 
 
 def checked(request: Any, max_command_bytes: int) -> dict[str, Any] | None:
-    """The answer to a request that is wrong, or that needs no simulator; None for a sound tools/call."""
+    """Return the answer to a request that is wrong, or that needs no simulator; None for a sound tools/call."""
     if not isinstance(request, Mapping):
         return rpc_error(None, INVALID_REQUEST, "a request is an object")
     request_id = request.get("id")

@@ -1,4 +1,5 @@
-"""Figures of the environment server as Prometheus text. No task content (docs/reference/environment.md 3)."""
+"""Publishes metrics of the environment server as Prometheus text, without task content
+(docs/reference/environment.md 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class _PoolCollector(Collector):
-    """The pool's own figures, read when the page is asked for."""
+    """Reads the pool's own metrics when the page is asked for."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._read = read
@@ -30,7 +31,7 @@ class _PoolCollector(Collector):
 
 
 class ServerMetrics:
-    """Counters of one server process. ``read_pool`` returns the pool's figures (a map: one value per rule)."""
+    """Counts what one server process does. ``read_pool`` returns the pool's metrics (a map is one value per rule)."""
 
     def __init__(self, read_pool: Callable[[], Mapping[str, Any]]) -> None:
         self._registry = CollectorRegistry()
@@ -66,5 +67,5 @@ class ServerMetrics:
         )
 
     def page(self) -> bytes:
-        """The text of ``/metrics``."""
+        """Return the text of ``/metrics``."""
         return generate_latest(self._registry)

@@ -1,9 +1,9 @@
-"""What stands before everything that the environment server serves: requests meant for it, and from no foreign page.
+"""Guards everything that the environment server serves: requests must be meant for it, and come from no foreign page.
 
 A browser sends whatever page asks it to any port of its own machine, with or without an answer for the page. Such
 requests say where they come from (Origin, Sec-Fetch-Site), or, when a foreign name was made to resolve to this address,
-where they were meant to go (Host). Programs send no Origin and are not concerned.
-Source: docs/reference/environment.md 1, 2.
+where they were meant to go (Host). Programs send no Origin and are not concerned. Source:
+docs/reference/environment.md 1, 2.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _NO_PAGE = frozenset({"same-origin", "none"})
 
 
 class OriginGuard:
-    """ASGI middleware: HTTP and WebSocket requests of foreign pages, or for foreign hosts, are answered 403.
+    """Answers HTTP and WebSocket requests of foreign pages, or for foreign hosts, with 403; an ASGI middleware.
 
     Served are loopback hosts, the configured host and ``allowed_hosts``; where the server listens on more than the
-    loopback, which takes a token, also addresses and the name of the machine."""
+    loopback, which takes a token, also addresses and the name of the machine.
+    """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
@@ -38,6 +39,7 @@ class OriginGuard:
             self._hosts.add(socket.gethostname().lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it with 403."""
         problem = self._problem(scope) if scope["type"] in ("http", "websocket") else ""
         if not problem:
             await self._app(scope, receive, send)
@@ -70,7 +72,7 @@ class OriginGuard:
 
 
 def _is_visit(scope: Mapping[str, Any]) -> bool:
-    """Whether somebody follows a link from elsewhere: the page that sent them sees nothing of the answer."""
+    """Return whether somebody follows a link from elsewhere: the page that sent them sees nothing of the answer."""
     return (
         scope.get("method") == "GET"
         and _values(scope, b"sec-fetch-mode") == ["navigate"]
@@ -101,7 +103,7 @@ def _values(scope: Mapping[str, Any], name: bytes) -> list[str]:
 async def refuse_handshake(
     scope: Mapping[str, Any], send: Any, status: int, body: Mapping[str, Any], *headers: tuple[bytes, bytes]
 ) -> None:
-    """An HTTP answer instead of a WebSocket's handshake; a plain close where the server has no such extension."""
+    """Answer a WebSocket's handshake with HTTP; closes plainly where the server has no such extension."""
     if "websocket.http.response" not in (scope.get("extensions") or {}):
         await send({"type": "websocket.close", "code": 1013, "reason": str(body["message"])[:100]})
         return

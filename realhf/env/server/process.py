@@ -1,4 +1,4 @@
-"""The environment server as a child process, for benchmarks, notebooks and tests."""
+"""Runs the environment server as a child process, for benchmarks, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STOP_TIMEOUT_S = 12.0
 class EnvServerProcess:
     """Runs ``python -m workers.env_worker`` on free ports; a context manager.
 
-    ``url`` is its address, ``process`` the child. Raises RuntimeError with its words when it does not start.
+    ``url`` is its address, ``process`` the child. Raises RuntimeError with its output when it does not start.
     """
 
     def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
@@ -55,14 +55,14 @@ class EnvServerProcess:
                 return line.rpartition(" at ")[2].strip()
 
     def output(self) -> str:
-        """What it said since it was started and ended."""
+        """Return what the server printed since it was started; call it when the server has ended."""
         lines = []
         while (line := self._lines.get(timeout=_STOP_TIMEOUT_S)) is not None:
             lines.append(line)
         return "".join(lines)
 
     def stop(self) -> int:
-        """SIGTERM, and SIGKILL when that does not help. Returns the exit code; harmless when repeated."""
+        """Send SIGTERM, and SIGKILL when that does not help. Returns the exit code; harmless when repeated."""
         self.process.terminate()
         try:
             return self.process.wait(_STOP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The environment server: its parts put together, and the thread that serves them (docs/reference/environment.md 2)."""
+"""Puts the parts of the environment server together and serves them on a thread (docs/reference/environment.md 2)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PortTaken(OSError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening socket whose connections notice a half-open peer. Raises PortTaken."""
+    """Return a bound, listening socket whose connections notice a half-open peer. Raises PortTaken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,7 +48,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Page(Protocol):
-    """Something that was added to the application and ends with the server."""
+    """Is something that was added to the application and ends with the server."""
 
     def close(self) -> None:
         """Release what it holds."""
@@ -56,8 +56,8 @@ class Page(Protocol):
 
 
 class EnvServer:
-    """The application served on its own thread, so that the main thread is free for signals and RPC.
-    ``ended`` is set when that thread is over. ``mount`` adds a page to the application, unless ``config`` has none."""
+    """Serves the application on its own thread, so that the main thread is free for signals and RPC. ``ended`` is set
+    when that thread is over. ``mount`` adds a page to the application, unless ``config`` has none."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class EnvServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def start(self, timeout_s: float = 10.0) -> None:
-        """Serve. Raises RuntimeError when the server does not come up."""
+        """Start to serve. Raises RuntimeError when the server does not come up."""
         self._thread.start()
         deadline = time.monotonic() + timeout_s
         while not self._server.started:

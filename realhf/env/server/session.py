@@ -1,7 +1,7 @@
-"""One WebSocket session: it owns a MiniStack slot for its whole life.
+"""Serves one WebSocket session, which owns a MiniStack slot for its whole life.
 
-Episodes run in a worker thread; the event loop only moves frames. While a command is quick nothing but its thread is
-waited for; only a slow one is watched for a client that vanished. Source: docs/reference/environment.md 2.1, 2.4.
+Episodes run in a worker thread; the event loop only moves frames. As long as a command is quick, only its thread is
+waited for; a slow one is also watched for a client that vanished. Source: docs/reference/environment.md 2.1, 2.4.
 """
 
 from __future__ import annotations
@@ -30,15 +30,23 @@ _LOG = logging.getLogger(__name__)
 
 
 class Player(Protocol):
-    """The blocking side of a session; see ``realhf.aws.episode.player``."""
+    """Plays a session's episodes, on blocking calls; see ``realhf.aws.episode.player``."""
 
-    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]: ...
+    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
+        """Start an episode. Returns observation, reward and whether the episode is over. Raises WireError."""
+        ...
 
-    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]: ...
+    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
+        """Run a command. Returns what ``reset`` returns. Raises WireError."""
+        ...
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return the state of the session, as the wire shows it."""
+        ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """Kill the command in flight; may be called from another thread."""
+        ...
 
 
 class _Unanswered(Exception):
@@ -78,7 +86,8 @@ class Session:
         self._stopping = False
 
     def stop(self) -> None:
-        """The server shuts down: end now if idle, else after the command in flight. Call on the loop."""
+        """End the session for the server's shutdown: now if it is idle, else after the command in flight. Call on the
+        loop."""
         self._stopping = True
         if self._idle and self._task is not None:
             self._task.cancel()
@@ -130,7 +139,7 @@ class Session:
                 return None
 
     def _reap(self) -> tuple[int, str]:
-        """The client has been silent for too long: count it, say so, and close."""
+        """Count a client that has been silent for too long, and return code and reason of its close frame."""
         if self._has_spoken:
             self._metrics.sessions_reaped.inc()
             _LOG.warning("a session was closed: no message for %g s (AWS_RL_ENV_IDLE_TIMEOUT_S)", self._idle_timeout)
@@ -143,7 +152,7 @@ class Session:
         return 1001, "no first message"
 
     async def _fail(self, send: Send) -> tuple[int, str] | None:
-        """Something broke that is no answer to a request: the client is told, and the session ends."""
+        """Report a failure that is no answer to a request to the client, and end the session."""
         _LOG.exception("a session failed")
         self._metrics.errors.labels(wire.SESSION_ERROR).inc()
         error = WireError(wire.SESSION_ERROR, "the session failed and is closed; open another one")
@@ -166,7 +175,7 @@ class Session:
             self._idle = False
 
     async def _answer(self, text: str | None, receive: Receive) -> str | None:
-        """Text of the reply frame; None for a close request."""
+        """Return the text of the reply frame; None for a close request."""
         request_id = None
         try:
             if text is None:
@@ -184,7 +193,7 @@ class Session:
             return wire.encode_error(error)
 
     async def _meet_trouble(self, trouble: SessionTrouble) -> None:
-        """Simulated: the step is late, or is not executed at all. Raises WireError or _Unanswered."""
+        """Apply the simulated trouble: the step is late, or is not executed at all. Raises WireError or _Unanswered."""
         if trouble.latency_s:
             await asyncio.sleep(trouble.latency_s)
         fault = trouble.draw()
@@ -211,7 +220,7 @@ class Session:
         return work.result()
 
     async def _watch(self, work: asyncio.Future[str], receive: Receive) -> None:
-        """A slow command: look out for the client's end meanwhile."""
+        """Wait for a slow command, and look out for the client's end meanwhile."""
         self._receiving = asyncio.ensure_future(receive())
         await asyncio.wait((work, self._receiving), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -222,7 +231,7 @@ class Session:
             await asyncio.wait((work,))
 
     async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
-        """Nobody waits for the answer any more."""
+        """Wait a moment for the command to end, else kill it: nobody waits for the answer any more."""
         done, _ = await asyncio.wait((work,), timeout=_GRACE_S)
         if not done:
             await kill_until_done(work, self._kill, KILLED_WAIT_S)
@@ -232,7 +241,7 @@ class Session:
         self._player.kill()
 
     def _work(self, request: Request) -> str:
-        """In the worker thread: run the request and encode its reply. Raises WireError."""
+        """Run the request, in the worker thread, and encode its reply. Raises WireError."""
         began = time.perf_counter()
         if request.kind == "state":
             return wire.encode_reply("state", self._player.state(), request.request_id)
@@ -262,8 +271,8 @@ class Session:
 
 
 async def kill_until_done(work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float) -> None:
-    """A killed command may be tried once more by the executor, so the kill is repeated until the thread is back, or
-    for so long that something else must keep it: then it is still in its slot when this returns."""
+    """Kill until the thread is back: the executor may try a killed command once more. After ``limit_s`` something else
+    must keep the thread; then it is still in its slot when this returns."""
     deadline = time.monotonic() + limit_s
     while not work.done():
         if time.monotonic() > deadline:

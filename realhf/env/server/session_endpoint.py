@@ -1,4 +1,5 @@
-"""``/ws``: a lease is taken first and only then is the handshake accepted (docs/reference/environment.md 2.3)."""
+"""Serves ``/ws``: a lease is taken first and only then is the handshake accepted
+(docs/reference/environment.md 2.3)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class SessionEndpoint:
-    """ASGI application of ``/ws``."""
+    """Is the ASGI application of ``/ws``."""
 
     def __init__(
         self,
@@ -42,6 +43,8 @@ class SessionEndpoint:
         self._sessions: set[Session] = set()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Take a lease, accept the handshake and serve a session; without token or free slot the handshake is
+        refused."""
         await receive()
         if not authorized(scope.get("headers") or (), self._config.token):
             await refuse_handshake(scope, send, 401, {"code": "UNAUTHORIZED", "message": "a bearer token is needed"})
@@ -100,7 +103,7 @@ class SessionEndpoint:
         await self._leases.returned(_STOP_RELEASES_S)
 
     def _no_session(self, error: Exception) -> dict[str, Any]:
-        """Count and log that an environment could not be made; what its client is told."""
+        """Count and log that an environment could not be made; returns what its client is told."""
         name = getattr(self._make_player, "__name__", type(self._make_player).__name__)
         _LOG.error("no environment for a new session (%s)", name, exc_info=error)
         self._metrics.errors.labels(wire.FACTORY_ERROR).inc()

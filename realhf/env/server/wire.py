@@ -1,7 +1,7 @@
-"""The OpenEnv wire: JSON text frames, one reply per request, in order.
+"""Speaks the OpenEnv wire: JSON text frames, one reply per request, in order.
 
-Requests are checked by hand (a few microseconds); ``realhf.api.aws_models`` describes the wire for
-``/schema``. Source: docs/reference/environment.md 2.1.
+Requests are checked by hand (a few microseconds); ``realhf.api.aws_models`` describes the wire for ``/schema``. Source:
+docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNAVAILABLE = "UNAVAILABLE"
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_NAME_CHARS = 255
-"""Of an episode's id, a task's id and a request's id."""
+"""Longest id of an episode, a task or a request."""
 MAX_NUMBER = (1 << 63) - 1
 MAX_METADATA_CHARS = 16 << 10
 
@@ -38,8 +38,8 @@ _ACTION_KEYS = frozenset({"command", "metadata"})
 
 
 class WireError(Exception):
-    """A request that cannot be served. ``code`` is one of the codes above; ``errors`` lists field problems;
-    ``retryable``: nothing was executed, and the same request may be sent again."""
+    """A request cannot be served. ``code`` is one of the codes above; ``errors`` lists field problems; ``retryable``:
+    nothing was executed, and the same request may be sent again."""
 
     def __init__(
         self, code: str, message: str, *, request_id: str | int | None = None, field: str = "", retryable: bool = False
@@ -70,7 +70,7 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def parse_request(text: str, *, max_command_bytes: int) -> Request:
-    """The request in a text frame. Raises WireError; the session goes on after one."""
+    """Parse the request in a text frame. Raises WireError; the session goes on after one."""
     try:
         message = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -115,7 +115,7 @@ def _request_id(message: dict[str, Any]) -> str | int | None:
 
 
 def size_problem(value: Any) -> str:
-    """What is wrong with the size of a text or number that names something, "" when nothing is."""
+    """Say what is wrong with the size of a text or number that names something; "" when nothing is."""
     if isinstance(value, str):
         if len(value) > MAX_NAME_CHARS:
             return f"is longer than {MAX_NAME_CHARS} characters"
@@ -133,7 +133,7 @@ def _checked_object(data: Any, needed: str) -> dict[str, Any]:
 
 
 def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
-    """An action, the data of a step. Raises WireError."""
+    """Check an action, the data of a step. Raises WireError."""
     data = _checked_object(data, "step needs data: an object with a command")
     command = data.get("command")
     if not isinstance(command, str):
@@ -168,7 +168,7 @@ _RESET_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def checked_reset(data: Any) -> dict[str, Any]:
-    """The data of a reset, {} where there is none. Raises WireError."""
+    """Check the data of a reset, {} where there is none. Raises WireError."""
     if data is None:
         return {}
     data = _checked_object(data, "reset data must be an object")
@@ -184,7 +184,7 @@ def checked_reset(data: Any) -> dict[str, Any]:
 
 
 def encode_reply(kind: str, data: Mapping[str, Any], request_id: str | int | None = None) -> str:
-    """Text of a reply frame. A value that JSON cannot hold raises ValueError or TypeError."""
+    """Return the text of a reply frame. A value that JSON cannot hold raises ValueError or TypeError."""
     reply: dict[str, Any] = {"type": kind, "data": data}
     if request_id is not None:
         reply["id"] = request_id
@@ -194,18 +194,18 @@ def encode_reply(kind: str, data: Mapping[str, Any], request_id: str | int | Non
 def encode_observation(
     observation: Mapping[str, Any], reward: float | None, done: bool, request_id: str | int | None = None
 ) -> str:
-    """Reply to reset and step. A reward that is not finite is sent as null."""
+    """Return the reply to reset and step. A reward that is not finite is sent as null."""
     reply = {"observation": observation, "reward": finite(reward), "done": done}
     return encode_reply("observation", reply, request_id)
 
 
 def finite(reward: float | None) -> float | None:
-    """The reward, or None where JSON has no word for it."""
+    """Return the reward, or None where JSON has no word for it."""
     return reward if reward is not None and math.isfinite(reward) else None
 
 
 def encode_error(error: WireError) -> str:
-    """Error frame: ``{"type":"error","data":{"message","code","errors"?,"retryable"?}}``."""
+    """Return an error frame: ``{"type":"error","data":{"message","code","errors"?,"retryable"?}}``."""
     data: dict[str, Any] = {"message": error.message, "code": error.code}
     if error.retryable:
         data["retryable"] = True
