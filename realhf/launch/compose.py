@@ -63,7 +63,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     config.experiment_path = str(user_file) if user_file else None
     overridden = tuple(schema.mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
     chosen = {
-        f"{group}={given[group]}": tuple(schema.set_in(config_dir / group / f"{given[group]}.yaml"))
+        f"{group}={given[group]}": tuple(schema.set_in(config_dir / group / f"{given[group]}.yaml", group))
         for group in GROUPS[1:]
         if group in given
     }
@@ -107,6 +107,7 @@ def _written(config: ExperimentConfig, schema: Schema, own: Path) -> dict[str, s
 
 
 def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
+    """Names of the experiments in the tree."""
     return choices("experiment", config_dir)
 
 

@@ -11,7 +11,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config.option import walk
 from realhf.base.plugin import load_plugin
+from realhf.builtins import REGISTRIES
 
 
 class ExperimentFile(NamedTuple):
@@ -49,14 +51,23 @@ def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
         raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}): {error}") from None
     if not (isinstance(kind, type) and issubclass(kind, ExperimentConfig)):
         raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}) must take an ExperimentConfig")
+    _check_class(name, kind)
+    return kind
+
+
+def _check_class(name: str, kind: type[ExperimentConfig]) -> None:
+    """Raise ConfigError for a class that declares no options although it means to."""
     for part in kind.__mro__:
         if inspect.get_annotations(part) and "__dataclass_params__" not in vars(part):
             raise ConfigError(f"experiment={name}: the class {part.__name__} lacks @dataclass, so it adds no options")
     try:
-        kind()
+        options = [*walk(kind())]
     except TypeError as error:
         raise ConfigError(f"experiment={name}: every option of {kind.__name__} needs a default: {error}") from None
-    return kind
+    for option, about, _ in options:
+        if about.registry and about.registry not in REGISTRIES:
+            known = ", ".join(REGISTRIES)
+            raise ConfigError(f"experiment={name}: option {option}: no registry {about.registry!r} (known: {known})")
 
 
 def located(error: Exception, file: str) -> str:

@@ -45,8 +45,9 @@ class Schema:
         leaves = {option.rpartition(".")[2]: option for option in reversed([*self.options])}
         return leaves.get(close_name(name.rpartition(".")[2], [*leaves], cutoff=0.75), "")
 
-    def set_in(self, path: Path) -> dict[str, Any]:
-        """The dotted options that a YAML file sets itself, with their values; {} if there is no such file."""
+    def set_in(self, path: Path, group: str = "") -> dict[str, Any]:
+        """The dotted options that a YAML file sets itself, with their values; {} if there is no such file. What a file
+        of a ``group`` says is about the section of that name, unless its first line says ``@package _global_``."""
         import yaml
 
         def flat(part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -57,8 +58,9 @@ class Schema:
                 else:
                     yield name, value
 
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return {name: value for name, value in flat(content or {}, "") if name in self.options}
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        prefix = f"{group}." if group and "@package _global_" not in text else ""
+        return {name: value for name, value in flat(yaml.safe_load(text) or {}, prefix) if name in self.options}
 
 
 def close_name(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:

@@ -54,6 +54,11 @@ def test_without_an_annotation_there_are_the_common_sections_only(tmp_path: Path
             "class Mine(ExperimentConfig):\n    extra: int = option(1, 'More.')\ndef build(config: Mine): ...\n",
             "the class Mine lacks @dataclass",
         ),
+        (
+            "@dataclass\nclass Mine(ExperimentConfig):\n    loss: str = option('a', 'A loss.', registry='lossy')\n"
+            "def build(config: Mine): ...\n",
+            "option loss: no registry 'lossy' .known: interfaces, ",
+        ),
         ("nothing = 1\n", "defines no build"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
     ],

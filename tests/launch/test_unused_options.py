@@ -81,6 +81,11 @@ def test_a_choice_of_which_nothing_is_read(configs: Path):
         build(configs, "experiment=sft_aws", "model=streamed")
 
 
+def test_a_choice_about_one_section_of_which_nothing_is_read():
+    with pytest.raises(ConfigError, match=r"^env=small has no effect .*: it reads none of env\.pool_size, env\.tiers$"):
+        build(CONFIGS, "experiment=grpo_stream_http", "actor.path=owner/name", "env=small")
+
+
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_what_is_shipped_has_effect(experiment: str):
     build(CONFIGS, f"experiment={experiment}")
