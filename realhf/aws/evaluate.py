@@ -40,7 +40,7 @@ _TABLE_WIDTH = 130
 
 
 def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int) -> list[Task]:
-    """``episodes`` instances of every template of the split. Raises TaskError when there is none."""
+    """Return ``episodes`` instances of every template of the split. Raises TaskError when there is none."""
     templates = load_templates(tiers, tags=tags, split="heldout" if split == "heldout" else "train")
     if not templates:
         raise TaskError(f"no template of the split {split!r} has these tiers and tags")
@@ -51,7 +51,7 @@ def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: S
 
 @contextmanager
 def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
-    """The agent of ``--model``. Raises AgentError or ModelLoadError (a ValueError)."""
+    """Build the agent of ``--model`` and close it at the end. Raises AgentError or ModelLoadError (a ValueError)."""
     if options.model.startswith(("http://", "https://")):
         key = options.api_key_file.read_text().strip() if options.api_key_file else ""
         name = options.model_name or served_model(options.model, key)
@@ -84,7 +84,7 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
 
 
 def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
-    """All episodes of one agent, with a progress bar on standard error."""
+    """Play all episodes of one agent, with a progress bar on standard error."""
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(agent.name, total=len(tasks))
         run = EvaluationRun(agent, pool, max_turns=options.max_turns, on_episode=lambda record: progress.advance(bar))
@@ -92,7 +92,7 @@ def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argp
 
 
 def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
-    """One row per agent and group."""
+    """Return a table with one row per agent and group."""
     found = Table(
         "agent", "tier", "episodes", "success %", "reward", "steps to solve", "hints", "recovery %", title=title
     )
@@ -123,6 +123,7 @@ def _number(figure: dict[str, float] | None) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.aws.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -163,6 +164,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the exit status: 0, 1 after an error, 130 after an interrupt."""
     options = parse(argv)
     try:
         tasks = choose_tasks(options.split, options.episodes, options.tiers, options.tags, options.seed)
@@ -178,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(tasks: Sequence[Task], options: argparse.Namespace) -> dict[str, list[EpisodeRecord]]:
-    """Agent name to records; the model first."""
+    """Play all agents; returns each agent's records by name, the model first."""
     pool = MiniStackPool(options.pool_size)
     played: dict[str, list[EpisodeRecord]] = {}
     pool.start()

@@ -1,4 +1,4 @@
-"""What a command did: its words, its exit code, and the requests that really left for the simulator."""
+"""Describes what a command did: its output, its exit code, and the requests that really left for the simulator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from realhf.aws.cli.policy import MAX_COMMAND_BYTES
 
 @dataclass(frozen=True)
 class SentRequest:
-    """One request that really left for the simulator. ``service`` is botocore's name (``logs``, ``s3``),
-    ``operation`` the API's (``CreateBucket``), ``status`` the HTTP status, 0 when no answer came."""
+    """One request that really left for the simulator. ``service`` is botocore's name (``logs``, ``s3``), ``operation``
+    the API's (``CreateBucket``), ``status`` the HTTP status, 0 when no answer came."""
 
     service: str
     operation: str
@@ -21,13 +21,14 @@ class SentRequest:
 
     @property
     def ok(self) -> bool:
+        """Whether the simulator accepted the request with a 2xx answer."""
         return 200 <= self.status < 300
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command did. ``refusal`` is the rule that stopped it, ``None`` when it ran; ``stopped``: its worker was
-    lost over it, so that nothing is known of what it did; ``truncated``: its output is not all here."""
+    """What a command did. ``refusal`` is the rule that stopped it, None when it ran; ``stopped``: its worker was lost
+    over it, so that nothing is known of what it did; ``truncated``: its output is not all here."""
 
     exit_code: int
     stdout: str
@@ -40,6 +41,7 @@ class CommandResult:
 
     @property
     def success(self) -> bool:
+        """Whether the command ran, ended in time and exited with 0."""
         return self.exit_code == 0 and self.refusal is None and not self.timed_out
 
     @property
@@ -50,7 +52,7 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class OutputLimits:
-    """Seconds a command may take, bytes kept of each stream, bytes of the command line itself."""
+    """Limits a command: seconds it may take, bytes kept of each stream, bytes of the command line itself."""
 
     timeout_s: float = 10.0
     stdout_bytes: int = 16384

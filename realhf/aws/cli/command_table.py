@@ -1,4 +1,4 @@
-"""What an agent may ask for: CLI services and operations. Everything else is refused.
+"""Lists what an agent may ask for: CLI services and operations. Everything else is refused.
 
 Source: docs/reference/environment.md 5.
 """
@@ -160,7 +160,7 @@ _OPERATIONS = {
 ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
     {service: frozenset(operations.split()) for service, operations in _OPERATIONS.items()}
 )
-"""CLI service name -> allowed CLI operation names."""
+"""For each CLI service, the CLI operations that are allowed."""
 
 MINISTACK_MODULES = (
     "acm", "alb", "apigateway", "apigateway_v1", "athena", "autoscaling", "backup", "batch", "cloudformation",

@@ -1,7 +1,7 @@
 """Reads the words of an AWS command line as the CLI does: global options, service, operation, arguments.
 
-Everybody who must know what a command asks for takes it from here, by way of ``policy.Verdict``. What the CLI would
-read in another way than it is read here is refused, so that there are no two opinions.
+Every part that must know what a command asks for takes it from here, by way of ``policy.Verdict``. Words that the CLI
+would read in another way than this module are refused, so that there are no two opinions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FORBIDDEN_OPTIONS = (
     "cli-input-json", "cli-input-yaml", "cli-auto-prompt", "no-cli-auto-prompt", "cli-read-timeout",
     "cli-connect-timeout", "cli-binary-format", "no-cli-pager", "generate-cli-skeleton", "v2-debug",
 )  # fmt: skip
-"""Refused in every spelling that the CLI would take for them."""
+"""Options that are refused in every spelling that the CLI would take for them."""
 _WITHOUT_EFFECT = frozenset({"--no-cli-pager", "--no-cli-auto-prompt"})
 """Flags of the CLI's second version that ask for what is the case here anyway."""
 _BLOB_FORMAT, _RAW = "--cli-binary-format", "raw-in-base64-out"
@@ -32,15 +32,16 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class CommandWords:
-    """``names``: up to two words, service and operation; ``arguments``: all that comes after them."""
+    """Holds the parts of a command line. ``names``: up to two words, service and operation; ``arguments``: everything
+    after them."""
 
     names: tuple[str, ...]
     arguments: tuple[str, ...]
 
 
 def without_second_version(words: Sequence[str]) -> list[str]:
-    """The words less the options of the CLI's second version that change nothing here, wherever they stand. Raises
-    RefusedRequest for a binary format other than the one that is in force."""
+    """Return the words without the options of the CLI's second version that change nothing here, wherever they stand.
+    Raises RefusedRequest for a binary format other than the one that is in force."""
     kept: list[str] = []
     pending = iter(words)
     for word in pending:
@@ -76,13 +77,13 @@ def read_words(words: Sequence[str]) -> CommandWords:
 
 
 def split_option(word: str) -> tuple[str, str | None]:
-    """``--name=value`` as a pair; None without a value."""
+    """Split ``--name=value`` into a pair; the value is None where there is none."""
     name, equals, value = word.partition("=")
     return name, value if equals else None
 
 
 def with_option(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every word that is not an option, with the option it directly follows (a value) or ``""``."""
+    """Yield every word that is not an option, with the option it directly follows (a value) or ``""``."""
     option = ""
     for word in words:
         if word.startswith("--"):

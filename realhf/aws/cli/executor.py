@@ -37,7 +37,7 @@ class _Worker:
 
 @dataclass
 class ExecutorCounters:
-    """For /metrics. ``refusals`` by rule."""
+    """Counts commands for /metrics; ``refusals`` by rule."""
 
     commands: int = 0
     seconds: float = 0.0
@@ -48,10 +48,11 @@ class ExecutorCounters:
 
 
 class CliExecutor:
-    """The agent's shell of one slot. ``run`` blocks and serves one command at a time.
+    """Is the agent's shell of one slot. ``run`` blocks and serves one command at a time.
 
-    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator; ``simulator_healthy()`` is
-    asked when a worker or its connection was lost."""
+    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator; ``simulator_healthy()`` is asked
+    when a worker or its connection was lost.
+    """
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class CliExecutor:
         self.counters = ExecutorCounters()
 
     def start(self) -> None:
-        """Have a living worker ready."""
+        """Make sure that a living worker is ready."""
         if self._worker is not None and not self._worker.process.alive():
             self.stop()
         if self._worker is None:
@@ -76,12 +77,12 @@ class CliExecutor:
 
     @property
     def worker_pid(self) -> int:
-        """-1 when no worker is there."""
+        """Pid of the worker; -1 when there is none."""
         worker = self._worker
         return -1 if worker is None else worker.process.pid
 
     def responsive(self, timeout_s: float) -> bool:
-        """True when the worker answers an empty frame in time."""
+        """Return whether the worker answers an empty frame in time."""
         worker = self._worker
         if worker is None:
             return False
@@ -92,7 +93,8 @@ class CliExecutor:
             return False
 
     def run(self, command: str) -> CommandResult:
-        """Execute ``aws ...``. A refused or failing command is a result; raises SimulatorLost otherwise."""
+        """Execute ``aws ...``. A refused or failing command is a result. Raises SimulatorLost when simulator or worker
+        is lost."""
         self.counters.commands += 1
         verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
@@ -117,7 +119,7 @@ class CliExecutor:
             worker.close()
 
     def _refused(self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()) -> CommandResult:
-        """``requests``: what had left before one was refused."""
+        """Count a refusal and return it as a result. ``requests``: what had left before one was refused."""
         self.counters.refusals[rule] = self.counters.refusals.get(rule, 0) + 1
         return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests)
 
@@ -149,7 +151,8 @@ class CliExecutor:
         return reply.result
 
     def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> WorkerReply:
-        """The worker's answer. Raises TimeoutError, OSError or BadFrame when it is late, lost or not to be believed."""
+        """Return the worker's answer. Raises TimeoutError, OSError or BadFrame when it is late, lost or not to be
+        believed."""
         limits = self._limits
         if spoke_unasked(worker.channel):  # or this answer would be taken for the next one's
             raise BadFrame("a frame that nobody asked for")

@@ -1,4 +1,4 @@
-"""The part of HTTP/1.1 that the environment speaks with its simulators, checked on both ends of the wire.
+"""Checks the part of HTTP/1.1 that the environment speaks with its simulators, on both ends of the wire.
 
 Agent text becomes header names, header values and request targets. What RFC 9110 and RFC 9112 do not allow there is
 refused: it is never escaped, cut or guessed at, so both ends see the same requests in the same bytes.
@@ -23,12 +23,13 @@ _DECODINGS = 4
 
 
 class BadHttp(ValueError):
-    """A message that the grammar does not allow; the text says which part, and quotes nothing of it."""
+    """The grammar does not allow a message; the text says which part, and quotes nothing of it."""
 
 
 @dataclass(frozen=True)
 class RequestHead:
-    """``fields`` in the order of the message, names in lower case; ``length`` of the body."""
+    """Holds the head of a request: ``fields`` in the order of the message, names in lower case; ``length`` of the
+    body."""
 
     method: str
     target: bytes
@@ -36,12 +37,12 @@ class RequestHead:
     length: int
 
     def field(self, name: bytes) -> bytes:
-        """The value of a field, "" where it is not there."""
+        """Return the value of a field, "" where it is not there."""
         return next((value for known, value in self.fields if known == name), b"")
 
 
 def check_field(name: bytes, value: bytes) -> None:
-    """Raises BadHttp for a header field that could be read as more or less than one field."""
+    """Raise BadHttp for a header field that could be read as more or less than one field."""
     if not _TOKEN.fullmatch(name):
         raise BadHttp("a header name is not a token")
     if _CONTROL.search(value):
@@ -49,7 +50,7 @@ def check_field(name: bytes, value: bytes) -> None:
 
 
 def check_request_line(method: bytes, target: bytes) -> None:
-    """Raises BadHttp for a method that is no token and a target that is not a path with a query."""
+    """Raise BadHttp for a method that is not a token and a target that is not a path with a query."""
     if not _TOKEN.fullmatch(method):
         raise BadHttp("the method is not a token")
     if not _TARGET.fullmatch(target):
@@ -57,14 +58,14 @@ def check_request_line(method: bytes, target: bytes) -> None:
 
 
 def check_host(host: bytes) -> None:
-    """Raises BadHttp for what is not a host with an optional port."""
+    """Raise BadHttp for text that is not a host with an optional port."""
     if not _HOST.fullmatch(host):
         raise BadHttp("the host is not a name or address")
 
 
 def parse_request_head(head: bytes) -> RequestHead:
-    """The head of a request, without the empty line that ends it. Raises BadHttp for all that is ambiguous: bare CR
-    or LF, folded lines, space before a colon, no or several hosts, several lengths, any transfer coding."""
+    """Parse the head of a request, without the empty line that ends it. Raises BadHttp for everything ambiguous: bare
+    CR or LF, folded lines, space before a colon, no or several hosts, several lengths, any transfer coding."""
     lines = head.split(b"\r\n")
     words = lines[0].split(b" ")
     if len(words) != 3 or words[2] != b"HTTP/1.1":
@@ -79,7 +80,7 @@ def parse_request_head(head: bytes) -> RequestHead:
 
 
 def parse_fields(lines: Iterable[bytes]) -> tuple[tuple[bytes, bytes], ...]:
-    """The header fields of lines that have no line end any more. Raises BadHttp."""
+    """Parse the header fields of lines whose line ends are removed. Raises BadHttp."""
     fields = []
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -92,8 +93,8 @@ def parse_fields(lines: Iterable[bytes]) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def body_length(fields: tuple[tuple[bytes, bytes], ...]) -> int | None:
-    """What Content-Length says, None without one. Raises BadHttp for a second one and for any Transfer-Encoding: the
-    end of a body is a number that was read once."""
+    """Return what Content-Length says, None without one. Raises BadHttp for a second one and for any Transfer-Encoding:
+    the end of a body is a number that was read once."""
     if _values(fields, b"transfer-encoding"):
         raise BadHttp("a transfer coding is not accepted")
     lengths = _values(fields, b"content-length")
@@ -107,7 +108,7 @@ def body_length(fields: tuple[tuple[bytes, bytes], ...]) -> int | None:
 
 
 def is_internal_path(path: str) -> bool:
-    """Whether a path, decoded as often as anybody might, leads to what is not part of AWS, or climbs."""
+    """Return whether a path, decoded as often as anybody might, climbs or leads to what is not part of AWS."""
     for _ in range(_DECODINGS):
         path = unquote(path)
     plain = path.replace("\\", "/")
@@ -115,8 +116,8 @@ def is_internal_path(path: str) -> bool:
 
 
 def hides_a_slash(path: str) -> bool:
-    """Whether a segment of an undecoded path holds a slash: after decoding it would be two, and the request another
-    one than its operation says (``functions/a%2Fconcurrency``)."""
+    """Return whether a segment of an undecoded path holds a slash: after decoding it would be two segments, and the
+    request another one than its operation says (``functions/a%2Fconcurrency``)."""
     return _SLASH_IN_A_SEGMENT.search(path) is not None
 
 

@@ -1,4 +1,4 @@
-"""HTTP to one simulator over one connection.
+"""Speaks HTTP to one simulator over one connection.
 
 In a CLI worker the connection is made by the owner and handed over as a descriptor; there is no other way out.
 ``botocore`` is here whichever copy of it the process uses: the CLI's own in a worker. What agents wrote reaches the
@@ -75,10 +75,12 @@ class PinnedConnection:
 
     @property
     def usable(self) -> bool:
+        """Whether there is a connection to send over."""
         return self._socket is not None
 
     def send(self, request: AWSPreparedRequest) -> AWSResponse:
-        """The answer, read whole. Raises RefusedRequest, ConnectionClosedError, ReadTimeoutError."""
+        """Send a request and return the answer, read whole. Raises RefusedRequest, ConnectionClosedError,
+        ReadTimeoutError."""
         data = self._encode(request)
         with self._lock:
             try:
@@ -136,7 +138,7 @@ class PinnedConnection:
         return _AnswerReader(self._socket).read(method)
 
     def close(self) -> None:
-        """Clients close their session when garbage collected; the connection is everybody's and stays."""
+        """Do nothing: clients close their session when garbage collected, but the connection is shared and stays."""
 
     def disconnect(self) -> None:
         """Drop the connection."""
@@ -166,7 +168,7 @@ class PinnedConnection:
 
 
 def _check_silent(connection: socket.socket) -> None:
-    """Nothing may be waiting to be read before a request is sent: it would be taken for its answer. Raises
+    """Check that nothing is waiting to be read before a request is sent: it would be taken for its answer. Raises
     ConnectionResetError at the end of the stream, ValueError for bytes that nobody asked for."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
@@ -177,7 +179,7 @@ def _check_silent(connection: socket.socket) -> None:
 
 
 class _Raw(io.BytesIO):
-    """What botocore expects of a response body."""
+    """Provides what botocore expects of a response body."""
 
     def stream(self, amt: int = 65536, decode_content: bool | None = None) -> Iterator[bytes]:
         while chunk := self.read(amt):
@@ -207,8 +209,8 @@ class _AnswerReader:
         self._received = bytearray()
 
     def read(self, method: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body. Raises ValueError for what is no answer or more than one, ConnectionResetError
-        when it stops early."""
+        """Return status, headers and body. Raises ValueError for bytes that are not exactly one answer,
+        ConnectionResetError when the answer stops early."""
         while (end := self._received.find(b"\r\n\r\n")) < 0:
             if len(self._received) > _MAX_HEAD_BYTES:
                 raise ValueError("the head of the answer is too long")
@@ -227,7 +229,7 @@ class _AnswerReader:
             self._receive()
         if len(self._received) > start + length:
             raise ValueError("the simulator sent more than one answer")
-        # The names keep their case for whoever reads them: metadata keys are part of some.
+        # The names keep their case, because metadata keys are part of some and their reader needs it.
         names = (line.partition(b":")[0].decode("ascii") for line in lines)
         headers = {name: value.decode("utf-8", "replace") for name, (_, value) in zip(names, fields, strict=True)}
         return int(status), headers, bytes(self._received[start:])

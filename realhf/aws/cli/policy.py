@@ -1,4 +1,4 @@
-"""What an agent's command line may say: decided on the parsed words, before anything runs.
+"""Decides what an agent's command line may say, on the parsed words, before anything runs.
 
 Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``, ``unknown-service``,
 ``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``.
@@ -30,7 +30,7 @@ from realhf.aws.cli.waiters import WAITERS
 
 REGION = "us-east-1"
 MAX_COMMAND_BYTES = 8192
-"""Unless the server's configuration says otherwise."""
+"""Largest command line, unless the server's configuration says otherwise."""
 MAX_QUERY_CHARS = 1000
 MAX_QUERY_DEPTH = 20
 
@@ -43,7 +43,7 @@ _LOCAL_PREFIX = re.compile(r"fileb?://", re.IGNORECASE)
 _PLAIN_FILE = re.compile(r"fileb?://(.+)", re.DOTALL)
 _URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _FETCHED_OPTIONS = ("--template-url", "--stack-policy-url", "--stack-policy-during-update-url")
-"""Their values name a document to be fetched; every other URL is a text like any other and never followed."""
+"""Options whose values name a document to be fetched; every other URL is a text like any other and never followed."""
 _BUCKET_OPTIONS = ("--bucket", "--copy-source")
 _KEY_OPTION = "--key"
 _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
@@ -51,9 +51,9 @@ _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
 
 @dataclass(frozen=True)
 class Verdict:
-    """``argv`` (without ``aws``) when allowed, with ``service`` and ``operation`` as the CLI names them (for a waiter
-    the operation that it sends); ``answer`` when the text is known without running anything; otherwise ``rule`` and a
-    text for the observation."""
+    """Holds the decision on a command line: ``argv`` (without ``aws``) when allowed, with ``service`` and ``operation``
+    as the CLI names them (for a waiter the operation that it sends); ``answer`` when the text is known without running
+    anything; otherwise ``rule`` and a text for the observation."""
 
     argv: tuple[str, ...] = ()
     service: str = ""
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def refusal_text(rule: str, message: str) -> str:
-    """The observation's error text of a refusal."""
+    """Return the observation's error text of a refusal."""
     return f"refused ({rule}): {message}"
 
 
@@ -77,7 +77,7 @@ def check_command(command: str, max_bytes: int = MAX_COMMAND_BYTES) -> Verdict:
 
 
 def _words(command: str, max_bytes: int) -> list[str]:
-    """The words after ``aws``. Raises RefusedRequest."""
+    """Return the words after ``aws``. Raises RefusedRequest."""
     if any("\ud800" <= char <= "\udfff" for char in command):
         refuse("malformed", "the command is not valid Unicode")
     if len(command.encode()) > max_bytes:
@@ -138,7 +138,7 @@ def _operations(service: str) -> list[str]:
 
 
 def _awaited(service: str, found: CommandWords) -> tuple[str, CommandWords]:
-    """The operation that a waiter sends, and the words with its name among the names."""
+    """Return the operation that a waiter sends, and the words with its name among the names."""
     name = found.arguments[0] if found.arguments else ""
     operation = WAITERS.get(service, {}).get(name)
     if operation is None:
@@ -194,12 +194,13 @@ def _check_values(service: str, words: Sequence[str]) -> None:
 
 
 def _may_be(option: str, *names: str) -> bool:
-    """Whether the CLI could take ``option``, which may be cut short, for one of the names."""
+    """Return whether the CLI could take ``option``, which may be cut short, for one of the names."""
     return len(option) > 2 and any(name.startswith(option) for name in names)
 
 
 def _is_internal(option: str, value: str) -> bool:
-    """A key may be called anything that does not climb; a bucket begins the path of a request."""
+    """Return whether a value is an internal path. A key may be called anything that does not climb; a bucket begins the
+    path of a request."""
     address = value.startswith("s3://")
     bucket, key = address or _may_be(option, *_BUCKET_OPTIONS), _may_be(option, _KEY_OPTION)
     if not bucket and not key:

@@ -26,7 +26,8 @@ def guard_decoders(client: Any, service: str) -> None:
 
 
 def decoded(document: Any) -> Any:
-    """What the quoted JSON text holds; the text itself where it is no JSON, or is nested too deeply to be read."""
+    """Return what the quoted JSON text holds; the text itself where it is no JSON, or is nested too deeply to be
+    read."""
     try:
         return json.loads(unquote(document))
     except (ValueError, TypeError, RecursionError):

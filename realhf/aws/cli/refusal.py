@@ -1,4 +1,4 @@
-"""How a contained part of the environment says that it will not do something."""
+"""Defines how a contained part of the environment reports that it will not do something."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 class RefusedRequest(Exception):
-    """Something an agent may not do. ``rule`` is the refusal rule shown in the observation."""
+    """An agent may not do something. ``rule`` is the refusal rule shown in the observation."""
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}")
@@ -20,5 +20,5 @@ Refuse = Callable[[str, str], NoReturn]
 
 
 def refuse(rule: str, message: str) -> NoReturn:
-    """A ``Refuse`` that records nothing."""
+    """Raise RefusedRequest; a ``Refuse`` that records nothing."""
     raise RefusedRequest(rule, message)

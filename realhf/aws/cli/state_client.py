@@ -1,4 +1,4 @@
-"""The environment's own view of a simulator: warm botocore clients for set-up, grading and inventory."""
+"""Gives the environment its own view of a simulator: warm botocore clients for set-up, grading and inventory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClientFactory:
         self._clients: dict[tuple[str, str], Any] = {}
 
     def create(self, service: str, account: str, connection: PinnedConnection) -> Any:
-        """A client of botocore's ``service`` that sends over ``connection``."""
+        """Return a client of botocore's ``service`` that sends over ``connection``."""
         with self._lock:
             original = self._clients.get((service, account))
             if original is None:
@@ -71,7 +71,7 @@ class ClientFactory:
 
 
 class StateClient:
-    """Calls of one slot's simulator over connections that ``dial`` makes; ``endpoint`` is its name in messages.
+    """Calls one slot's simulator over connections that ``dial`` makes; ``endpoint`` is its name in messages.
     Thread-safe."""
 
     def __init__(
@@ -84,10 +84,11 @@ class StateClient:
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name) without its metadata.
+        """Return the answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name) without its metadata.
 
-        Raises StateCallError for an error answer, an unknown operation or bad parameters (code
-        ``ParamValidation``), UnreadableAnswer, ConnectionError when the simulator does not answer."""
+        Raises StateCallError for an error answer, an unknown operation or bad parameters (code ``ParamValidation``),
+        UnreadableAnswer, ConnectionError when the simulator does not answer.
+        """
         client = self._clients.get(service)
         try:
             if client is None:

@@ -9,7 +9,7 @@ from realhf.aws.cli.pinned_http import PinnedConnection
 
 REGION = "us-east-1"
 ENDPOINT = "http://localhost:4566"
-"""Where every simulator believes to be; connections lead to the real one."""
+"""The endpoint that every simulator believes to have; connections lead to the real one."""
 
 
 class _Signature:
@@ -31,7 +31,7 @@ class _Signature:
 
 
 def lighten(client: Any, account: str, connection: PinnedConnection) -> Any:
-    """The same client, sending over ``connection``, with a constant signature and user agent."""
+    """Make a client send over ``connection``, with a constant signature and user agent, and return it."""
     service_id = client.meta.service_model.service_id.hyphenize()
     client._endpoint.http_session = connection
     signer = client._request_signer

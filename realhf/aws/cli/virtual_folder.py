@@ -1,4 +1,4 @@
-"""The virtual folder of a session: the only files a command may name, by plain relative names."""
+"""Keeps the virtual folder of a session: the only files a command may name, by plain relative names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
 
 
 def is_plain_name(name: str) -> bool:
-    """True for a name that cannot leave the folder: no separator, no leading dot or dash."""
+    """Return whether a name cannot leave the folder: it has no separator, no leading dot or dash."""
     return _PLAIN_NAME.match(name) is not None and ".." not in name
 
 
 def is_folder_name(name: str) -> bool:
-    """True for a plain name, also as ``./name``."""
+    """Return whether a text is a plain name, perhaps written as ``./name``."""
     return is_plain_name(name.removeprefix("./"))
 
 
 class VirtualFolder:
-    """A real directory, private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all."""
+    """Wraps a real directory, private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,6 +40,7 @@ class VirtualFolder:
         (self.path / name).write_bytes(content)
 
     def names(self) -> list[str]:
+        """Return the names of the files, sorted."""
         return sorted(os.listdir(self.path))
 
     def clear(self) -> None:
@@ -52,7 +53,7 @@ class VirtualFolder:
                     os.unlink(entry.path)
 
     def enforce_limits(self) -> bool:
-        """Remove the newest files until the limits hold. True when something was removed."""
+        """Remove the newest files until the limits hold. Returns whether something was removed."""
         files = [(os.lstat(path).st_mtime_ns, os.lstat(path).st_size, path) for path in _files(self.path)]
         files.sort(key=lambda file: file[0])
         total, removed = 0, False
@@ -65,7 +66,7 @@ class VirtualFolder:
 
 
 def _files(folder: Path | str) -> Iterator[str]:
-    """Paths of all files below, also those in folders that a recursive download made."""
+    """Yield the paths of all files below, including those in folders that a recursive download made."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -1,4 +1,4 @@
-"""``aws SERVICE wait NAME``: the waiters that an agent may use, and what each asks again and again.
+"""Lists the waiters that an agent may use (``aws SERVICE wait NAME``), and what each asks repeatedly.
 
 A waiter sends only a read of the ``command_table``; how long it may ask is bounded where it runs.
 """
@@ -64,4 +64,4 @@ WAITERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         for service, table in _BY_OPERATION.items()
     }
 )
-"""CLI service name -> waiter -> the CLI operation that it sends."""
+"""For each CLI service and waiter, the CLI operation that it sends."""

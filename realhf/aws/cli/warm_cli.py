@@ -1,7 +1,7 @@
-"""The AWS CLI driven in-process, warm: its parsers, argument tables and clients are built once.
+"""Drives the AWS CLI in-process, warm: its parsers, argument tables and clients are built once.
 
-The public program rebuilds all of these for every command. What a command registers on shared objects
-(event handlers) is undone after it, so the driver neither slows down nor remembers.
+The public program rebuilds all of these for every command. What a command registers on shared objects (event handlers)
+is undone after it, so the driver neither slows down nor remembers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from realhf.aws.cli.virtual_folder import is_folder_name
 _MAX_PARAM_CHARS = 65536
 _WAIT_DELAY_S = 0.25
 _WAIT_ATTEMPTS = 8
-"""A waiter asks for two seconds at most: a simulator is as far as it ever gets after the first answer."""
+"""Limits a waiter to two seconds: after the first answer a simulator has gone as far as it ever gets."""
 _CLIENT_EVENTS = (
     "after-call",
     "before-call",
@@ -68,10 +68,11 @@ class UndoLog:
         HierarchicalEmitter._verify_accept_kwargs = lambda emitter, func: None  # type: ignore[method-assign]
 
     def begin(self) -> None:
+        """Start to remember handlers."""
         self._recording = True
 
     def client_handlers(self, session_emitter: HierarchicalEmitter) -> list[tuple[str, Any]]:
-        """Handlers this command put on the session which a client made now would have inherited."""
+        """Return the handlers that this command put on the session and that a client made now would have inherited."""
         return [
             (name, handler)
             for emitter, name, handler, _ in self._entries
@@ -79,7 +80,7 @@ class UndoLog:
         ]
 
     def take(self, action: Callable[[], Any]) -> tuple[Any, list[tuple[str, Any]]]:
-        """Run ``action``; its result, and the handlers it registered, which are taken back at once."""
+        """Run ``action``; return its result and the handlers it registered, which are taken back at once."""
         outer, was_recording = self._entries, self._recording
         self._entries, self._recording = [], True
         result = action()
@@ -89,6 +90,7 @@ class UndoLog:
         return result, taken
 
     def undo(self) -> None:
+        """Stop remembering, and take back every handler since ``begin``."""
         self._recording = False
         for emitter, event_name, handler, unique_id in reversed(self._entries):
             emitter.unregister(event_name, handler, unique_id)
@@ -96,12 +98,13 @@ class UndoLog:
 
 
 class RequestLog:
-    """What botocore really sent during a command: one entry per answered or failed request."""
+    """Records what botocore really sent during a command: one entry per answered or failed request."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
 
     def attach(self, session: Any) -> None:
+        """Listen to the requests of a botocore session."""
         session.register("provide-client-params", self._params)
         session.register("after-call", self._answered)
         session.register("after-call-error", self._failed)
@@ -128,7 +131,7 @@ class RequestLog:
 
 
 def json_able(value: Any) -> Any:
-    """``value`` as JSON can carry it; streams become a marker, long text is cut."""
+    """Return ``value`` as JSON can carry it; streams become a marker, long text is cut."""
     if isinstance(value, Mapping):
         return {str(key): json_able(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -145,7 +148,7 @@ def json_able(value: Any) -> Any:
 
 
 class _WarmDriver(clidriver.CLIDriver):
-    """The CLI's driver without what depends on a user's machine: aliases, log handlers, rebuilt parsers."""
+    """Is the CLI's driver without what depends on a user's machine: aliases, log handlers, rebuilt parsers."""
 
     def __init__(self, session: Any, refuse: Refuse) -> None:
         super().__init__(session)
@@ -170,7 +173,8 @@ class _WarmDriver(clidriver.CLIDriver):
         args.verify_ssl = None
 
     def announce_session(self) -> None:
-        """Once, as the program does for every command: lets handlers of values and formats register."""
+        """Announce the session once, as the program does for every command: handlers of values and formats register
+        then."""
         parsed, _ = self._create_parser(self._get_command_table()).parse_known_args(["sts"])
         super()._emit_session_event(parsed)
 
@@ -179,7 +183,7 @@ class _WarmDriver(clidriver.CLIDriver):
 
 
 class WarmCli:
-    """``run(argv)`` executes one command as the ``aws`` program would; not thread-safe."""
+    """Executes one command as the ``aws`` program would, with ``run(argv)``; not thread-safe."""
 
     def __init__(self, account: str, on_refusal: Callable[[RefusedRequest], None]) -> None:
         self.account = account
@@ -217,7 +221,7 @@ class WarmCli:
             self._cached_client(command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None)
 
     def run(self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase) -> tuple[int, list[dict[str, Any]]]:
-        """Exit code and the requests sent. Output goes to the two sinks."""
+        """Run a command and return its exit code and the requests sent. Output goes to the two sinks."""
         self._log.entries = []
         saved = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = stdout, stderr  # type: ignore[assignment]
@@ -296,7 +300,7 @@ def _inner_emitter(emitter: Any) -> HierarchicalEmitter:
 
 
 def _disable_help(refuse: Refuse) -> None:
-    """Help pages start a pager."""
+    """Refuse help pages, because they start a pager."""
 
     def no_help(self: HelpCommand, args: Any, parsed_globals: Any) -> None:
         refuse("operation", "help pages are not available here")
@@ -305,7 +309,7 @@ def _disable_help(refuse: Refuse) -> None:
 
 
 def _bound_waiters() -> None:
-    """Waiters ask often and give up soon; their commands are built once, since parsers are kept by identity."""
+    """Make waiters ask often and give up soon; their commands are built once, since parsers are kept by identity."""
     original, build = SingleWaiterConfig.__init__, WaitCommand._build_subcommand_table
     tables: dict[int, tuple[WaitCommand, Any]] = {}
 
@@ -324,7 +328,7 @@ def _bound_waiters() -> None:
 
 
 def _restrict_param_files(refuse: Refuse) -> None:
-    """``file://`` reads the virtual folder only; URLs are never followed."""
+    """Restrict ``file://`` to the virtual folder; URLs are never followed."""
 
     def read(prefix: str, path: str, mode: str) -> Any:
         name = path[len(prefix) :]

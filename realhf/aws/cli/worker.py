@@ -1,4 +1,4 @@
-"""One CLI worker: answers commands over a socketpair, one at a time, inside the sandbox.
+"""Answers commands over a socketpair, one at a time, inside the sandbox: one CLI worker.
 
 Frames are a 4-byte big-endian length and JSON. Request: ``{"argv": [...]}``. Reply: ``exit_code``, ``stdout``,
 ``stderr``, ``refusal``, ``requests``, ``truncated`` (the output was cut), ``last`` (the worker ends). A worker never
@@ -40,9 +40,12 @@ class CappedSink(io.RawIOBase):
         self._dropped = 0
 
     def writable(self) -> bool:
+        """Always True: text is written to the sink."""
         return True
 
     def write(self, data: Any, /) -> int:
+        """Take bytes, keep what fits below ``cap``. Raises RunawayOutput when far more was dropped than anybody could
+        use."""
         view = bytes(data)
         room = self._cap - len(self._kept)
         self._kept += view[:room] if room > 0 else b""
@@ -53,10 +56,12 @@ class CappedSink(io.RawIOBase):
 
     @property
     def cut(self) -> bool:
+        """Whether bytes were dropped."""
         return self._dropped > 0
 
     def text(self) -> str:
-        """The kept text, cut on a character boundary; carriage returns dropped, control characters replaced."""
+        """Return the kept text, cut on a character boundary; carriage returns are dropped, control characters
+        replaced."""
         kept = bytes(self._kept)
         if self._dropped:
             kept = kept.decode("utf-8", "ignore").encode()
@@ -67,7 +72,7 @@ class CappedSink(io.RawIOBase):
 
 
 class CliWorker:
-    """Built in the zygote; ``serve`` runs in a fork of it."""
+    """Answers commands. It is built in the zygote; ``serve`` runs in a fork of it."""
 
     def __init__(self, account: str) -> None:
         self.refusals: list[RefusedRequest] = []
@@ -119,7 +124,7 @@ class CliWorker:
         }
 
     def _polluted(self, folder: str) -> bool:
-        """True when a command left something behind that the next one could see."""
+        """Return whether a command left something behind that the next one could see."""
         resident_bytes = int(os.pread(self._statm, 100, 0).split()[1]) * resource.getpagesize()
         return (
             threading.active_count() > 1
@@ -130,4 +135,5 @@ class CliWorker:
 
 
 def text_stream(sink: CappedSink) -> io.TextIOWrapper:
+    """Return a text stream that writes UTF-8 to ``sink`` at once."""
     return io.TextIOWrapper(sink, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[arg-type]

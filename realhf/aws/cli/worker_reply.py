@@ -1,6 +1,6 @@
 """Reads what a CLI worker answers, as the words of a process that an agent may have taken over.
 
-Nothing of a reply is believed before its size, its time and the type of every field were looked at.
+Nothing of a reply is believed before its size, its time and the type of every field are checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from realhf.env.containment.frames import BadFrame
 
 _MAX_REQUESTS = 10_000
 _NOTE_CHARS = 64
-"""Of the remark that a stream was cut, which comes on top of what is kept."""
+"""Longest remark that a stream was cut; it comes on top of what is kept."""
 _FIELDS: Mapping[str, type] = {
     "exit_code": int,
     "stdout": str,
@@ -34,7 +34,7 @@ _REQUEST_FIELDS: Mapping[str, type] = {
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """``refusal``: rule and text; ``last``: the worker ends by itself now."""
+    """Holds a checked reply. ``refusal``: rule and text; ``last``: the worker ends by itself now."""
 
     result: CommandResult
     refusal: tuple[str, str] | None
@@ -42,7 +42,7 @@ class WorkerReply:
 
 
 def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
-    """Raises BadFrame for anything but a well-formed answer to a command that ran under ``limits``."""
+    """Check a reply. Raises BadFrame for anything but a well-formed answer to a command that ran under ``limits``."""
     if not isinstance(data, dict):
         raise BadFrame("not an object")
     _check_types(data, _FIELDS)

@@ -1,7 +1,7 @@
-"""Zygote of the CLI workers: imports the AWS CLI, builds everything once, then forks workers on request.
+"""Is the zygote of the CLI workers: imports the AWS CLI, builds everything once, then forks workers on request.
 
-Run by ``ForkServer`` as ``python -m realhf.aws.cli.zygote <control fd> <account> <network> <layers that may
-be missing>``. It never executes agent input.
+Run by ``ForkServer`` as ``python -m realhf.aws.cli.zygote <control fd> <account> <network> <layers that may be
+missing>``. It never executes agent input.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _CPU_S = 120
 
 
 def main() -> None:
+    """Build the worker, then fork children until the owner's end closes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     account, mode, may_lack = sys.argv[2:]
     sys.argv = ["aws"]  # argparse names the program after it

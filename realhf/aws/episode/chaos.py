@@ -1,7 +1,8 @@
-"""Chaos: once in an episode something that the agent made may be disturbed, silently, to be noticed and repaired.
+"""Disturbs, silently and at most once in an episode, something that the agent made, to be noticed and repaired.
 
-It is rolled after a step that brought progress without finishing, so waiting brings nothing. A disturbance counts only
-when its effect is seen in the simulator's state. Source: docs/reference/environment.md 7 (Chaos) and 8 (probabilities).
+Chaos is rolled after a step that brought progress without finishing, so waiting brings nothing. A disturbance counts
+only when its effect is seen in the simulator's state. Source: docs/reference/environment.md 7 (Chaos) and 8
+(probabilities).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from realhf.aws.tasks.task import ACCOUNT_ID
 PROBABILITY: Mapping[str, float] = MappingProxyType(
     {"warmup": 0.0, "beginner": 0.0, "intermediate": 0.1, "advanced": 0.2, "expert": 0.3}
 )
-"""By tier."""
+"""Probability of a disturbance at each roll, by tier."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,12 @@ PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = MappingProxyType(
         ),
     }
 )
-"""By the agent's operation, what may happen to what it made."""
+"""For each operation of the agent, what may happen to what it made."""
 
 
 @dataclass
 class Chaos:
-    """The chaos of one episode. ``occurred``: something was disturbed; ``broken``: the checks that it made fail."""
+    """Disturbs one episode. ``occurred``: something was disturbed; ``broken``: the checks that it made fail."""
 
     probability: float
     rng: random.Random
@@ -141,7 +142,7 @@ class Chaos:
         return ""
 
     def survived(self) -> bool:
-        """Whether what was broken is whole again."""
+        """Return whether what was broken is whole again."""
         now = Snapshot(self.state)
         return bool(self.broken) and all(_holds(check, now) for check in self.broken)
 
@@ -157,7 +158,7 @@ class Chaos:
         return found
 
     def _disturb(self, deed: Evidence, perturbation: Perturbation) -> bool:
-        """True when the effect is seen."""
+        """Send a disturbance; returns whether its effect is seen."""
         values = {**deed.params, "name": deed.resource}
         try:
             if perturbation.lookup:
@@ -177,7 +178,7 @@ class Chaos:
 
 
 def chaos_rng(task_id: int, seed: int) -> random.Random:
-    """The generator of an episode's chaos."""
+    """Return the random generator of an episode's chaos."""
     return random.Random(f"chaos:{task_id}:{seed}")
 
 

@@ -1,4 +1,4 @@
-"""One episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
+"""Plays one episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
 
 Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (end of an episode).
 """
@@ -28,13 +28,13 @@ FINISHED = "episode finished; call reset"
 
 
 class EpisodeError(RuntimeError):
-    """The environment failed; what the agent did is not to be judged by it. Free of paths and criteria."""
+    """The environment failed; what the agent did is not to be judged by it. The text holds no paths and no criteria."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What reset and step return: the observation of docs/reference/environment.md 2.1, its reward (0.0 after reset)
-    and done."""
+    """Holds what reset and step return: the observation of docs/reference/environment.md 2.1, its reward (0.0 after
+    reset) and done."""
 
     observation: dict[str, Any]
     reward: float
@@ -75,6 +75,7 @@ class Episode:
 
     @property
     def done(self) -> bool:
+        """Whether the episode is over: the task is achieved or the steps are used up."""
         return self._achieved or self._steps >= self._max_steps
 
     def reset(
@@ -155,7 +156,7 @@ class Episode:
         return fill_setup(list(commands), self._world.answers)
 
     def missing(self) -> list[str]:
-        """What the task still lacks, for its author; never shown to an agent."""
+        """Return what the task still lacks, for its author; never shown to an agent."""
         return self._grader.missing() if self._grader else []
 
     def _hint(self) -> StepData:
@@ -179,8 +180,8 @@ class Episode:
         )
 
     def state(self) -> dict[str, Any]:
-        """The session's state as docs/reference/environment.md 2.1 shows it, the inventory of the services touched or
-        named included. Chaos is admitted when the episode is over."""
+        """Return the session's state as docs/reference/environment.md 2.1 shows it, including the inventory of the
+        services touched or named. Chaos is admitted when the episode is over."""
         return {
             "episode_id": self._episode_id or None,
             "step_count": self._steps,
@@ -198,7 +199,7 @@ class Episode:
         }
 
     def inventory(self) -> dict[str, dict[str, list[str]]]:
-        """Service to type to names of what is in the account; {} where the simulator does not answer."""
+        """Return, by service and type, the names of what is in the account; {} where the simulator does not answer."""
         try:
             return self._inventory.read()
         except ConnectionError:
@@ -224,7 +225,7 @@ class Episode:
 
 
 def masked_task(task: Task | None) -> dict[str, Any] | None:
-    """Layer 3, grader invisibility: all that an agent ever learns about its task."""
+    """Return all that an agent ever learns about its task (layer 3, grader invisibility)."""
     if task is None:
         return None
     shown = {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}

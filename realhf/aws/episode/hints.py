@@ -1,7 +1,7 @@
-"""Hints: what an agent is told when it asks with exactly ``aws help --task-hint``.
+"""Writes hints: what an agent reads when it asks with exactly ``aws help --task-hint``.
 
 Level 1 names the services, level 2 the operations in order, level 3 shows the commands with ``...`` for every value.
-Names, checks and set-up are never told. Source: docs/reference/environment.md 7 (Hints).
+Names, checks and set-up are never revealed. Source: docs/reference/environment.md 7 (Hints).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LEVELS = 3
 
 
 def is_hint_request(command: str) -> bool:
-    """Whether a command asks for a hint; any other spelling is a command like others."""
+    """Return whether a command asks for a hint; any other spelling is a command like others."""
     return command.strip() == HINT_COMMAND
 
 
 def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
-    """The hint of ``level`` 1 to 3; higher levels repeat the last. The canonical solution tells operations and
-    their order; a task without one is hinted at from its criteria."""
+    """Return the hint of ``level`` 1 to 3; higher levels repeat the last. Operations and their order come from the
+    canonical solution; a task without one is hinted at from its criteria."""
     skeletons = list(filter(None, map(_skeleton, solution))) or _from_criteria(criteria)
     operations = [" ".join(skeleton.split()[1:3]) for skeleton in skeletons]
     if level <= 1:
@@ -36,7 +36,7 @@ def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
 
 
 def _skeleton(command: str) -> str:
-    """The command without its values; "" for what is no command."""
+    """Return the command without its values; "" for text that is not a command."""
     try:
         words = shlex.split(command)
     except ValueError:

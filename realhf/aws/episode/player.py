@@ -1,7 +1,7 @@
-"""The blocking side of a session: picks the task and plays episodes on one slot.
+"""Picks the task and plays episodes on one slot: the blocking side of a session.
 
-Never writes to a curriculum: a trainer sends its task with the reset. Without one, every training template is as likely
-as any other, because a server that learned from what its clients report could be led astray by one of them
+It never writes to a curriculum: a trainer sends its task with the reset. Without one, every training template is as
+likely as any other, because a server that learned from what its clients report could be led astray by one of them
 (docs/reference/environment.md 2.1, trainer mode and local mode).
 """
 
@@ -28,7 +28,8 @@ Reply = tuple[dict[str, Any], float | None, bool]
 
 
 class EpisodePlayer:
-    """``realhf.env.server.session.Player`` over ``Episode``. One thread at a time, except ``kill``."""
+    """Implements ``realhf.env.server.session.Player`` with an ``Episode``. Use it from one thread at a time, except
+    ``kill``."""
 
     def __init__(self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True) -> None:
         self._slot = slot
@@ -53,8 +54,8 @@ class EpisodePlayer:
         return self._play(lambda: self._episode.step(command))
 
     def state(self) -> dict[str, Any]:
-        """What ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something
-        changed since it was last asked. ``slot_id`` lets a pool see that its sessions are different ones."""
+        """Return what ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something
+        changed since the last request. ``slot_id`` lets a pool see that its sessions are different ones."""
         return {**self._episode.state(), "slot_id": self._slot.index}
 
     def fill(self, commands: Sequence[str]) -> list[str]:

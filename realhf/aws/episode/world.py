@@ -1,4 +1,4 @@
-"""The world of a task: emptied, set up, cluttered, and for a drift task disturbed, before the agent sees it.
+"""Builds the world of a task: emptied, set up, cluttered, and for a drift task disturbed, before the agent sees it.
 
 A world is built completely or not at all: nothing is ever graded on a half-built one. What a task has sent on its
 behalf obeys the policy that binds agents. Source: docs/reference/environment.md 5, 6 and 7.
@@ -24,7 +24,7 @@ _MESSAGE_CHARS = 200
 
 
 class SlotState:
-    """How checks read a slot: calls by the environment's own clients, commands by its own CLI worker. Neither ever
+    """Reads a slot for checks: calls by the environment's own clients, commands by its own CLI worker. Neither ever
     carried a byte of the agent's, and neither is evidence of anything that the agent did."""
 
     def __init__(self, slot: Slot) -> None:
@@ -32,7 +32,8 @@ class SlotState:
         self._run = slot.own_executor.run
 
     def run(self, command: str) -> CommandResult:
-        """Raises ConnectionError when nothing is known of the answer: that is no failed check."""
+        """Run a command that only looks. Raises ConnectionError when nothing is known of the answer: that is no failed
+        check."""
         result = self._run(command)
         if result.stopped or result.timed_out:
             raise ConnectionError(f"a command of the environment's own got no answer: {result.stderr}")
@@ -40,13 +41,13 @@ class SlotState:
 
 
 class SetupError(RuntimeError):
-    """The world of the task could not be built, so there is no episode. Free of paths and criteria."""
+    """The world of the task could not be built, so there is no episode. The text holds no paths and no criteria."""
 
 
 @dataclass(frozen=True)
 class World:
-    """``task`` with the captures of its set-up filled; ``present``: (service, name) of what the set-up made;
-    ``answers``: what its calls were answered, for captures in other texts."""
+    """Holds ``task`` with the captures of its set-up filled; ``present``: (service, name) of what the set-up made;
+    ``answers``: the answers to its calls, for captures in other texts."""
 
     task: Task
     present: frozenset[tuple[str, str]]
@@ -79,7 +80,7 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
 
 
 def _refuse_changes(task: Task) -> None:
-    """A real account stays as it is. Raises TaskError for a task that would need another world."""
+    """Refuse to change a real account. Raises TaskError for a task that would need another world."""
     needs = {"a set-up": task.setup, "decoys": task.decoys, "drift": task.possible_drifts, "files": task.assets}
     wanted = [name for name, what in needs.items() if what]
     if wanted:
@@ -121,7 +122,7 @@ def _put_assets(slot: Slot, task: Task) -> None:
 
 
 def _send(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
-    """What the command was answered; adds to ``made`` what it is about. Raises SetupError."""
+    """Send a command of the set-up and return its answer; adds to ``made`` what it is about. Raises SetupError."""
     if command.command:
         return _run_line(slot, command, purpose, made)
     if not operation_allowed(command.service, command.operation):

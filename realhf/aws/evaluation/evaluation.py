@@ -1,8 +1,8 @@
 """Plays an agent on tasks, many episodes at once, and sums up what it can do, by tier, with 95 % intervals.
 
 Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. In every round the agent answers
-all living conversations, then all commands run concurrently. The figures: success, reward, steps to solve, hints, drift
-repair, recovery after a failed command.
+all living conversations, then all commands run concurrently. The metrics are success, reward, steps to solve, hints,
+drift repair, and recovery after a failed command.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ OVERALL = "overall"
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One played episode. ``status``: achieved, finished (out of steps or turns), gave_up, env_error. ``steps``
-    counts turns, also those without a command; ``failed_commands`` those that did not succeed."""
+    """Records one played episode. ``status``: achieved, finished (out of steps or turns), gave_up, env_error. ``steps``
+    counts turns, including those without a command; ``failed_commands`` those that did not succeed."""
 
     task_id: int
     template: str
@@ -43,6 +43,7 @@ class EpisodeRecord:
 
     @property
     def valid(self) -> bool:
+        """Whether the episode counts: its environment did not fail."""
         return self.status != "env_error"
 
 
@@ -55,7 +56,7 @@ class _Seat:
 
 
 class EvaluationRun:
-    """One agent on a list of tasks. ``on_episode`` is told of every finished one."""
+    """Plays one agent on a list of tasks. ``on_episode`` is called after each episode."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class EvaluationRun:
         self._on_episode = on_episode
 
     def play(self, tasks: Sequence[Task]) -> list[EpisodeRecord]:
-        """Records in the order of the tasks. Raises AgentError when the agent fails."""
+        """Return the records in the order of the tasks. Raises AgentError when the agent fails."""
         waiting = list(enumerate(tasks))[::-1]
         slots = [self._pool.acquire() for _ in range(min(self._pool.free_count, max(1, len(tasks))))]
         seats = [_Seat(Episode(slot, self._max_turns)) for slot in slots]
@@ -151,7 +152,7 @@ def _task_text(step: StepData) -> str:
 
 
 def is_drift(task: Task) -> bool:
-    """Whether a task undoes part of its own set-up and wants it repaired."""
+    """Return whether a task undoes part of its own set-up and wants it repaired."""
     return bool(task.possible_drifts)
 
 
@@ -160,9 +161,12 @@ def _ended(seat: _Seat) -> bool:
 
 
 def report(records: Sequence[EpisodeRecord]) -> dict[str, dict[str, Any]]:
-    """{"overall", each tier, "drift": figures}. Rates are {value, low, high, n}; means too; None where nothing was
-    observed. ``recovery`` is success among episodes with a failed command, ``steps_to_solve`` among solved ones.
-    Episodes whose environment failed are counted in ``env_errors`` alone."""
+    """Return {"overall", each tier, "drift": metrics}.
+
+    Rates are {value, low, high, n}; means too; None where nothing was observed. ``recovery`` is success among episodes
+    with a failed command, ``steps_to_solve`` among solved ones. Episodes whose environment failed are counted in
+    ``env_errors`` alone.
+    """
     groups = {OVERALL: list(records)}
     for tier in dict.fromkeys(record.tier for record in records):
         groups[tier] = [record for record in records if record.tier == tier and not record.drift]
@@ -198,5 +202,5 @@ def _mean(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def rows(records: Sequence[EpisodeRecord]) -> list[dict[str, Any]]:
-    """The records as JSON-able maps."""
+    """Return the records as JSON-able maps."""
     return [asdict(record) for record in records]

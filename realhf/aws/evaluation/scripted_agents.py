@@ -1,4 +1,4 @@
-"""Ceiling and floor of an evaluation: an expert that knows the solution, and an agent that guesses."""
+"""Gives an evaluation its ceiling and its floor: an expert that knows the solution, and an agent that guesses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ class ScriptedExpert:
     name = "scripted expert"
 
     def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
+        """Return the next canonical command of each conversation."""
         return [self._next(conversation) for conversation in conversations]
 
     def finish(self, slots: Sequence[int]) -> None:
+        """Do nothing: the expert remembers nothing."""
         del slots
 
     def _next(self, conversation: Conversation) -> Reply:
@@ -33,7 +35,7 @@ class ScriptedExpert:
 
 
 class RandomAgent:
-    """Plays commands that solve some task, drawn without reading the present one except for its names: what a
+    """Plays commands that solve some task, drawn without reading the present one except for its names: it shows what a
     policy would reach that knows the CLI and not what it is asked."""
 
     name = "random agent"
@@ -43,9 +45,11 @@ class RandomAgent:
         self._templates = [template.task_id for template in load_templates(split="train")]
 
     def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
+        """Return a drawn command for each conversation."""
         return [self._guess(conversation.task_text) for conversation in conversations]
 
     def finish(self, slots: Sequence[int]) -> None:
+        """Do nothing: the agent remembers nothing."""
         del slots
 
     def _guess(self, task_text: str) -> Reply:

@@ -1,4 +1,4 @@
-"""Checks out of the plain data of a task: what may be written there, and that it only looks.
+"""Reads checks from the plain data of a task: what may be written there, and that it only looks.
 
     a resource   {service, type, name, attributes?, loose?}
     a call       {call: {service, operation, params}, json_path?, expected? | absent? | output_contains? ...}
@@ -50,7 +50,7 @@ _LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan"
 
 
 def parse_check(data: Any) -> Check:
-    """A check from plain data, see above. Raises TaskError."""
+    """Parse a check, as the module describes it. Raises TaskError."""
     try:
         return _parse(data)
     except (KeyError, TypeError, AttributeError, JMESPathError, PolicyError) as error:
@@ -83,7 +83,7 @@ def _parse(data: Any) -> Check:
 
 
 def parse_unchanged(data: Mapping[str, Any]) -> UnchangedCheck:
-    """What a task protects, from plain data. Raises TaskError."""
+    """Parse what a task protects. Raises TaskError."""
     try:
         if data.get("call") is not None:
             _refuse_unknown(data, {"call", "json_path", "description"})

@@ -22,7 +22,7 @@ from realhf.aws.grading.resource_table import RESOURCES
 from realhf.aws.tasks.task import TaskError
 
 _SERVICES: Mapping[str, str] = MappingProxyType({"s3api": "s3", "ebs": "ec2"})
-"""Names of services in such tasks that are not the names in evidence."""
+"""Names of services in such tasks, and the names in evidence that they stand for."""
 _S3_WORDS: Mapping[str, str] = MappingProxyType(
     {"ls": "ListBuckets", "mb": "CreateBucket", "rb": "DeleteBucket", "cp": "PutObject", "mv": "PutObject",
      "sync": "PutObject", "rm": "DeleteObject"}
@@ -30,7 +30,7 @@ _S3_WORDS: Mapping[str, str] = MappingProxyType(
 _TYPES: Mapping[str, str] = MappingProxyType(
     {"ecs:create-cluster": "cluster", "elasticache:create-cache-cluster": "cluster", "ec2:create-volume": ""}
 )
-"""What an operation makes, where it is not the rest of its name; "" where what it makes has no name."""
+"""What an operation makes, where that is not the rest of its name; "" where what it makes has no name."""
 _DEFAULT_TYPES: Mapping[str, str] = MappingProxyType(
     {"s3": "bucket", "dynamodb": "table", "sqs": "queue", "sns": "topic", "lambda": "function", "iam": "role"}
     | {"secretsmanager": "secret", "ecs": "cluster", "rds": "db-instance", "elasticache": "cluster"}
@@ -38,7 +38,7 @@ _DEFAULT_TYPES: Mapping[str, str] = MappingProxyType(
     | {"ssm": "parameter", "events": "rule", "cloudformation": "stack", "apigateway": "rest-api"}
     | {"apigatewayv2": "api", "glue": "database", "firehose": "delivery-stream"}
 )
-"""What a resource of a service is where no operation says it."""
+"""What a resource of a service is, where no operation names it."""
 
 
 _GENERATED_IDS = re.compile(
@@ -48,12 +48,12 @@ _GENERATED_IDS = re.compile(
 
 
 def names_drawn_id(command: str) -> bool:
-    """Whether a command asks for a resource by an id that AWS draws."""
+    """Return whether a command asks for a resource by an id that AWS draws."""
     return _GENERATED_IDS.search(command) is not None
 
 
 def from_cli_words(criteria: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The criteria in our own words; those that are in our words already come back as they are. Raises TaskError
+    """Return the criteria in our own words; those that are in our words already come back as they are. Raises TaskError
     naming what this environment cannot grade."""
     if not _in_cli_words(criteria):
         return criteria
@@ -96,7 +96,7 @@ def _service(name: Any) -> str:
 
 
 def _named_service(text: Any) -> frozenset[str]:
-    """The service that ``command_contains`` names; none where it names something else."""
+    """Return the service that ``command_contains`` names; none where it names something else."""
     known = isinstance(text, str) and _table_name(_SERVICES.get(text, text)) in ALLOWED
     return frozenset({_service(text)}) if known else _unavailable(text)
 
@@ -112,7 +112,7 @@ def _table_name(service: str) -> str:
 
 
 def _operations(word: str, services: frozenset[str]) -> list[str]:
-    """Every operation that the CLI calls ``word``, as evidence names it, in these services (none: in all of them).
+    """List every operation that the CLI calls ``word``, as evidence names it, in these services (none: in all of them).
     Raises TaskError where there is none that an agent may use."""
     if word in _S3_WORDS and services <= {"s3"}:
         return [f"s3:{_S3_WORDS[word]}"]
@@ -128,8 +128,8 @@ def _operations(word: str, services: frozenset[str]) -> list[str]:
 
 @cache
 def _api_names(service: str) -> Mapping[str, str]:
-    """The CLI's words for the operations of a service that agents may use, and the names in its API; reading a large
-    service takes some 100 ms, once a process."""
+    """Return the CLI's words for the operations of a service that agents may use, with the names in its API. To read a
+    large service takes some 100 ms, once per process."""
     model = botocore.loaders.create_loader().load_service_model(service, "service-2")
     return {xform_name(name, "-"): name for name in model["operations"]}
 
@@ -156,7 +156,7 @@ def _step(step: Any, services: frozenset[str]) -> Any:
 
 
 def _state_checks(check: Any) -> list[Any]:
-    """The check, split where it asks two things of one answer; values compare by their text, as its maker does."""
+    """Split a check that asks two things of one answer; values compare by their text, as its maker does."""
     if not isinstance(check, Mapping) or "command" not in check:
         return [check]
     path, text = check.get("json_path"), check.get("output_contains")

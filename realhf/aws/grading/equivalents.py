@@ -1,4 +1,4 @@
-"""Requests that serve as well as the one a task names: they ask the same question, or have the same effect."""
+"""Lists requests that serve as well as the one a task names: they ask the same question, or have the same effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUESTIONS: Mapping[str, tuple[tuple[str, Mapping[str, str]], ...]] = MappingPro
         "ssm:GetParameter": (("ssm:GetParameters", {"Name": "Names"}),),
     }
 )
-"""By operation, others that are answered with the same, and where (JMESPath) they name a parameter otherwise."""
+"""For each operation, others with the same answer, and where (JMESPath) they name a parameter otherwise."""
 
 _EFFECTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -35,11 +35,12 @@ _EFFECTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "secretsmanager:PutSecretValue": frozenset({"secretsmanager:UpdateSecret"}),
     }
 )
-"""By operation, others about the same resource that can bring the same state about; the state is checked anyway."""
+"""For each operation, others about the same resource that can bring the same state about; the state is checked
+anyway."""
 
 
 def asks(operation: str, params: Mapping[str, Any], wanted_operation: str, wanted: Mapping[str, Any]) -> bool:
-    """Whether a request asks what is wanted, of the same resource."""
+    """Return whether a request asks what is wanted, of the same resource."""
     service = operation.partition(":")[0]
     return any(
         operation == other
@@ -49,7 +50,7 @@ def asks(operation: str, params: Mapping[str, Any], wanted_operation: str, wante
 
 
 def has_effect(operation: str, wanted_operation: str) -> bool:
-    """Whether an operation may bring about what the wanted one does."""
+    """Return whether an operation may bring about what the wanted one does."""
     return operation == wanted_operation or operation in _EFFECTS.get(wanted_operation, frozenset())
 
 

@@ -1,4 +1,4 @@
-"""How far an episode has come: evidence (sent requests with a 2xx answer) and verified state, nothing else.
+"""Grades how far an episode has come, by evidence (sent requests with a 2xx answer) and verified state, nothing else.
 
 The populated field of a task's criteria decides the strategy: ``state_checks``, ``steps`` (multi_step),
 ``resource_exists`` (resource_creation), else ``operation`` (command_match). ``protected`` names, in every strategy,
@@ -62,7 +62,7 @@ class Step:
     anywhere: bool = False
 
     def asks_for(self, deed: Evidence) -> bool:
-        """Whether the request is of this step's operation and resource."""
+        """Return whether the request is of this step's operation and resource."""
         if not has_effect(deed.operation, self.operation) and deed.operation not in self.also:
             return False
         if self.resource is None or same_resource(deed.resource, identity(deed.service, self.resource)):
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Criteria:
-    """Parsed success criteria; see ``parse_criteria``."""
+    """Holds parsed success criteria; see ``parse_criteria``."""
 
     operation: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +86,7 @@ class Criteria:
 
     @property
     def strategy(self) -> str:
+        """Name of the strategy that grades the task."""
         if self.state_checks:
             return "state_checks"
         if self.steps:
@@ -105,7 +106,7 @@ class Criteria:
         return tuple(check for check in found if check is not None)
 
     def bound(self, state: StateReader) -> Criteria:
-        """The criteria that compare what must not change with what there is now. Raises TaskError."""
+        """Return criteria that compare what must not change with what there is now. Raises TaskError."""
         return replace(
             self,
             steps=tuple(replace(step, verify=step.verify and _bound(step.verify, state)) for step in self.steps),
@@ -122,7 +123,8 @@ class Criteria:
 
 @dataclass(frozen=True)
 class Grade:
-    """Progress in [0, 1] as of now, whether the task is achieved, and whether something that it protects is harmed."""
+    """Holds the progress in [0, 1] as of now, whether the task is achieved, and whether something that it protects is
+    harmed."""
 
     progress: float
     achieved: bool
@@ -130,7 +132,7 @@ class Grade:
 
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:
-    """Criteria from the plain data of a task, in our words or in those of the CLI. Raises TaskError."""
+    """Parse criteria from the plain data of a task, in our words or in those of the CLI. Raises TaskError."""
     for key, kind in _TYPES.items():
         if not isinstance(data.get(key), kind | None):
             raise TaskError(f"task.success_criteria.{key} is not of type {kind.__name__}")
@@ -177,7 +179,7 @@ def _bound(check: Check, state: StateReader) -> Check:
 
 
 class Grader:
-    """Grades one episode. ``evaluate`` after every command; verification runs only where a request could have
+    """Grades one episode. Call ``evaluate`` after every command; verification runs only where a request could have
     changed something, otherwise the last grade stands."""
 
     def __init__(self, criteria: Criteria, state: StateReader) -> None:
@@ -211,22 +213,23 @@ class Grader:
 
     @property
     def credited_operations(self) -> list[str]:
-        """The operations that progress has been given for, in the order of the criteria."""
+        """Return the operations that progress has been given for, in the order of the criteria."""
         if self.criteria.steps:
             return [step.operation for step in self.criteria.steps[: len(self._credited)]]
         return [self.criteria.operation] if self.criteria.operation and self.grade.progress else []
 
     def missing(self) -> list[str]:
-        """What keeps the task from being achieved, in words: steps without credit, checks that fail now, services."""
+        """Return in words what keeps the task from being achieved: steps without credit, checks that fail now,
+        services."""
         criteria, now = self.criteria, Snapshot(self._state)
         found = [f"step {step.operation} {step.resource or ''}" for step in criteria.steps[len(self._credited) :]]
         found += [str(check) for check in criteria.checks if not verified(check, now)]
         return found + [f"service {s}" for s in sorted(criteria.services) if not services_reached([s], self._evidence)]
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
-        """The grade after a command that sent the requests ``added``; of a ``lost`` one nobody knows what it sent, so
-        that the state is looked at in any case. Raises StateCallError or
-        ConnectionError when the simulator cannot be read."""
+        """Return the grade after a command that sent the requests ``added``. Of a ``lost`` command nobody knows what it
+        sent, so the state is read in any case. Raises StateCallError or ConnectionError when the simulator cannot be
+        read."""
         self._evidence.extend(added)
         worthy = [deed for deed in added if earns_credit(deed, self.criteria)]
         if (worthy or lost) and not self.grade.achieved:
@@ -238,7 +241,7 @@ class Grader:
         return self.grade
 
     def _count_needless(self, now: StateReader) -> None:
-        """A command that wrote, or tried to, and left everything that is checked as it was, was needless."""
+        """Count a command that wrote, or tried to, and left everything that is checked as it was."""
         before, self._seen = self._seen, self._readings(now)
         self.needless_writes += before == self._seen
 
@@ -246,12 +249,12 @@ class Grader:
         return [reading_text(check, now) for check in self.criteria.state_checks]
 
     def excuse(self) -> None:
-        """What is harmed by now and was not when last graded is no doing of the agent's."""
+        """Excuse what is harmed by now and was not when last graded: it is not the agent's doing."""
         if not self.grade.harmed:
             self._excused |= self._changed(Snapshot(self._state))
 
     def _changed(self, now: StateReader) -> set[int]:
-        """The places of the protected things that are not as set-up left them."""
+        """Return the places of the protected things that are not as set-up left them."""
         return {place for place, check in enumerate(self.criteria.protected) if not verified(check, now)}
 
     def _judge(self, worthy: Sequence[Evidence]) -> Grade:
@@ -316,7 +319,7 @@ class Grader:
 
 
 def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[int], after: int = -1) -> Evidence | None:
-    """Layer 2, dedup: the first accepted request for this step that has not paid for another one."""
+    """Return the first accepted request for this step that has not paid for another one (layer 2, dedup)."""
     for deed in evidence:
         if deed.ok and deed.index > after and deed.index not in spent and step.asks_for(deed):
             return deed
@@ -324,33 +327,34 @@ def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[in
 
 
 def earns_credit(deed: Evidence, criteria: Criteria) -> bool:
-    """Layer 5, no verification reward: an accepted request counts if it can have changed something, or if the
-    task asks for a request and not for a state."""
+    """Return whether a request counts (layer 5, no verification reward): it must be accepted and able to have changed
+    something, unless the task asks for a request and not for a state."""
     if criteria.strategy == "command_match":
         return deed.ok
     return deed.ok and (not is_read(deed.operation) or deed.operation in criteria.operations)
 
 
 def matches_command(deed: Evidence, criteria: Criteria) -> bool:
-    """Layer 7, exact names, for a single request: it asks the demanded question of the demanded resource, by its name,
-    ARN or URL. A text that the command has to contain is asked of the line that sent the request."""
+    """Return whether a single request matches by exact names (layer 7): it asks the demanded question of the demanded
+    resource, by its name, ARN or URL. A text that the command has to contain must be in the line that sent the request.
+    """
     return criteria.command_contains in deed.command and asks(
         deed.operation, deed.params, criteria.operation, criteria.params
     )
 
 
 def services_reached(services: Iterable[str], evidence: Iterable[Evidence]) -> bool:
-    """Whether an accepted request went to each of the services."""
+    """Return whether an accepted request went to each of the services."""
     return set(services) <= {deed.service for deed in evidence if deed.ok}
 
 
 def final_state_holds(criteria: Criteria, state: StateReader) -> bool:
-    """Layer 8: what the state checks, or else the steps, demand is true when graded, whatever was undone in
-    between; and what they demand of one name is true of one object."""
+    """Return whether the final state holds (layer 8): what the state checks, or else the steps, demand is true when
+    graded, whatever was undone in between; and what they demand of one name is true of one object."""
     demands = list(criteria.state_checks) or [step.verify for step in criteria.steps if step.verify is not None]
     return all(verified(check, state) for check in [*demands, *of_one_object(demands)])
 
 
 def criteria_of(task: Task) -> Criteria:
-    """The parsed criteria of a task. Raises TaskError."""
+    """Return the parsed criteria of a task. Raises TaskError."""
     return parse_criteria(task.success)

@@ -1,4 +1,4 @@
-"""What an IAM policy permits, whatever way it is written.
+"""Decides what an IAM policy permits, whatever way it is written.
 
 ``parse_policy`` brings a document to one form: a statement or a list of them, names as text or list, principals in
 every notation, ``NotAction`` and its kin. ``allows`` answers for one request as AWS does: an explicit deny wins, what
@@ -19,14 +19,15 @@ from typing import Any
 FRESH = "\ufffb\ufffb\ufffb"
 """Stands for any text that nobody has named; a ``*`` takes it, a name and a ``?`` do not."""
 MOST_REQUESTS = 4_000
-"""Requests that ``exceeds`` looks at; a policy that needs more is called too wide rather than understood."""
+"""Most requests that ``exceeds`` examines; a policy that needs more counts as too wide."""
 MOST_COMPARISONS = 100_000
-"""Requests times patterns that ``exceeds`` compares, a fraction of a second's work; the same is said of more."""
+"""Most comparisons (requests times patterns) of ``exceeds``, a fraction of a second's work; a policy that needs more
+counts as too wide."""
 MOST_CHARACTERS, LONGEST_NAME = 20_480, 2_048
-"""Of a policy and of an ARN, as AWS limits them."""
+"""Longest policy and longest ARN, in characters, as AWS limits them."""
 _ANYTHING = ("*",)
 _ALWAYS: Mapping[str, str] = MappingProxyType({"aws:securetransport": "true"})
-"""Condition values of every request."""
+"""Condition values that every request has."""
 _STATEMENT_KEYS = frozenset(
     {"Sid", "Effect", "Principal", "NotPrincipal", "Action", "NotAction", "Resource", "NotResource", "Condition"}
 )
@@ -34,24 +35,26 @@ _PRINCIPAL_KINDS = frozenset({"AWS", "Service", "Federated", "CanonicalUser"})
 
 
 class PolicyError(ValueError):
-    """A document that AWS would not take as a policy."""
+    """AWS would not take a document as a policy."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """A set of names: those that match one of the patterns, or, ``inverted``, all others."""
+    """Describes a set of names: those that match one of the patterns, or, ``inverted``, all others."""
 
     patterns: tuple[str, ...] = _ANYTHING
     inverted: bool = False
 
     def has(self, name: str) -> bool:
+        """Return whether the set contains ``name``."""
         return any(matches(pattern, name) for pattern in self.patterns) is not self.inverted
 
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody may ask for. ``principal`` is canonical: "Service:lambda.amazonaws.com", "AWS:arn:..."; "" where
-    the policy belongs to an identity. ``action`` is in lower case; ``context`` holds condition keys in lower case."""
+    """Describes what somebody may ask for. ``principal`` is canonical: "Service:lambda.amazonaws.com", "AWS:arn:...";
+    "" where the policy belongs to an identity. ``action`` is in lower case; ``context`` holds condition keys in lower
+    case."""
 
     principal: str
     action: str
@@ -61,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement. A part that is not written restricts nothing."""
+    """Holds one statement. A part that is not written restricts nothing."""
 
     allow: bool
     principals: Names = Names()
@@ -71,12 +74,12 @@ class Statement:
 
     @property
     def size(self) -> int:
-        """How many patterns and condition values are compared with a request at most."""
+        """Return how many patterns and condition values are compared with a request at most."""
         names = len(self.principals.patterns) + len(self.actions.patterns) + len(self.resources.patterns)
         return names + sum(1 + len(values) for *_, values in self.conditions)
 
     def applies(self, request: Request, *, unknown: bool = False, known: Set[str] | None = None) -> bool:
-        """Whether the statement speaks about the request; a condition that is not understood counts as ``unknown``,
+        """Return whether the statement is about the request. A condition that is not understood counts as ``unknown``,
         and so does one on a key that the request has no value of, unless the key is ``known`` (None: all are)."""
         return (
             (not request.principal or self.principals.has(request.principal))
@@ -88,9 +91,9 @@ class Statement:
 
 @dataclass(frozen=True)
 class Grant:
-    """Requests that a policy should allow or refuse: each principal for each action on each resource, patterns all of
-    them. No principals: it is not asked who. ``context``: condition values that such requests come with, "*" where any
-    value that a policy asks for is the right one."""
+    """Describes requests that a policy should allow or refuse: each principal for each action on each resource,
+    patterns all of them. Without principals the grant is for anybody. ``context``: condition values that such requests
+    come with, "*" where any value that a policy asks for is the right one."""
 
     principals: tuple[str, ...] = ()
     actions: tuple[str, ...] = _ANYTHING
@@ -98,13 +101,13 @@ class Grant:
     context: Mapping[str, str] = field(default_factory=dict)
 
     def requests(self) -> Iterator[Request]:
-        """One request of every kind that the grant names."""
+        """Yield one request of every kind that the grant names."""
         for parts in itertools.product(self.principals or ("",), self.actions, self.resources):
             who, what, where = map(_example, parts)
             yield Request(who, what, where, self.context)
 
     def covers(self, request: Request) -> bool:
-        """Whether a policy that allows the request keeps to this grant."""
+        """Return whether a policy that allows the request keeps to this grant."""
         return (
             (not self.principals or any(matches(pattern, request.principal) for pattern in self.principals))
             and any(matches(pattern, request.action) for pattern in self.actions)
@@ -113,8 +116,8 @@ class Grant:
 
 
 def parse_policy(document: Any, owner: str = "") -> tuple[Statement, ...]:
-    """The statements of a policy, given as an object or as its JSON text. ``owner``: the ARN of the resource that the
-    policy hangs on; there ``*`` means no more than that resource. Raises PolicyError."""
+    """Parse the statements of a policy, given as an object or as its JSON text. ``owner`` is the ARN of the resource
+    that the policy hangs on; there ``*`` means no more than that resource. Raises PolicyError."""
     try:
         text = document if isinstance(document, str) else json.dumps(document, default=str)
         document = json.loads(text) if len(text) <= MOST_CHARACTERS else None
@@ -131,8 +134,8 @@ def parse_policy(document: Any, owner: str = "") -> tuple[Statement, ...]:
 
 
 def parse_grant(data: Mapping[str, Any]) -> Grant:
-    """A grant as a task writes it: ``principal`` in the notation of policies, or a bare service name or ARN; ``action``
-    and ``resource``, each a text or a list; ``context`` of condition keys. Raises PolicyError."""
+    """Parse a grant as a task writes it: ``principal`` in the notation of policies, or a bare service name or ARN;
+    ``action`` and ``resource``, each a text or a list; ``context`` of condition keys. Raises PolicyError."""
     unknown = set(data) - {"principal", "action", "resource", "context"}
     if unknown:
         raise PolicyError(f"a grant has the unknown key {sorted(unknown)[0]!r}")
@@ -148,16 +151,19 @@ def parse_grant(data: Mapping[str, Any]) -> Grant:
 
 
 def allows(statements: Sequence[Statement], request: Request) -> bool:
-    """Whether the policy lets the request through; conditions that are not understood count against it."""
+    """Return whether the policy lets the request through; conditions that are not understood count against it."""
     return any(one.allow and one.applies(request) for one in statements) and not any(
         not one.allow and one.applies(request, unknown=True) for one in statements
     )
 
 
 def exceeds(statements: Sequence[Statement], grants: Sequence[Grant]) -> Request | None:
-    """A request that the policy allows and no grant covers, or None. Each pattern of the statements and the grants is
-    tried with something that nobody named in place of its wildcards, so no list of AWS's actions is needed. Conditions
-    narrow nothing here: who and what a policy is about does not depend on when."""
+    """Return a request that the policy allows and no grant covers, or None.
+
+    Each pattern of the statements and the grants is tried with something that nobody named in place of its wildcards,
+    so no list of AWS's actions is needed. Conditions narrow nothing here: who and what a policy is about does not
+    depend on when.
+    """
     actors = {"AWS:" + FRESH, "Service:" + FRESH, ""}
     actors |= {_example(p) for names in (one.principals for one in statements) for p in names.patterns}
     actions = {FRESH} | {_example(pattern) for one in statements for pattern in one.actions.patterns}
@@ -181,8 +187,8 @@ def exceeds(statements: Sequence[Statement], grants: Sequence[Grant]) -> Request
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether the text fits a pattern of ``*`` (anything) and ``?`` (one character). No pattern that an agent could
-    write takes long: the pieces between the stars are sought one after the other, never again."""
+    """Return whether the text fits a pattern of ``*`` (anything) and ``?`` (one character). No pattern that an agent
+    could write takes long: the pieces between the stars are sought one after the other, never again."""
     first, *rest = pattern.split("*")
     if not rest:
         return len(text) == len(first) and _piece(first).match(text) is not None
@@ -197,21 +203,21 @@ def matches(pattern: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _piece(piece: str) -> re.Pattern[str]:
-    """A pattern without stars; what nobody named is no single character."""
+    """Compile a pattern without stars; FRESH text matches no single character."""
     return re.compile("".join(f"[^{FRESH[0]}]" if char == "?" else re.escape(char) for char in piece), re.DOTALL)
 
 
 def may_allow(statements: Sequence[Statement], request: Request, known: Set[str] = frozenset()) -> bool:
-    """Whether the policy could let the request through: conditions that are not understood count as met by what is
-    allowed and as not met by what is denied. So do conditions on keys that the request has no value of, for a call may
-    come with any; only of the ``known`` keys it is certain that such a request comes without them."""
+    """Return whether the policy could let the request through: conditions that are not understood count as met by what
+    is allowed and as not met by what is denied. So do conditions on keys that the request has no value of, for a call
+    may come with any; only of the ``known`` keys it is certain that such a request comes without them."""
     return any(one.allow and one.applies(request, unknown=True, known=known) for one in statements) and not any(
         not one.allow and one.applies(request, known=known) for one in statements
     )
 
 
 def _example(pattern: str) -> str:
-    """A text that fits the pattern and, as far as that goes, no narrower one."""
+    """Return a text that fits the pattern and, as far as possible, no narrower one."""
     return pattern.replace("*", FRESH).replace("?", FRESH[:1])
 
 
@@ -255,7 +261,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _principals(value: Any) -> tuple[str, ...]:
-    """Canonical principals of ``"*"``, ``"arn"``, a list, or ``{"AWS": ..., "Service": ...}``."""
+    """Return the canonical principals of ``"*"``, ``"arn"``, a list, or ``{"AWS": ..., "Service": ...}``."""
     if not isinstance(value, Mapping):
         value = {"AWS": value}
     if not value or not set(value) <= _PRINCIPAL_KINDS:
@@ -273,7 +279,7 @@ def _principals(value: Any) -> tuple[str, ...]:
 
 
 def _wanted_principals(value: Any) -> tuple[str, ...]:
-    """As ``_principals``; besides, a bare name that ends in .amazonaws.com is a service."""
+    """Return what ``_principals`` does; besides, a bare name that ends in .amazonaws.com is a service."""
     if isinstance(value, Mapping):
         return _principals(value)
     found = [_principals({"Service" if name.endswith(".amazonaws.com") else "AWS": name}) for name in _texts(value)]
@@ -281,7 +287,7 @@ def _wanted_principals(value: Any) -> tuple[str, ...]:
 
 
 def _conditions(data: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(operator, key, values), operator and key in lower case."""
+    """Yield (operator, key, values), operator and key in lower case."""
     if not isinstance(data, Mapping):
         raise PolicyError("a condition is no object")
     for operator, keys in data.items():

@@ -1,4 +1,4 @@
-"""What there is in a simulated account, by service and type: lists of names, read with the services' own list calls.
+"""Lists what there is in a simulated account, by service and type, read with the services' own list calls.
 
 The simulator has no inventory of its own. Source: docs/reference/environment.md 2.1 (infra_state) and 3.
 """
@@ -15,13 +15,15 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.resource_identity import plain_name
 
 MAX_NAMES = 100
-"""Of one type; more are not shown."""
+"""Most names of one type; more are not shown."""
 
 
 class Caller(Protocol):
-    """What an inventory needs of a slot: ``StateClient`` has it."""
+    """Is what an inventory needs of a slot; ``StateClient`` has it."""
 
-    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]: ...
+    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+        """See ``StateClient.call``."""
+        ...
 
 
 _LOCAL: Mapping[str, Any] = MappingProxyType({"Scope": "Local"})
@@ -128,7 +130,7 @@ LISTINGS: Mapping[str, tuple[Listing, ...]] = MappingProxyType(
 
 
 class Inventory:
-    """The names of what there is, of some services; read when asked for and kept until ``changed``. Use from one
+    """Keeps the names of what there is, of some services; read when needed and kept until ``changed``. Use it from one
     thread at a time, and not from an event loop: it sends requests."""
 
     def __init__(self, caller: Caller, services: Iterable[str] = ()) -> None:
@@ -137,18 +139,18 @@ class Inventory:
         self._known: dict[str, dict[str, list[str]]] = {}
 
     def touch(self, service: str, *, changed: bool) -> None:
-        """A request went to ``service``; ``changed``: its state may be another now."""
+        """Note that a request went to ``service``; ``changed``: its state may be another now."""
         self._services.add(service)
         if changed:
             self._known.pop(service, None)
 
     def forget(self) -> None:
-        """Anything may have changed."""
+        """Forget everything that was read: anything may have changed."""
         self._known.clear()
 
     def read(self) -> dict[str, dict[str, list[str]]]:
-        """Service to type to names; types without any are left out, and so are services that cannot be listed.
-        Raises ConnectionError when the simulator does not answer."""
+        """Return the names by service and type; types without any are left out, and so are services that cannot be
+        listed. Raises ConnectionError when the simulator does not answer."""
         for service in self._services & LISTINGS.keys():
             if service not in self._known:
                 self._known[service] = self._list(service)

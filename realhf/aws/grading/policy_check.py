@@ -22,8 +22,8 @@ from realhf.aws.grading.verifier import CallCheck, ResourceCheck, StateReader, s
 
 @dataclass(frozen=True)
 class PolicyCheck:
-    """The policy that ``path`` finds in ``source`` allows ``allowed``, refuses ``refused`` and, unless ``wider``,
-    allows nothing else but ``tolerated``. A document that AWS would not take is no policy."""
+    """Holds when the policy that ``path`` finds in ``source`` allows ``allowed``, refuses ``refused`` and, unless
+    ``wider``, allows nothing else but ``tolerated``. A document that AWS would not take is no policy."""
 
     source: ResourceCheck | CallCheck
     path: str
@@ -35,16 +35,18 @@ class PolicyCheck:
 
     @property
     def service(self) -> str:
+        """See ``Check``."""
         return self.source.service
 
     def holds(self, state: StateReader) -> bool:
+        """See ``Check``."""
         if isinstance(self.source, CallCheck):
             return self._right(search(self.path, self.source.answer(state) or {}))
         objects = self.source.objects(state, [self.path])
         return any(self.source.fits(found) and self._right(search(self.path, found)) for found in objects)
 
     def reading(self, state: StateReader) -> Any:
-        """The policies found."""
+        """Return the policies found."""
         if isinstance(self.source, CallCheck):
             return search(self.path, self.source.answer(state) or {})
         return [search(self.path, found) for found in self.source.objects(state, [self.path])]

@@ -1,4 +1,5 @@
-"""What a request is about: the name of a resource out of a name, an ARN or a URL; two ways to say it are equal."""
+"""Finds out what a request is about: the name of a resource from a name, an ARN or a URL. Two ways to write it are
+equal."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _OWN_ACCOUNTS, _OWN_REGIONS = frozenset({"", "aws", ACCOUNT_ID}), frozenset({"",
 
 
 def plain_name(text: str) -> str:
-    """The name in an ARN or URL. Any other text is a name itself."""
+    """Return the name in an ARN or URL. Any other text is a name itself."""
     if text.startswith("arn:"):
         parts = text.split(":", 5)
         service, resource = parts[2] if len(parts) == 6 else "", parts[-1]
@@ -49,8 +50,8 @@ def plain_name(text: str) -> str:
 
 
 def identity(service: str, text: str) -> str:
-    """What the text means to ``service``; the same for every way to name a resource of this account and region, and an
-    ARN of another one stays what it is."""
+    """Return what the text means to ``service``; the same for every way to name a resource of this account and region,
+    and an ARN of another one stays what it is."""
     if text.startswith("arn:"):
         parts = text.split(":", 5)
         own = len(parts) == 6 and parts[4] in _OWN_ACCOUNTS and parts[3] in _OWN_REGIONS
@@ -64,8 +65,8 @@ def identity(service: str, text: str) -> str:
 
 
 def same_meaning(service: str, sent: Any, wanted: Any) -> bool:
-    """Whether a parameter says what is wanted: texts by their identity, lists in any order, one text as a list of one.
-    ``wanted`` may be ``{one_of: [...]}``."""
+    """Return whether a parameter says what is wanted: texts by their identity, lists in any order, one text as a list
+    of one. ``wanted`` may be ``{one_of: [...]}``."""
     if isinstance(wanted, Mapping) and set(wanted) == {"one_of"}:
         return any(same_meaning(service, sent, one) for one in wanted["one_of"])
     if isinstance(wanted, list) or isinstance(sent, list):

@@ -1,6 +1,7 @@
-"""How every kind of resource that a check can name is read from the simulator.
+"""Says how every kind of resource that a check can name is read from the simulator.
 
-Rows by (service, type), botocore's service names, sorted by service; ``%s`` stands for the name. Used by ``verifier``.
+Rows are by (service, type), botocore's service names, sorted by service; ``%s`` stands for the name. ``verifier`` uses
+them.
 """
 
 from __future__ import annotations

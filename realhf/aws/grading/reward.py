@@ -26,16 +26,16 @@ RETRY_BONUS = 0.02
 UNFINISHED_CAP = 0.99
 HINT_FACTOR = 0.85
 NEEDLESS_FACTOR = 0.9
-"""Per write that changed nothing, in tasks that ask to look before anything is written."""
+"""Factor per write that changed nothing, in tasks that ask to look before anything is written."""
 HARM_PENALTY = 0.25
-"""So that to do harm is worse than to do nothing, and no progress makes up for it."""
+"""Score after harm: to do harm must be worse than to do nothing, and no progress makes up for it."""
 CHAOS_SURVIVED = 1.05
 _GRID = float(1 << 30)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What a score depends on beside progress, as of now."""
+    """Holds what a score depends on beside progress, as of now."""
 
     achieved: bool = False
     last_failed: bool = False
@@ -47,7 +47,7 @@ class Standing:
     needless_writes: int = 0
 
     def score(self, earned: float) -> float:
-        """The final score in [0, 1.05], where progress earned ``earned``; below 0 after harm alone."""
+        """Return the final score in [0, 1.05], where progress earned ``earned``; below 0 after harm alone."""
         if self.harmed:
             return -_on_grid(HARM_PENALTY)
         cost = HINT_FACTOR**self.hints * NEEDLESS_FACTOR**self.needless_writes
@@ -59,13 +59,13 @@ class Standing:
 
 
 def score(progress: float, **standing: Any) -> float:
-    """The potential V of this progress and the fields of ``Standing``; on a grid of 2**-30, so that sums of
+    """Return the potential V of this progress and the fields of ``Standing``, on a grid of 2**-30, so that sums of
     differences are exact."""
     return Standing(**standing).score(PROGRESS_WEIGHT * progress)
 
 
 def level(progress: float, *, rose: bool, **standing: Any) -> float:
-    """The reward of a step in the mode ``level``."""
+    """Return the reward of a step in the mode ``level``."""
     return Standing(**standing).score(LEVEL_WEIGHT * progress + (LEVEL_RISE if rose else 0.0))
 
 
@@ -74,13 +74,14 @@ def _on_grid(value: float) -> float:
 
 
 def monotone_progress(best: float, now: float) -> float:
-    """Layer 6: progress never falls, so ground that was lost cannot be earned a second time."""
+    """Return the larger progress (layer 6): progress never falls, so ground that was lost cannot be earned a second
+    time."""
     return max(best, now)
 
 
 class RewardMeter:
-    """The reward of each step of one episode. ``progress`` is the best so far, ``total`` the score so far: the sum of
-    the rewards, in the mode ``level`` the last one. Raises ValueError for an unknown mode."""
+    """Computes the reward of each step of one episode. ``progress`` is the best so far, ``total`` the score so far: the
+    sum of the rewards, in the mode ``level`` the last one. Raises ValueError for an unknown mode."""
 
     def __init__(self, mode: str = "potential") -> None:
         if mode not in REWARD_MODES:

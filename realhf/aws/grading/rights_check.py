@@ -1,8 +1,8 @@
-"""A check that an IAM identity was not given the run of the account, by whatever policy.
+"""Checks that an IAM identity did not get the run of the account, by whatever policy.
 
 In a task: ``{rights: {role: name}}`` (or ``user``, ``group``), with ``refuses`` as in a policy check. Without it,
 rights are refused that reach over all of something: everything, IAM, other buckets. Rights that serve the purpose are
-not looked at.
+not examined.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from realhf.aws.grading.verifier import StateReader
 
 KINDS = ("role", "user", "group")
 MOST_POLICIES = 20
-"""An identity with more is not read to the end; AWS permits no more than that either."""
+"""Most policies of an identity; with more it is not read to the end. AWS permits no more than that either."""
 _TOO_WIDE = tuple(Grant(actions=(action,)) for action in ("*", "iam:*", "iam:createuser", "s3:deletebucket"))
 _MANAGED = "arn:aws:iam::aws:policy/"
 _WIDE_MANAGED = frozenset({"AdministratorAccess", "PowerUserAccess"})
@@ -27,8 +27,8 @@ not keep their documents."""
 
 @dataclass(frozen=True)
 class RightsCheck:
-    """The identity exists, and none of its inline and attached policies, and of those that a user has by groups, could
-    allow what is ``refused``, under whatever condition."""
+    """Holds when the identity exists, and none of its inline and attached policies, and of those that a user has by
+    groups, could allow what is ``refused``, under whatever condition."""
 
     kind: str
     name: str
@@ -36,14 +36,16 @@ class RightsCheck:
 
     @property
     def service(self) -> str:
+        """See ``Check``."""
         return "iam"
 
     def holds(self, state: StateReader) -> bool:
+        """See ``Check``. An identity with more than MOST_POLICIES policies fails."""
         documents = self.reading(state)
         return documents is not None and len(documents) <= MOST_POLICIES and not any(map(self._too_wide, documents))
 
     def reading(self, state: StateReader) -> list[Any] | None:
-        """The documents of the identity's policies, None where there is no such identity."""
+        """Return the documents of the identity's policies, None where there is no such identity."""
         try:
             return list(self._documents(state))
         except StateCallError as error:

@@ -1,7 +1,7 @@
-"""What an agent's commands really did: the requests that were sent, as evidence for the grader.
+"""Records what an agent's commands really did: the requests that were sent, as evidence for the grader.
 
-Names: an *evidence* is one sent request with its place in the episode; its *resource* is the name in the
-operation's identifying parameter, ARNs and URLs reduced to the name. Source: docs/reference/environment.md 7.
+Names: an *evidence* is one sent request with its place in the episode; its *resource* is the name in the operation's
+identifying parameter, ARNs and URLs reduced to the name. Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _IDENTIFYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "stepfunctions": ("name", "activityArn", "stateMachineArn"),
     }
 )
-"""Per service, the parameters that identify what a request is about; the first one present counts."""
+"""For each service, the parameters that identify what a request is about; the first one present counts."""
 
 ROLLBACK_PAIRS: Mapping[str, str] = MappingProxyType(
     {
@@ -75,9 +75,9 @@ ROLLBACK_PAIRS: Mapping[str, str] = MappingProxyType(
         "apigateway:CreateRestApi": "apigateway:DeleteRestApi",
     }
 )
-"""Create and the delete that undoes it."""
+"""For each create, the delete that undoes it."""
 _POLICY_PAIR = "iam:DetachRolePolicy"
-"""Here the policy belongs to the identity of what is undone, beside the role."""
+"""Pairs in which the policy belongs to the identity of what is undone, beside the role."""
 _GENERATED_IDS: Mapping[str, str] = MappingProxyType({"apigateway:CreateRestApi": "id"})
 """Creates whose deletes name the resource by an id of the answer."""
 
@@ -86,8 +86,8 @@ MAX_IDEMPOTENT_RETRIES = 3
 
 @dataclass(frozen=True)
 class Evidence:
-    """One sent request. ``index`` counts requests of the episode; ``operation`` is canonical: "s3:CreateBucket";
-    ``command`` is the line that sent it."""
+    """Records one sent request. ``index`` counts requests of the episode; ``operation`` is canonical:
+    "s3:CreateBucket"; ``command`` is the line that sent it."""
 
     index: int
     operation: str
@@ -99,11 +99,12 @@ class Evidence:
 
     @property
     def service(self) -> str:
+        """The service of ``operation``."""
         return self.operation.partition(":")[0]
 
 
 class Tracker:
-    """The record of one episode. ``present``: (service, name) of what the setup made."""
+    """Records one episode. ``present``: (service, name) of what the setup made."""
 
     def __init__(self, present: frozenset[tuple[str, str]] = frozenset(), wanted: frozenset[str] = frozenset()) -> None:
         self.commands: list[str] = []
@@ -121,7 +122,7 @@ class Tracker:
         self._retry: tuple[str, str] | None = None
 
     def record(self, command: str, result: CommandResult) -> list[Evidence]:
-        """Take in one command and what came of it; returns the evidence it added."""
+        """Record one command and what came of it; returns the evidence it added."""
         self.commands.append(command)
         self.last_failed = not result.success
         added = []
@@ -140,14 +141,14 @@ class Tracker:
         return added
 
     def progressed(self) -> None:
-        """The last command brought progress. If the one before it had met something that the set-up had made, the
-        agent went on as it should, which counts; a harmless command after a collision brings nothing."""
+        """Note that the last command brought progress. If the one before it had met something that the set-up had made,
+        the agent went on as it should, which counts; a harmless command after a collision brings nothing."""
         if self._retry and self._retry not in self._retried and len(self._retried) < MAX_IDEMPOTENT_RETRIES:
             self._retried.add(self._retry)
             self.idempotent_retries += 1
 
     def disturbed(self, service: str, name: str) -> None:
-        """Chaos touched this resource: to delete it is no rollback any more."""
+        """Note that chaos touched this resource: to delete it is no rollback any more."""
         self._disturbed.add((service, name))
 
     def _learn_ids(self, added: Sequence[Evidence], output: str) -> None:
@@ -161,7 +162,7 @@ class Tracker:
                     self._ids[answer[_GENERATED_IDS[deed.operation]]] = deed.resource
 
     def _identity(self, deed: Evidence) -> str:
-        """The resource of a create or delete, under the name that it was made by."""
+        """Return the resource of a create or delete, under the name that it was made by."""
         name = self._ids.get(deed.resource, deed.resource)
         pair = (deed.operation, ROLLBACK_PAIRS.get(deed.operation))
         return f"{name} {deed.params.get('PolicyArn')}" if _POLICY_PAIR in pair else name
@@ -183,7 +184,7 @@ class Tracker:
 
 
 def resource_name(service: str, params: Mapping[str, Any]) -> str:
-    """The name a request is about, "" where its service identifies nothing by a parameter."""
+    """Return the name a request is about, "" where its service identifies nothing by a parameter."""
     for key in _IDENTIFYING.get(service, ()):
         value: Any = params
         for part in key.split("."):
@@ -194,12 +195,13 @@ def resource_name(service: str, params: Mapping[str, Any]) -> str:
 
 
 def same_resource(one: str, other: str) -> bool:
-    """Layer 7, exact names: a prefix, a suffix or a substring is another resource."""
+    """Return whether two names are equal exactly (layer 7): a prefix, a suffix or a substring is another resource."""
     return one == other
 
 
 def mentions(params: Any, name: str) -> bool:
-    """Whether a text among the parameters holds the name as a word of its own: a longer name is another resource."""
+    """Return whether a text among the parameters holds the name as a word of its own: a longer name is another
+    resource."""
     if isinstance(params, str):
         return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", params) is not None
     if isinstance(params, Mapping):
@@ -208,7 +210,7 @@ def mentions(params: Any, name: str) -> bool:
 
 
 def is_read(operation: str) -> bool:
-    """Layer 5, no verification reward: whether an operation only looks."""
+    """Return whether an operation only looks (layer 5, no verification reward)."""
     return operation.partition(":")[2].startswith(_READ_PREFIXES)
 
 

@@ -1,10 +1,10 @@
-"""Ground truth: whether a piece of the simulator's state is what a task demands.
+"""Verifies whether a piece of the simulator's state is what a task demands: ground truth.
 
-Checks are structured requests through the slot's state client, in the agent's account; nothing of a check is
-ever written into a command line. Three kinds: a *resource* with an exact name and attributes, looked up in the
-``resource_table``, a *call* whose response is compared, and, in tasks of other makers, a *command* whose output is.
-On resources and calls build the checks of ``policy_check`` and ``unchanged_check``. Attribute keys and ``json_path``
-are JMESPath expressions; values compare by type. Source: docs/reference/environment.md 7.
+Checks are structured requests through the slot's state client, in the agent's account; nothing of a check is ever
+written into a command line. There are three kinds: a *resource* with an exact name and attributes, looked up in the
+``resource_table``, a *call* whose response is compared, and, in tasks of other makers, a *command* whose output is. The
+checks of ``policy_check`` and ``unchanged_check`` build on resources and calls. Attribute keys and ``json_path`` are
+JMESPath expressions; values compare by type. Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ABSENT_ANSWERS = frozenset(
         ("secretsmanager", "GetSecretValue", "InvalidRequestException"),
     }
 )
-"""Operations that say "there is none", or none any more, with a code of many meanings."""
+"""Operations that answer "there is none", or none any more, with a code of many meanings."""
 
 
 class _Functions(Functions):
@@ -55,8 +55,9 @@ _OPTIONS = jmespath.Options(custom_functions=_Functions())
 
 
 def search(path: str, value: Any) -> Any:
-    """What the JMESPath expression finds in ``value``; besides the standard functions there is ``json(text)``, the
-    document that a text holds (null: none), for policies. A function of something that is not there finds nothing."""
+    """Return what the JMESPath expression finds in ``value``. Besides the standard functions there is ``json(text)``,
+    the document that a text holds (null: none), for policies. A function of something that is not there finds nothing.
+    """
     try:
         return jmespath.search(path, value, _OPTIONS)
     except JMESPathTypeError:
@@ -64,15 +65,19 @@ def search(path: str, value: Any) -> Any:
 
 
 class StateReader(Protocol):
-    """What a check needs of a slot; see ``world.SlotState``."""
+    """Is what a check needs of a slot; see ``world.SlotState``."""
 
-    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]: ...
+    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+        """See ``StateClient.call``."""
+        ...
 
-    def run(self, command: str) -> CommandResult: ...
+    def run(self, command: str) -> CommandResult:
+        """Run a command that only looks. Raises ConnectionError when nothing is known of the answer."""
+        ...
 
 
 class Snapshot:
-    """The state at one moment of grading: each request is sent once, however many checks ask for it."""
+    """Reads the state at one moment of grading: each request is sent once, however many checks ask for it."""
 
     def __init__(self, state: StateReader) -> None:
         self._state = state
@@ -80,7 +85,7 @@ class Snapshot:
         self._results: dict[str, CommandResult] = {}
 
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
-        """As ``StateReader.call``; repeats its answer or its StateCallError."""
+        """Return what ``StateReader.call`` does; repeats its answer or its StateCallError."""
         key = f"{service}:{operation}:{params!r}"
         if key not in self._answers:
             try:
@@ -93,7 +98,7 @@ class Snapshot:
         return answer
 
     def run(self, command: str) -> CommandResult:
-        """As ``StateReader.run``."""
+        """Return what ``StateReader.run`` does; repeats its result."""
         if command not in self._results:
             self._results[command] = self._state.run(command)
         return self._results[command]
@@ -101,7 +106,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ResourceCheck:
-    """The resource with exactly this name exists and each attribute equals its value."""
+    """Holds when the resource with exactly this name exists and each attribute equals its value."""
 
     service: str
     type: str
@@ -110,19 +115,20 @@ class ResourceCheck:
     loose: bool = False
 
     def holds(self, state: StateReader) -> bool:
+        """See ``Check``."""
         return any(map(self.fits, self.objects(state)))
 
     def fits(self, found: Mapping[str, Any]) -> bool:
-        """Whether this object has the attributes."""
+        """Return whether this object has the attributes."""
         return all(equal(search(path, found), value, loose=self.loose) for path, value in self.attributes.items())
 
     def reading(self, state: StateReader) -> Any:
-        """The attributes' values as they are, of everything of this name."""
+        """Return the attributes' values as they are, of everything of this name."""
         return [[search(path, found) for path in self.attributes] for found in self.objects(state)]
 
     def objects(self, state: StateReader, paths: Iterable[str] = ()) -> list[dict[str, Any]]:
-        """Everything of this name: most kinds have one at most, but two networks may carry the same tag. What the
-        attributes and ``paths`` ask for beyond the object itself is fetched."""
+        """Return everything of this name: most kinds have one at most, but two networks may carry the same tag. What
+        the attributes and ``paths`` need beyond the object itself is fetched."""
         lookup = RESOURCES[self.service, self.type]
         answer = _response(state, self.service, lookup.operation, lookup.params, self.name)
         found = None if answer is None else jmespath.search(lookup.root, answer)
@@ -140,9 +146,12 @@ class ResourceCheck:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What an answer must be. With ``json_path`` and ``expected``: the value there equals it (``loose``: its text
-    does); with ``absent``: there is no such value, or no such resource; ``output_contains``/``not_contains``: text in
-    the serialised answer, in which quotes of embedded documents are not escaped; with none: there is an answer."""
+    """Says what an answer must be.
+
+    With ``json_path`` and ``expected``: the value there equals it (``loose``: its text does); with ``absent``: there is
+    no such value, or no such resource; ``output_contains``/``not_contains``: text in the serialised answer, in which
+    quotes of embedded documents are not escaped; with none: there is an answer.
+    """
 
     json_path: str = "@"
     expected: Any = None
@@ -152,7 +161,7 @@ class Expectation:
     loose: bool = False
 
     def met_by(self, answer: Any) -> bool:
-        """``answer`` is None where the resource does not exist."""
+        """Return whether the answer is as expected; ``answer`` is None where the resource does not exist."""
         if answer is None:
             return self.absent
         if self.output_contains or self.not_contains:
@@ -166,7 +175,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class CallCheck:
-    """A request and what its response must be."""
+    """Holds when the response to a request is as ``wanted``."""
 
     service: str
     operation: str
@@ -174,34 +183,37 @@ class CallCheck:
     wanted: Expectation
 
     def holds(self, state: StateReader) -> bool:
+        """See ``Check``."""
         return self.wanted.met_by(self.answer(state))
 
     def reading(self, state: StateReader) -> Any:
-        """What is compared, as it is."""
+        """Return what is compared, as it is."""
         return search(self.wanted.json_path, self.answer(state) or {})
 
     def answer(self, state: StateReader) -> dict[str, Any] | None:
-        """None where the resource does not exist."""
+        """Return the response, None where the resource does not exist."""
         return _response(state, self.service, self.operation, self.params, None)
 
 
 @dataclass(frozen=True)
 class CommandCheck:
-    """A command that only looks, and what it must print."""
+    """Holds when a command that only looks prints what is ``wanted``."""
 
     command: str
     wanted: Expectation
 
     @property
     def service(self) -> str:
+        """See ``Check``."""
         service = check_command(self.command).service
         return "s3" if service in ("s3api", "s3") else service
 
     def reading(self, state: StateReader) -> Any:
-        """What the command prints."""
+        """Return what the command prints."""
         return state.run(self.command).stdout
 
     def holds(self, state: StateReader) -> bool:
+        """See ``Check``. Truncated output fails: what an agent can flood cannot show that something is not there."""
         result = state.run(self.command)
         if result.truncated:
             return False  # what an agent can flood cannot show that something is not there
@@ -216,36 +228,44 @@ class CommandCheck:
 
 
 class Check(Protocol):
-    """One thing that must be true of the simulator's state. ``reading``: what it looks at, to see whether a request
-    changed anything there."""
+    """Is one thing that must be true of the simulator's state."""
 
     @property
-    def service(self) -> str: ...
+    def service(self) -> str:
+        """Botocore's name of the service that the check reads."""
+        ...
 
-    def holds(self, state: StateReader) -> bool: ...
+    def holds(self, state: StateReader) -> bool:
+        """Return whether it is true now. Raises StateCallError or ConnectionError when the state cannot be read."""
+        ...
 
-    def reading(self, state: StateReader) -> Any: ...
+    def reading(self, state: StateReader) -> Any:
+        """Return what the check reads, to see whether a request changed anything there."""
+        ...
 
 
 @dataclass(frozen=True)
 class AllOf:
-    """Several checks that must hold together."""
+    """Holds when several checks hold together."""
 
     checks: tuple[Check, ...]
 
     @property
     def service(self) -> str:
+        """See ``Check``; the service of the first check."""
         return self.checks[0].service
 
     def holds(self, state: StateReader) -> bool:
+        """See ``Check``."""
         return all(check.holds(state) for check in self.checks)
 
     def reading(self, state: StateReader) -> Any:
+        """See ``Check``; one reading per check."""
         return [check.reading(state) for check in self.checks]
 
 
 def of_one_object(checks: Iterable[Check]) -> list[ResourceCheck]:
-    """What the resource checks demand of each name together, so that one object has to meet all of it and not every
+    """Join what the resource checks demand of each name, so that one object has to meet all of it and not every
     namesake a part."""
     merged: dict[tuple[str, str, str, bool], dict[str, Any]] = {}
     parts = (check.checks if isinstance(check, AllOf) else (check,) for check in checks)
@@ -256,9 +276,12 @@ def of_one_object(checks: Iterable[Check]) -> list[ResourceCheck]:
 
 
 def verified(check: Check | None, state: StateReader) -> bool:
-    """Layer 1, ground truth: whether the simulator's state, asked by the grader itself, is what the check demands.
-    Nothing that an agent printed or wrote takes part. No check: nothing to verify. What cannot be read, or is nested
-    too deeply to be compared, is not what was demanded."""
+    """Return whether the simulator's state, as the grader itself reads it, is what the check demands (layer 1, ground
+    truth).
+
+    Nothing that an agent printed or wrote takes part. Without a check there is nothing to verify. What cannot be read,
+    or is nested too deeply to be compared, is not what was demanded.
+    """
     try:
         return check is None or check.holds(state)
     except (UnreadableAnswer, RecursionError):
@@ -266,7 +289,7 @@ def verified(check: Check | None, state: StateReader) -> bool:
 
 
 def reading_text(check: Check, state: StateReader) -> str:
-    """What the check looks at, as text to compare; the same text for all that cannot be read."""
+    """Return what the check reads, as text to compare; the same text for everything that cannot be read."""
     try:
         return json.dumps(check.reading(state), sort_keys=True, default=str)
     except (UnreadableAnswer, RecursionError):
@@ -275,12 +298,13 @@ def reading_text(check: Check, state: StateReader) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def operation_allowed(service: str, operation: str) -> bool:
-    """Whether a task may have this request sent on its behalf: the table that binds agents binds tasks too."""
+    """Return whether a task may have this request sent on its behalf: the table that binds agents binds tasks too."""
     return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())
 
 
 def equal(found: Any, expected: Any, *, loose: bool = False) -> bool:
-    """Equality by value and type: 1 is neither "1" nor True, unless ``loose``: then their texts are compared."""
+    """Return whether values are equal by value and type: 1 is neither "1" nor True, unless ``loose``: then their texts
+    are compared."""
     if loose and isinstance(expected, str | int | float | bool):
         return str(found).lower() == str(expected).lower()
     if isinstance(expected, Mapping):
@@ -297,7 +321,7 @@ def equal(found: Any, expected: Any, *, loose: bool = False) -> bool:
 def _response(
     state: StateReader, service: str, operation: str, params: Mapping[str, Any], name: str | None
 ) -> dict[str, Any] | None:
-    """The response, or None where the resource does not exist. Other failures are raised: a broken simulator
+    """Return the response, or None where the resource does not exist. Other failures are raised: a broken simulator
     must not look like a failed task."""
     try:
         return state.call(service, operation, _with_name(params, name))
@@ -308,7 +332,7 @@ def _response(
 
 
 def _needed(extras: Mapping[str, Extra], paths: list[str]) -> dict[str, Extra]:
-    """The extras that the paths name, and those that these need in turn, which stand above them."""
+    """Return the extras that the paths name, and those that these need in turn, which stand above them."""
     needed: dict[str, Extra] = {}
     for key, extra in reversed(list(extras.items())):
         if any(re.search(rf"\b{key}\b", path) for path in [*paths, *(str(params) for _, params, _ in needed.values())]):
@@ -327,8 +351,8 @@ def _with_name(params: Any, name: str | None) -> Any:
 
 
 def _with_fields(params: Any, found: Any) -> Any:
-    """``params`` with every ``%(path)s`` replaced by what the path finds in the object, by its text where it is part
-    of a longer one; None if one finds nothing."""
+    """Replace every ``%(path)s`` in ``params`` by what the path finds in the object, by its text where it is part of a
+    longer one; returns None if one finds nothing."""
     if isinstance(params, str):
         whole = _FIELD.fullmatch(params)
         if whole:
@@ -345,7 +369,7 @@ def _with_fields(params: Any, found: Any) -> Any:
 
 
 def _named(found: Any, name_field: str, name: str) -> list[Any]:
-    """The objects whose ``name_field`` is exactly ``name``, out of one object or a list of them; those that were
+    """Return the objects whose ``name_field`` is exactly ``name``, of one object or a list of them; those that were
     looked up by their name need no such field."""
     candidates = found if isinstance(found, list) else [] if found is None else [found]
     return [one for one in candidates if not name_field or (isinstance(one, Mapping) and one.get(name_field) == name)]
