@@ -1,4 +1,4 @@
-"""The first run: one command that trains an agent on a few easy AWS tasks, and what it learned, in about two minutes.
+"""The first run: one command that trains an agent on a few easy AWS tasks, and what it learned, in a few minutes.
 
     python examples/first_run.py                            # the files of the run go to runs/first_run
     python examples/first_run.py seed=2 total_train_steps=30

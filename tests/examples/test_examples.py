@@ -51,7 +51,7 @@ def scripts() -> list[Path]:
 def test_each_example_is_short_and_has_its_line_on_the_page() -> None:
     """An example is read in one sitting: under 80 lines. The page names each, and nothing that is not there."""
     page = (EXAMPLES / "README.md").read_text()
-    assert len(scripts()) >= 6
+    assert len(scripts()) >= 7
     assert {path.name: lines for path in scripts() if (lines := path.read_text().count("\n")) >= LONGEST} == {}
     named = {(EXAMPLES / link).resolve() for link in re.findall(r"\]\(([\w./-]+\.(?:py|sh))\)", page)}
     assert named >= set(scripts()) and all(path.exists() for path in named)
@@ -145,6 +145,20 @@ def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None
         assert f"{summary[f'heldout_success_{when}']['overall']:.0%} {when}" in printed
     assert re.search(r"reward of a training episode: -?[\d.]+ in step 1, -?[\d.]+ in step 2", printed)
     assert (folder / "report.html").exists()
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run: tuple[str, Path]) -> None:
+    """The launcher takes the file from where it lies, and the train step in the worker is the example's."""
+    folder = first_run[1]
+    toy = [option for option in TINY if not option.startswith(("model=", "builtin.", "warm_start.", "evaluation."))]
+    options = [f"fileroot={folder.parents[1]}", f"actor.path={folder / 'policy'}", "total_train_steps=1", *toy]
+    command = (sys.executable, "-m", "realhf.launch", f"+experiment_path={EXAMPLES / 'own_algorithm.py'}")
+    run(*command, "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", *options)
+    metrics = folder.parents[1] / "own_algorithm" / "default" / "metrics.jsonl"
+    [step] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert step["actor_train/n_updates"] == 1 and "actor_train/n_failed" in step
 
 
 @pytest.mark.sim

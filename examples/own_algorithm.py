@@ -1,0 +1,69 @@
+"""An algorithm of your own with a hyper-parameter of its own: GRPO that learns less from failures than from successes.
+
+    python -m realhf.launch +experiment_path=examples/own_algorithm.py algorithm.failure_weight=0.25
+
+This file and `own_algorithm.yaml` beside it are all there is. The option is checked, and listed by `--help`, like every
+other one. docs/extend/algorithm.md explains what a file like this may bring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from experiments import grpo_aws
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.objective import ADVANTAGES
+from realhf.algorithms.sequences import replace_keys
+from realhf.api.config.option import option, section
+from realhf.api.experiment import ExperimentSpec
+from realhf.api.sample import SequenceSample
+from realhf.base.dataclass_json import to_plain
+from realhf.builtins import interfaces
+
+
+@dataclass
+class LenientOptions:
+    """What the algorithm adds to GRPO."""
+
+    failure_weight: float = option(
+        0.5, "A negative advantage is multiplied by it; 1 is GRPO, 0 ignores failures.", at_least=0, at_most=1
+    )
+
+
+@dataclass
+class Config(grpo_aws.Config):
+    """All options of GRPO on AWS tasks, and the section ``algorithm``."""
+
+    algorithm: LenientOptions = section(LenientOptions)
+
+
+@interfaces.register("lenient_policy_gradient")
+class LenientInterface(PolicyGradientInterface):
+    """The train step with other advantages. Options arrive as plain values."""
+
+    def __init__(self, algorithm: dict[str, Any], **policy_gradient: Any) -> None:
+        super().__init__(**policy_gradient)
+        self._weight = LenientOptions(**algorithm).failure_weight
+
+    def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
+        """The batch with weakened negative advantages f32 (L-1), and how many tokens have one."""
+        prepared, stats = super().prepare(sample)
+        advantages, failed = prepared[ADVANTAGES], prepared[ADVANTAGES] < 0
+        lenient = torch.where(failed, self._weight * advantages, advantages)
+        return replace_keys(prepared, shifted={ADVANTAGES: lenient}), stats | {"n_failed": float(failed.sum())}
+
+
+def build(config: Config) -> ExperimentSpec:
+    """GRPO's graph of calls, with this train step in it."""
+    spec = grpo_aws.build(config)
+    own = {"algorithm": to_plain(config.algorithm)}
+    calls = [
+        replace(call, interface="lenient_policy_gradient", interface_args={**call.interface_args, **own})
+        if call.name == "actor_train"
+        else call
+        for call in spec.mfcs
+    ]
+    return replace(spec, name="own_algorithm", mfcs=tuple(calls))
