@@ -33,6 +33,9 @@ DOCS_PATH = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|png)")
 MODULE_PATH = re.compile(r"(?<![\w/.-])realhf/[\w./*-]*[\w/*]")
 DOTTED = re.compile(r"(?P<run>python3? -m )?(?<![\w./-])(?P<name>realhf(?:\.\w+)+)(?::(?P<attribute>\w+))?")
 
+TO_BE_WRITTEN = {"realhf.backends.bigram_generation", "realhf.scheduler.pinned"}
+"""Modules that a page of ``docs/extend/`` tells its reader to add."""
+
 
 def test_every_citation_names_a_section_of_the_reference() -> None:
     """A citation in code or tests is a file of the reference and sections that it has."""
@@ -181,6 +184,8 @@ def _anchors(file: Path) -> set[str]:
 
 def _module_problem(name: str, attribute: str | None, *, runs: bool) -> str | None:
     parts = name.split(".")
+    if ".".join(parts[:3]) in TO_BE_WRITTEN:
+        return None
     for length in range(len(parts), 0, -1):
         base = REPO.joinpath(*parts[:length])
         file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)

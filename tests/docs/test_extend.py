@@ -1,0 +1,384 @@
+"""The pages of ``docs/extend/`` show the files beside them word for word, and every example does what its page says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import queue
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from rich.console import Console
+
+from realhf.api.config import AsyncConfig, GenConfig
+from realhf.api.experiment import ModelSpec
+from realhf.api.model import GenOutput, GenRequest
+from realhf.api.trace import NoTrace
+from realhf.aws.tasks import loader
+from realhf.aws.validation.static_checks import template_problems
+from realhf.aws.validation.validation import validate
+from realhf.backends import streaming_engines
+from realhf.base.plugin import load_plugin
+from realhf.launch import processes
+from realhf.rollout.agents.black_box_agent import BlackBoxAgent
+from realhf.rollout.client.aws_env import AwsEnv
+from realhf.rollout.client.resuming_env import ResumingEnv
+from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
+from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.local import LocalScheduler
+from realhf.trajectory.client import TrajectoryClient
+from tests.rollout.black_box import FakeTokens, chat
+from tests.rollout.fake_env_server import FakeEnvServer
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTEND = ROOT / "docs" / "extend"
+EXAMPLES = EXTEND / "examples"
+PAGES = ("README", "agent", "backend", "data_source", "environment", "generation_engine", "metric", "scheduler", "task")
+SHOWN = re.compile(
+    r"\[(?P<name>[\w.]+)\]\(examples/(?P=name)\):\n\n```(?:python|yaml)\n(?P<code>.*?)^```$", re.M | re.S
+)
+"""A link to a file with a colon, followed by the file itself."""
+DEADLINE_S = 30.0
+
+
+def page(name: str) -> str:
+    """The text of a page."""
+    return (EXTEND / f"{name}.md").read_text(encoding="utf-8")
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module, imported as the launcher imports a user's file."""
+    return load_plugin(EXAMPLES / f"{name}.py")
+
+
+# ---- the pages
+
+
+def test_a_page_shows_its_files_word_for_word() -> None:
+    """Every file of the examples stands on exactly one page, and is what the page says it is."""
+    shown = [found for name in PAGES for found in SHOWN.finditer(page(name))]
+    for found in shown:
+        assert found["code"] == (EXAMPLES / found["name"]).read_text(encoding="utf-8"), found["name"]
+    files = [path.name for path in EXAMPLES.iterdir() if path.is_file()]
+    assert sorted(found["name"] for found in shown) == sorted(files)
+
+
+@pytest.mark.parametrize("name", PAGES[1:])
+def test_a_page_says_when_what_and_how(name: str) -> None:
+    """Every page has the same four parts, and the index and the documentation's front page lead to it."""
+    assert re.findall(r"^## (.+)$", page(name), re.M) == ["When", "The contract", "An example", "Try it"]
+    assert f"({name}.md)" in page("README")
+    assert f"extend/{name}.md" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+
+# ---- backend, data source, metric: one experiment
+
+
+def test_the_experiment_of_ones_own_parts_learns_to_count(tmp_path: Path) -> None:
+    """Launched from outside the tree, it draws from its source, trains its backend and logs its metric."""
+    options = ("trial_name=t", f"fileroot={tmp_path}")
+    command = [sys.executable, "-m", "realhf.launch", f"+experiment_path={EXAMPLES / 'counting.py'}", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "counting" / "t" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 12
+    assert (rows[0]["actor_train/sure"], rows[-1]["actor_train/sure"]) == (0.0, 1.0)
+    assert rows[-1]["actor_train/loss"] < 0.1 * rows[0]["actor_train/loss"]
+    assert rows[-1]["source/drawn"] >= 12 * 16
+
+
+def test_the_source_goes_on_after_a_checkpoint_as_if_nothing_had_happened() -> None:
+    """A second source with the state of the first draws what the first would have drawn."""
+    make = example("counting_source").CountingSource
+    first, second = (make(seed=3, vocabulary=10, length=4) for _ in range(2))
+    first.next_batch(5)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert first.next_batch(7) == second.next_batch(7)
+    assert len({item.id for item in make(seed=3, vocabulary=10, length=4).next_batch(50)}) == 50
+
+
+def test_the_engine_goes_on_after_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Table and optimizer come back to the last bit."""
+    engines = [example("bigram_engine").BigramEngine(4, 0.1) for _ in range(2)]
+
+    def step(engine: object) -> None:
+        engine.table.grad = torch.arange(16.0).reshape(4, 4)  # type: ignore[attr-defined]
+        engine._optimizer.step()  # type: ignore[attr-defined]
+
+    step(engines[0])
+    engines[0].save_checkpoint(tmp_path)
+    engines[1].load_checkpoint(tmp_path)
+    for engine in engines:
+        step(engine)
+    assert torch.equal(engines[0].table, engines[1].table)
+    assert not torch.equal(engines[0].table, torch.zeros(4, 4))
+
+
+# ---- generation engine
+
+
+class Answers:
+    """Collects what an engine answers."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[GenOutput | Exception] = queue.Queue()
+        self.done = self._queue.put
+
+    def next(self) -> GenOutput | Exception:
+        """The next answer."""
+        return self._queue.get(timeout=DEADLINE_S)
+
+
+def test_the_generation_engine_keeps_its_contract() -> None:
+    """Requests wait for weights, go on under new ones, can be paused and aborted, and fail when the engine closes."""
+    engine, answers = example("bigram_generation").BigramGenerator(), Answers()
+    greedy = GenConfig(temperature=0.0, max_new_tokens=3)
+    counting = torch.roll(torch.eye(5), 1, dims=1) * 9
+    engine.submit(GenRequest(0, [1]), greedy, [], answers.done)
+    assert (engine.version, engine.stats()["waiting"]) == (-1, 1.0)
+    engine.load_weights(0, {"logits": counting})
+    first = answers.next()
+    assert isinstance(first, GenOutput)
+    assert (first.token_ids, first.versions, first.finish_reason) == ([2, 3, 4], [0, 0, 0], "length")
+    engine.submit(GenRequest(0, [1, 2]), greedy, [3], answers.done)
+    stopped = answers.next()
+    assert isinstance(stopped, GenOutput) and (stopped.token_ids, stopped.finish_reason) == ([3], "stop")
+    engine.pause(5)
+    engine.submit(GenRequest(7, [1]), greedy, [], answers.done)
+    engine.abort([7])
+    aborted = answers.next()
+    assert isinstance(aborted, GenOutput) and (aborted.token_ids, aborted.finish_reason) == ([], "aborted")
+    with pytest.raises(ValueError, match="older"):
+        engine.load_weights(-1, {"logits": counting})
+    with pytest.raises(ValueError, match="shape"):
+        engine.load_weights(1, {"logits": counting[:3]})
+    engine.submit(GenRequest(8, [1]), greedy, [], answers.done)
+    engine.close()
+    assert isinstance(answers.next(), RuntimeError)
+
+
+def test_a_seeded_request_gets_its_tokens_in_any_company() -> None:
+    """Tokens depend on the request's seed and their positions, and on nothing else."""
+    engine, answers, others = example("bigram_generation").BigramGenerator(), Answers(), Answers()
+    gen = GenConfig(max_new_tokens=20)
+    engine.load_weights(0, {"logits": torch.zeros(50, 50)})
+    engine.submit(GenRequest(0, [1], seed=11), gen, [], answers.done)
+    alone = answers.next()
+    engine.pause(5)
+    for slot in range(1, 5):
+        engine.submit(GenRequest(slot, [slot]), gen, [], others.done)
+    engine.submit(GenRequest(0, [1], seed=11), gen, [], answers.done)
+    engine.resume()
+    again = answers.next()
+    engine.close()
+    assert isinstance(alone, GenOutput) and isinstance(again, GenOutput)
+    assert alone.token_ids == again.token_ids and len(set(alone.token_ids)) > 5
+
+
+def test_the_addition_that_the_page_shows_makes_the_engine_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block of the page fits where the page says, and a generation worker then gets the new engine."""
+    [branch] = re.findall(r"```python\n(        elif options\.engine.*?)```", page("generation_engine"), re.S)
+    text = Path(streaming_engines.__file__).read_text(encoding="utf-8")
+    before = "        else:\n            url = options.vllm_url"
+    assert text.count(before) == 1
+    changed = ModuleType("changed_streaming_engines")
+    exec(compile(text.replace(before, branch + before), "changed", "exec"), vars(changed))
+    module = example("bigram_generation")
+    monkeypatch.setitem(sys.modules, "realhf.backends.bigram_generation", module)
+    with changed.make_streaming_generator(
+        ModelSpec("actor", ""),
+        AsyncConfig(engine="bigram"),
+        log=tmp_path / "log",
+        timeout_s=1.0,
+        tracer=NoTrace(),
+        on_death=print,
+    ) as engine:
+        assert isinstance(engine, module.BigramGenerator)
+    assert engine._closed
+
+
+# ---- scheduler
+
+
+def pinned(log: Path, name: str) -> WorkerSpec:
+    """A worker that prints the cores that it may use."""
+    code = "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"
+    return WorkerSpec(name, "timeit", ("-n", "1", "-r", "1", code), log, events=True)
+
+
+def test_the_scheduler_pins_its_workers_and_reports_their_ends(tmp_path: Path) -> None:
+    """Each worker sees one core, in turn; the caller keeps all of its own."""
+    mine = sorted(os.sched_getaffinity(0))
+    scheduler = example("pinned_scheduler").PinnedScheduler(LocalScheduler())
+    cores, ends = {}, {}
+    try:
+        for name in ("a/0", "a/1"):
+            scheduler.start(pinned(tmp_path / "log", name))
+        end = time.monotonic() + DEADLINE_S
+        while len(ends) < 2 and time.monotonic() < end:
+            for event in scheduler.wait(0.5):
+                if isinstance(event, WorkerExit):
+                    ends[event.name] = event.exit_code
+                elif isinstance(event, WorkerLine) and event.text.startswith("["):
+                    cores[event.name] = ast.literal_eval(event.text)
+    finally:
+        scheduler.stop(0.5)
+    assert ends == {"a/0": 0, "a/1": 0}
+    assert [cores["a/0"], cores["a/1"]] == [[mine[0]], [mine[1 % len(mine)]]]
+    assert sorted(os.sched_getaffinity(0)) == mine
+
+
+def test_the_addition_that_the_page_shows_makes_the_scheduler_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function of the page, in place of the launcher's, knows both schedulers and refuses a third."""
+    [function] = re.findall(r"```python\n(from realhf.scheduler.pinned .*?)```", page("scheduler"), re.S)
+    module = example("pinned_scheduler")
+    monkeypatch.setitem(sys.modules, "realhf.scheduler.pinned", module)
+    changed = dict(vars(processes))
+    exec(function, changed)
+    assert isinstance(changed["make_scheduler"]("pinned"), module.PinnedScheduler)
+    assert isinstance(changed["make_scheduler"]("local"), LocalScheduler)
+    for make in (changed["make_scheduler"], processes.make_scheduler):
+        with pytest.raises(processes.LaunchError, match="unknown"):
+            make("elsewhere")
+
+
+# ---- agent
+
+
+@pytest.mark.parametrize(
+    ("limits", "speech", "status", "reward", "turns"),
+    [
+        (5, ["aws s3 ls", "aws s3api list-buckets"], "achieved", 1.0, 2),
+        (5, ["ok"], "finished", -0.1, 3),
+        (2, ["ok"], "max_turns", 0.0, 2),
+    ],
+    ids=["achieved", "gave up", "ran out of turns"],
+)
+async def test_the_agent_plays(limits: int, speech: list[str], status: str, reward: float, turns: int) -> None:
+    """The environment's reward counts, unless the agent gives up; an episode that ran out of turns is valid data."""
+
+    def speak(prompt: str) -> str:
+        return speech[min(len(speech), prompt.count("<|user|>")) - 1]
+
+    def refuse(number: int, message: dict) -> str | None:
+        wrong = message["type"] == "step" and message["data"]["command"] == "ok"
+        failure = {"code": "VALIDATION_ERROR", "message": "no command", "errors": []}
+        return json.dumps({"type": "error", "data": failure}) if wrong else None
+
+    agent = BlackBoxAgent(example("patient_agent").solve, chat(), Limits(limits, 600, 40, 100), timeout_s=20)
+    with FakeEnvServer(refuse) as server:
+        env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
+        try:
+            outcome = await agent.play(env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(speak), 2)
+        finally:
+            await agent.close()
+            await env.env.close()
+    assert (outcome.status, outcome.reward, len(outcome.turns), outcome.valid) == (status, reward, turns, True)
+
+
+# ---- environment
+
+
+def test_the_environment_is_played_over_the_wire() -> None:
+    """Halving finds the number, a wrong command is answered, and the same seed brings the same number back."""
+    commands = []
+    with example("guessing_game").serving(port=0, sessions=1) as server, AwsEnv(server.url).sync() as env:
+        first = env.reset(seed=5)
+        assert first.observation.task is not None and "1 to 100" in first.observation.task.description
+        assert env.step("shout").observation.error
+        low, high, result = 1, 100, first
+        while not result.done:
+            commands.append(f"guess {(low + high) // 2}")
+            result = env.step(commands[-1])
+            if result.observation.command_output == "higher":
+                low = (low + high) // 2 + 1
+            else:
+                high = (low + high) // 2 - 1
+        assert result.observation.task_achieved and result.reward == 1.0
+        env.reset(seed=5)
+        assert env.step(commands[-1]).done
+        env.reset(seed=6)
+        assert not env.step(commands[-1]).done
+
+
+@contextmanager
+def trajectory_server() -> Iterator[str]:
+    """The address of a trajectory server in memory."""
+    command = [sys.executable, "-m", "realhf.trajectory", "--store", "memory", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            yield next(found[1] for line in process.stderr if (found := re.search(r"running on (http\S+)", line)))
+        finally:
+            process.terminate()
+
+
+def test_the_producer_feeds_a_trainer_until_it_has_enough() -> None:
+    """A trainer pulls whole groups of sound episodes, and the producer ends with the run."""
+    pushed: list[int] = []
+    with trajectory_server() as url, TrajectoryClient(url, binary=False, explicit_acks=True) as trainer:
+        trainer.register(batch_size=8, max_token_len=17, num_steps=2)
+        produce = example("guessing_producer").produce
+        producer = threading.Thread(target=lambda: pushed.append(produce(url)), daemon=True)
+        producer.start()
+        for _ in range(3):
+            batch = trainer.pull(timeout_s=DEADLINE_S)
+            assert batch.n_sequences == 8 and [len(group["scores"]) for group in batch.groups] == [4, 4]
+            trainer.ack(batch.lease_id)
+        producer.join(DEADLINE_S)
+    assert pushed and pushed[0] >= 6
+
+
+def test_an_episode_of_the_producer_is_a_sound_row() -> None:
+    """Only guesses are trained, with the log-probability that the policy had; the score is one over their number."""
+    module = example("guessing_producer")
+    for secret in range(0, 100, 7):
+        tokens, masks, logprobs, score = module.play(secret, random.Random(secret))
+        trained = [token for token, mask in zip(tokens, masks, strict=True) if mask != module.NOT_TRAINED]
+        assert len(tokens) == len(logprobs) <= 17 and max(trained) < 100
+        assert score == (1 / len(trained) if secret in trained else 0.0)
+
+
+# ---- task
+
+
+@pytest.fixture
+def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[loader.Template]:
+    """The task of the page, among those of the tree."""
+    files = [*loader._files(), ("beginner", EXAMPLES / "delayed_queue.yaml")]
+    loader._all_templates.cache_clear()
+    monkeypatch.setattr(loader, "_files", lambda: iter(files))
+    yield loader.get_template(126)
+    monkeypatch.undo()
+    loader._all_templates.cache_clear()
+
+
+def test_the_task_is_sound_on_paper(template: loader.Template) -> None:
+    """Its number and name are free, and nothing in its text gives the solution away."""
+    assert template_problems(template) == []
+    names = [other.name for other in loader.load_templates()]
+    assert names.count(template.name) == 1
+    task = loader.instantiate(template.task_id, 3)
+    assert task.params["seconds"] in task.description
+
+
+@pytest.mark.sim
+def test_the_task_keeps_its_promises(template: loader.Template) -> None:
+    """On a real simulator its solution earns everything, and doing half of it does not."""
+    assert validate([template], 1, 1, Console(quiet=True)) == {template.task_id: []}
