@@ -82,6 +82,21 @@ def test_a_page_says_when_what_and_how(name: str) -> None:
     assert f"extend/{name}.md" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 
 
+def section(path: str, title: str) -> str:
+    """The lines of a Markdown section."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return next(part for part in re.split(r"(?m)^## ", text) if part.startswith(f"{title}\n"))
+
+
+def test_the_newcomers_walk_names_files_that_exist() -> None:
+    """Whoever follows the walk of the contributing page finds every file that it opens."""
+    files = re.findall(
+        r"`((?:realhf|tests|docs|configs|experiments)/[\w/.]+)`", section("CONTRIBUTING.md", "A first walk")
+    )
+    assert len(files) > 10
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
 # ---- backend, data source, metric: one experiment
 
 
