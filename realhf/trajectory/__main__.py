@@ -1,4 +1,4 @@
-"""``python -m realhf.trajectory``."""
+"""Runs ``python -m realhf.trajectory``."""
 
 import sys
 

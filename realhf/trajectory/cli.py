@@ -1,4 +1,4 @@
-"""``run-api``: the trajectory server as a command, with the flags of the original and more.
+"""Implements ``run-api``: the trajectory server as a command, with the flags of the original and more.
 
 ``python -m realhf.trajectory`` is the same.
 """
@@ -48,7 +48,7 @@ def serve(config: TrajectoryConfig) -> int:
 
 
 def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
-    """How every program of the house runs the app."""
+    """Return the uvicorn settings that every program of this project runs the app with."""
     return uvicorn.Config(
         app,
         host=config.host,
@@ -61,6 +61,7 @@ def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
 
 
 def command_line() -> argparse.ArgumentParser:
+    """Make the parser of ``run-api``."""
     parser = argparse.ArgumentParser(
         prog="run-api",
         description="Serve the Atropos Trajectory Handler API: environments push scored groups, trainers pull batches, "

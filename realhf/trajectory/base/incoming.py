@@ -1,4 +1,4 @@
-"""What validation learns about one pushed group."""
+"""Describes one pushed group as validation found it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from realhf.trajectory.base.records import Encoding
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """A valid group: its canonical bytes (see ``records.Payload``) and what routing needs. ``size``: number of
-    sequences, ``len(tokens)``; ``policy_version`` None: stamp it with the current one."""
+    """Holds a valid group: its canonical bytes (see ``records.Payload``) and what routing needs. ``size`` is the number
+    of sequences, ``len(tokens)``; a ``policy_version`` of None is replaced by the current one."""
 
     data: bytes
     encoding: Encoding

@@ -1,4 +1,4 @@
-"""How the state behaves: every rule that ``strict`` or the command line may change, as one frozen value.
+"""Defines how the state behaves: every rule that ``strict`` or the command line may change, as one frozen value.
 
 Source: docs/reference/trajectory.md 3.12 (the strict switch) and the options named in 3.4 to 3.10.
 """
@@ -21,8 +21,8 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class StateOptions:
-    """Rules of one state. Sizes in bytes (0: no limit), times in seconds. The first twelve are the rows of the strict
-    switch, each with the default of this server."""
+    """Holds the rules of one state. Sizes in bytes (0: no limit), times in seconds. The first twelve are the rows of
+    the strict switch, each with the default of this server."""
 
     reregister: str = "continue"
     divisor_packing: bool = True
@@ -62,7 +62,7 @@ class StateOptions:
 
 
 def strict(options: StateOptions, **chosen: Any) -> StateOptions:
-    """The original's behaviour in every row of the strict switch, but for the rows named in ``chosen``."""
+    """Set every row of the strict switch to the original's behaviour, except the rows named in ``chosen``."""
     rows: dict[str, Any] = {
         "reregister": "ignore",
         "divisor_packing": False,

@@ -1,4 +1,4 @@
-"""What the server remembers: one frozen record per row of its tables, msgpack-able, the same for every store.
+"""Defines what the server remembers: one frozen record per row of its tables, msgpack-able, the same for every store.
 
 Source: docs/reference/trajectory.md 1 (vocabulary), 3.10 (leases), 3.11 (what is persisted).
 """
@@ -27,7 +27,7 @@ FIELDS = (
     "distill_logprobs",
     "policy_version",
 )
-"""Fields of a group. All but the last are in every delivered item; ``policy_version`` only where it was sent."""
+"""Fields of a group. Every delivered item has all but the last; ``policy_version`` is there only where it was sent."""
 N_STOCK_FIELDS = 14
 
 PayloadRef: TypeAlias = int | bytes
@@ -35,7 +35,7 @@ PayloadRef: TypeAlias = int | bytes
 
 
 class Place(IntEnum):
-    """Where a group is. Every stored group is in exactly one place."""
+    """Says where a group is. Every stored group is in exactly one place."""
 
     QUEUE = 0
     BUFFER = 1
@@ -44,16 +44,18 @@ class Place(IntEnum):
 
 
 class Encoding(IntEnum):
-    """Form of a group's payload, as its producer pushed it."""
+    """Says which encoding a group's producer pushed its payload in."""
 
     JSON = 0
     MSGPACK = 1
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One group's bytes. JSON: one object, without surrounding white space, of known keys only. MessagePack: the
-    key-value pairs of the map *without its header*. ``present``: bit i is set where FIELDS[i] is a key of it;
-    ``crc``: CRC-32 of the bytes."""
+    """Describes one group's bytes.
+
+    JSON is one object, without surrounding white space, of known keys only. MessagePack is the key-value pairs of the
+    map *without its header*. ``present``: bit i is set where FIELDS[i] is a key of it; ``crc``: CRC-32 of the bytes.
+    """
 
     ref: PayloadRef
     nbytes: int
@@ -63,10 +65,12 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One stored group. ``order`` is its position within its place and grows with every entry; ``size`` counts
-    sequences; ``bundle`` is (order of the first member, number of members) of a set that must leave together, whose
-    members have consecutive orders; ``arrived_at`` is in seconds since 1970; ``reason`` says why it is in
-    quarantine."""
+    """Records one stored group.
+
+    ``order`` is its position within its place and grows with every entry; ``size`` counts sequences; ``bundle`` is
+    (order of the first member, number of members) of a set that must leave together, whose members have consecutive
+    orders; ``arrived_at`` is in seconds since 1970; ``reason`` says why it is in quarantine.
+    """
 
     id: int
     order: int
@@ -81,13 +85,13 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def members(self) -> tuple[GroupRecord, ...]:
-        """A single group is a unit of one member."""
+        """Return the group alone: a single group is a unit of one member."""
         return (self,)
 
 
 class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One rollout handler. ``last_seen`` in seconds since 1970; ``served``: sequences handed out; ``virtual_time``:
-    served over share, the clock of weighted filling (docs/reference/trajectory.md 3.6)."""
+    """Records one rollout handler. ``last_seen`` is in seconds since 1970; ``served`` counts sequences handed out;
+    ``virtual_time`` is served over share, the clock of weighted filling (docs/reference/trajectory.md 3.6)."""
 
     env_id: int
     desired_name: str
@@ -103,11 +107,14 @@ class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One batch in a trainer's hands. ``groups``: ids in the order of delivery; ``sent``: the whole response went out
-    on a live connection; ``returned``: given back or never sent, to be handed out first; times in seconds since
-    1970. ``mode`` says what ends it: ``implicit`` (the owner's next pull), ``explicit`` (an ack only), ``on_sent``
-    (the whole response went out), ``at_most_once`` (its creation; it is never handed out again). ``attempt`` counts
-    responses, so that the end of an earlier one is not taken for the end of the present one."""
+    """Records one batch in a trainer's hands.
+
+    ``groups``: ids in the order of delivery; ``sent``: the whole response went out on a live connection; ``returned``:
+    given back or never sent, to be handed out first; times in seconds since 1970. ``mode`` says what ends it:
+    ``implicit`` (the owner's next pull), ``explicit`` (an ack only), ``on_sent`` (the whole response went out),
+    ``at_most_once`` (its creation; it is never handed out again). ``attempt`` counts responses, so that the end of an
+    earlier one is not taken for the end of the present one.
+    """
 
     lease_id: str
     owner: str
@@ -122,7 +129,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
-    """What remains of a lease that ended: ``outcome`` is ``acked`` or ``superseded`` (redelivered to another)."""
+    """Records a lease that ended: ``outcome`` is ``acked`` or ``superseded`` (redelivered to another trainer)."""
 
     lease_id: str
     outcome: str
@@ -130,7 +137,7 @@ class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Replay(msgspec.Struct, frozen=True, array_like=True):
-    """A stored answer for an idempotency key: ``fingerprint`` of the request, JSON ``body``, ``headers``."""
+    """Records the answer to an idempotency key: ``fingerprint`` of the request, JSON ``body``, ``headers``."""
 
     key: str
     fingerprint: str
@@ -140,10 +147,12 @@ class Replay(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
-    """The registration and its counters; one per state. ``registered`` False: no trainer since the last reset.
-    ``latest``: the last group that entered the queue, kept readable after its consumption. ``other_time`` and
-    ``clock``: virtual time of groups without an environment, and of the last served pack
-    (docs/reference/trajectory.md 3.6)."""
+    """Records the registration and its counters; there is one per state.
+
+    ``registered`` False: no trainer since the last reset. ``latest``: the last group that entered the queue, kept
+    readable after its consumption. ``other_time`` and ``clock``: virtual time of groups without an environment, and of
+    the last served pack (docs/reference/trajectory.md 3.6).
+    """
 
     epoch: int = 0
     registered: bool = False

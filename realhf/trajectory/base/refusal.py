@@ -1,4 +1,4 @@
-"""The one exception that becomes an HTTP error: a status, a detail that names the cause, headers."""
+"""Defines the one exception that becomes an HTTP error: a status, a detail that names the cause, headers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Refusal(Exception):
-    """A request that cannot be served. ``detail`` is JSON-able: a text, or the list of a 422."""
+    """Is raised for a request that cannot be served. ``detail`` is JSON-able: a text, or the list of a 422."""
 
     def __init__(self, status: int, detail: Any, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(f"{status}: {detail}")
@@ -17,5 +17,5 @@ class Refusal(Exception):
 
 
 def invalid(loc: list[str | int], message: str, kind: str = "value_error", given: Any = None) -> Refusal:
-    """A 422 in the shape of the contract: ``{"detail": [{"type", "loc", "msg", "input"}]}``."""
+    """Make a 422 in the shape of the contract: ``{"detail": [{"type", "loc", "msg", "input"}]}``."""
     return Refusal(422, [{"type": kind, "loc": loc, "msg": message, "input": given}])

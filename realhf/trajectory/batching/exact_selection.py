@@ -1,4 +1,4 @@
-"""A batch of exactly ``batch_size`` sequences from groups of any sizes that divide it, without jams.
+"""Forms a batch of exactly ``batch_size`` sequences from groups of any sizes that divide it, without jams.
 
 Source: docs/reference/trajectory.md 3.3.
 """
@@ -16,7 +16,7 @@ from realhf.trajectory.batching.queue_index import Lane, QueueIndex
 
 
 def unservable(size: int, batch_size: int, strict: bool) -> str | None:
-    """Why a unit of ``size`` sequences can never be part of a batch, or None."""
+    """Return why a unit of ``size`` sequences can never be part of a batch, or None if it can."""
     if size < 1:
         return "zero_sequences"
     if batch_size < 1:
@@ -27,8 +27,8 @@ def unservable(size: int, batch_size: int, strict: bool) -> str | None:
 
 
 def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
-    """Packs of the least common multiple of the sizes present; while these do not suffice, again without the
-    largest size, so that a large group never blocks the others."""
+    """Select packs whose length is the least common multiple of the sizes present. While these do not suffice, try
+    again without the largest size, so that a large group never blocks the others."""
     by_size: dict[int, list[Lane]] = {}
     for (_, size), lane in index.lanes.items():
         if unservable(size, batch_size, strict=False) is None:
@@ -46,7 +46,7 @@ def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selecte
 
 
 def _sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
-    """Packs of single environments, then shared packs of what is left over of several."""
+    """Yield packs of single environments, then shared packs of what is left over of several."""
     left = []
     for lane in lanes:
         own, rest = divmod(len(lane), length)

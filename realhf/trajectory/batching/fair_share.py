@@ -1,4 +1,4 @@
-"""Stride scheduling between environments: who is served next, and what it is charged.
+"""Schedules environments by stride: decides who is served next, and what it is charged.
 
 Source: docs/reference/trajectory.md 3.6.
 """
@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class FairShare:
-    """``shares``: of each known environment; ``times``: served sequences over share, so far; ``clock``: the time of
-    the one that was served last. Environments without a share fall together under the key None, which has
-    ``default_share``."""
+    """Holds the shares of environments and what they have been served.
+
+    ``shares``: of each known environment; ``times``: served sequences over share, so far; ``clock``: the time of the
+    one that was served last. Environments without a share count together under the key None, which has
+    ``default_share``.
+    """
 
     shares: Mapping[int | None, float]
     times: Mapping[int | None, float]
@@ -23,7 +26,7 @@ class FairShare:
 
 @dataclass
 class Ledger:
-    """The accounts while one batch is formed. ``times`` holds changed times, ``served`` sequences of
+    """Keeps the accounts while one batch is formed. ``times`` holds changed times, ``served`` the sequences taken from
     each environment."""
 
     fair: FairShare
@@ -35,15 +38,16 @@ class Ledger:
         self.clock = self.fair.clock
 
     def key(self, env_id: int | None) -> int | None:
-        """Under which account an environment runs."""
+        """Return the account of an environment: its own, or None for those without a share."""
         return env_id if env_id in self.fair.shares else None
 
     def time(self, key: int | None) -> float:
+        """Return the time of an account, including what this batch has charged."""
         found = self.times.get(key)
         return self.fair.times.get(key, 0.0) if found is None else found
 
     def charge(self, env_id: int | None, sequences: int) -> None:
-        """Sequences were taken from an environment."""
+        """Charge an environment for sequences taken from it."""
         key = self.key(env_id)
         self.times[key] = self.time(key) + sequences / self.fair.shares.get(key, self.fair.default_share)
         self.served[env_id] = self.served.get(env_id, 0) + sequences

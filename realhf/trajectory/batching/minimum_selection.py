@@ -1,4 +1,7 @@
-"""A batch in which environments get their minimum allocations. Source: docs/reference/trajectory.md 3.4."""
+"""Forms a batch in which environments get their minimum allocations.
+
+Source: docs/reference/trajectory.md 3.4.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,11 @@ def select_with_minimums(
     rounding: str = "floor",
     recheck: bool = True,
 ) -> Selected | NotSelected:
-    """Minimums first, in order of registration, then everybody by weight. ``minimums``: (env_id, fraction of the
-    batch). Tried again without the largest size while no batch comes of it; the first reason counts."""
+    """Select the minimums first, in order of registration, then fill the batch by weight from all environments.
+
+    ``minimums``: (env_id, fraction of the batch). While no batch results, it tries again without the largest size; when
+    all fail, the first reason is returned.
+    """
     sizes = sorted({size for _, size in index.lanes if unservable(size, batch_size, strict=False) is None})
     if index.sequences < batch_size:
         return NotSelected("not_enough_sequences" if index.groups else "empty")
@@ -44,7 +50,7 @@ def select_with_minimums(
 
 
 def needs(batch_size: int, minimums: Minimums, rounding: str) -> dict[int, int]:
-    """Sequences that each environment must get, where that is more than none."""
+    """Return how many sequences each environment must get, where that is more than 0."""
     found = {}
     for env_id, allocation in minimums:
         exact = batch_size * allocation
@@ -55,8 +61,8 @@ def needs(batch_size: int, minimums: Minimums, rounding: str) -> dict[int, int]:
 
 
 def _packable(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes:
-    """Units in complete packs of one environment, by environment and size, oldest first; no more than a batch can
-    hold of each."""
+    """Return units in complete packs of one environment, by environment and size, oldest first; no more than a batch
+    can hold of each."""
     unit, lanes = lcm(*sizes), {}
     for (env_id, size), lane in index.lanes.items():
         if size in sizes:
@@ -69,8 +75,8 @@ def _packable(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes
 
 @dataclass
 class _Attempt:
-    """One try with one set of sizes. ``lanes`` shrink as units are chosen; ``left`` counts, by size, the units that
-    are not chosen yet."""
+    """Makes one try with one set of sizes. ``lanes`` shrink as units are chosen; ``left`` counts, by size, the units
+    that are not chosen yet."""
 
     batch_size: int
     ledger: Ledger
@@ -110,7 +116,8 @@ class _Attempt:
         }
 
     def _take_minimum(self, env_id: int, wanted: int, later: int) -> None:
-        """Oldest units of one environment until it has its minimum; ``later`` sequences stay free for the others."""
+        """Choose the oldest units of one environment until it has its minimum; ``later`` sequences stay free for the
+        others."""
         lanes = self.lanes[env_id]
         heads = [(units[0].order, size, 0) for size, units in lanes.items()]
         heapq.heapify(heads)
@@ -127,7 +134,7 @@ class _Attempt:
             del lanes[size][:number]
 
     def _fill(self) -> None:
-        """The rest of the batch by weight, from whatever is packable still."""
+        """Choose the rest of the batch by weight, from all units that can still be packed."""
         draw = FairDraw(self.ledger)
         for lanes in self.lanes.values():
             for units in lanes.values():
@@ -142,7 +149,7 @@ class _Attempt:
             draw.offer(source)
 
     def _fillable(self, size: int) -> bool:
-        """Whether what is left can fill the room exactly once a unit of this size is taken."""
+        """Return whether the units left can fill the room exactly once a unit of this size is taken."""
         room = self.room - size
         if room < 0:
             return False

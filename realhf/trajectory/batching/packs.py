@@ -1,4 +1,4 @@
-"""Packs: equal units that together make one pack unit, and the order in which they are drawn.
+"""Draws packs in order; a pack is a set of equal units that together make one pack unit.
 
 Source: docs/reference/trajectory.md 3.3, 3.6.
 """
@@ -17,7 +17,7 @@ from realhf.trajectory.batching.queue_index import Unit
 
 @dataclass(frozen=True)
 class Selected:
-    """A batch: ``groups`` in the order of delivery, and what its environments are charged for it."""
+    """Holds a batch: ``groups`` in the order of delivery, and what its environments are charged for it."""
 
     groups: list[GroupRecord]
     served: dict[int | None, int]
@@ -27,7 +27,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class NotSelected:
-    """Why no batch can be formed: a value of ``X-Batch-Reason``."""
+    """Says why no batch can be formed: ``reason`` is a value of ``X-Batch-Reason``."""
 
     reason: str
 
@@ -36,15 +36,18 @@ Pack = list[Unit]
 
 
 def chunks(units: Iterable[Unit], length: int) -> Iterator[Pack]:
-    """Complete packs of ``length`` units; an incomplete rest is left out."""
+    """Yield complete packs of ``length`` units; an incomplete rest is left out."""
     iterator = iter(units)
     while len(pack := list(islice(iterator, length))) == length:
         yield pack
 
 
 class FairDraw:
-    """Draws the oldest pack of the environment with the smallest time, again and again. Sources yield packs in the
-    order of their oldest member; a pack counts for the environment of that member and is charged to each."""
+    """Draws the oldest pack of the environment with the smallest time, again and again.
+
+    Sources yield packs in the order of their oldest member. A pack takes the turn of that member's environment, and
+    each environment is charged for its own members.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -64,7 +67,8 @@ class FairDraw:
         self._queue_turn(key)
 
     def draw(self) -> tuple[Pack, Iterator[Pack]] | None:
-        """The next pack and the source it came from, which no longer takes part until it is offered again."""
+        """Return the next pack and the source it came from, which no longer takes part until it is offered again; None
+        when all packs are drawn."""
         while self._turns:
             time, order, _, key = heapq.heappop(self._turns)
             if self._current.get(key) != (time, order):
@@ -79,7 +83,7 @@ class FairDraw:
         return None
 
     def charge(self, pack: Pack) -> None:
-        """The pack goes into the batch."""
+        """Take the pack into the batch and charge its environments."""
         key = self.ledger.key(pack[0].env_id)
         self.ledger.clock = self.ledger.time(key)
         for unit in pack:
@@ -87,11 +91,12 @@ class FairDraw:
         self._queue_turn(key)
 
     def skip(self, pack: Pack) -> None:
-        """The pack does not fit: its environment keeps its turn."""
+        """Leave out a pack that does not fit: its environment keeps its turn."""
         self._queue_turn(self.ledger.key(pack[0].env_id))
 
     def _queue_turn(self, key: int | None) -> None:
-        """One turn for each environment that has packs; one that was overtaken is not ``_current`` any more."""
+        """Queue one turn for each environment that has packs; a turn that was overtaken is not in ``_current`` any
+        more."""
         if not (heads := self._heads.get(key)):
             self._current.pop(key, None)
             return
@@ -102,7 +107,7 @@ class FairDraw:
 
 
 def delivered(packs: list[Pack], ledger: Ledger) -> Selected:
-    """The batch of these packs, ordered by their oldest members."""
+    """Make the batch of these packs, ordered by their oldest members."""
     packs = sorted(packs, key=lambda pack: pack[0].order)
     groups = [member for pack in packs for unit in pack for member in unit.members]
     return Selected(groups, ledger.served, ledger.times, ledger.clock)

@@ -1,4 +1,4 @@
-"""The queue by environment and size: everything batch forming and pacing ask, without a walk over the queue.
+"""Indexes the queue by environment and size, so that batch forming and pacing need no walk over the queue.
 
 Source: docs/reference/trajectory.md 2.5, 3.3.
 """
@@ -15,21 +15,32 @@ from realhf.trajectory.base.records import GroupRecord
 
 
 class Unit(Protocol):
-    """What is packed as a whole: a single group, or a bundle of them. ``order``: that of its first member."""
+    """Stands for what is packed as a whole: a single group, or a bundle of groups."""
 
     @property
-    def order(self) -> int: ...
+    def order(self) -> int:
+        """The order of the first member."""
+        ...
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of sequences of all members."""
+        ...
+
     @property
-    def env_id(self) -> int | None: ...
+    def env_id(self) -> int | None:
+        """The environment of the unit; None for groups without one."""
+        ...
+
     @property
-    def members(self) -> Sequence[GroupRecord]: ...
+    def members(self) -> Sequence[GroupRecord]:
+        """The groups of the unit, in order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Groups that left the mix buffer together (docs/reference/trajectory.md 3.5)."""
+    """Holds groups that left the mix buffer together (docs/reference/trajectory.md 3.5)."""
 
     order: int
     size: int
@@ -38,8 +49,8 @@ class Bundle:
 
 
 class Lane:
-    """Units of one environment and one size, oldest first. Deletion is lazy: a unit is skipped, and dropped when it
-    is at either end or when half of the lane is gone."""
+    """Holds the units of one environment and one size, oldest first. Deletion is lazy: a deleted unit is skipped, and
+    dropped when it is at either end or when half of the lane is deleted."""
 
     __slots__ = ("_dead", "_units")
 
@@ -54,14 +65,16 @@ class Lane:
         return (unit for unit in self._units if unit.order not in self._dead)
 
     def newest(self, count: int) -> list[Unit]:
-        """The last ``count`` units, oldest of them first."""
+        """Return the last ``count`` units, oldest of them first."""
         backwards = (unit for unit in reversed(self._units) if unit.order not in self._dead)
         return list(islice(backwards, count))[::-1]
 
     def append(self, unit: Unit) -> None:
+        """Add a unit at the end."""
         self._units.append(unit)
 
     def discard(self, order: int) -> None:
+        """Delete the unit of this order."""
         units, dead = self._units, self._dead
         dead.add(order)
         while units and units[0].order in dead:
@@ -74,9 +87,11 @@ class Lane:
 
 
 class QueueIndex:
-    """Queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals. Every call costs amortised O(1), views
-    O(environments + sizes). Records that it gives out say which groups are meant; the payload of a group may have moved
-    since it was added, so that whoever wants it asks the state for the record."""
+    """Indexes queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals.
+
+    Every call costs amortised O(1), views O(environments + sizes). Records that it returns only identify groups: the
+    payload of a group may have moved since it was added, so ask the state for its current record.
+    """
 
     def __init__(self) -> None:
         self.groups = 0
@@ -90,7 +105,8 @@ class QueueIndex:
         self._bundles: dict[int, Bundle] = {}
 
     def add(self, record: GroupRecord) -> None:
-        """To the tail. Orders grow from call to call; a bundle becomes a unit when its last member is here."""
+        """Add a group at the tail. Orders grow from call to call; a bundle becomes a unit when its last member is
+        here."""
         self._count(record, 1)
         if record.bundle is None:
             self._lane(record.env_id, record.size).append(record)
@@ -105,7 +121,7 @@ class QueueIndex:
             self._lane(record.env_id, size).append(self._bundles[first])
 
     def remove(self, record: GroupRecord) -> None:
-        """Out of the queue; the first member that leaves ends its bundle."""
+        """Remove a group from the queue; the first member that leaves ends its bundle."""
         self._count(record, -1)
         if record.bundle is None:
             self._discard(record.env_id, record.size, record.order)
@@ -120,28 +136,28 @@ class QueueIndex:
                 del self._open[first]
 
     def companions(self, record: GroupRecord) -> list[GroupRecord]:
-        """The other members of a queued group's bundle."""
+        """Return the other members of a queued group's bundle."""
         bundle = self._bundles.get(record.bundle[0]) if record.bundle else None
         return [member for member in bundle.members if member.id != record.id] if bundle else []
 
     def sizes(self) -> KeysView[int]:
-        """Sizes of the queued groups, in sequences."""
+        """Return the sizes of the queued groups, in sequences."""
         return self._sizes.keys()
 
     def max_group_size(self) -> int:
-        """Largest queued group in sequences; 0 when nothing is queued."""
+        """Return the size of the largest queued group in sequences; 0 when nothing is queued."""
         return max(self._sizes, default=0)
 
     def env_max_group(self, env_id: int | None) -> int:
-        """Largest queued group of one environment; 0 when it has none."""
+        """Return the size of the largest queued group of one environment; 0 when it has none."""
         return max(self._env_sizes.get(env_id, ()), default=0)
 
     def env_sequences(self) -> Mapping[int | None, int]:
-        """Queued sequences of every environment that has any group queued."""
+        """Return the number of queued sequences of every environment that has any group queued."""
         return self._env_sequences
 
     def env_groups(self) -> dict[int | None, int]:
-        """Queued groups of every environment that has any."""
+        """Return the number of queued groups of every environment that has any."""
         return {env_id: sizes.total() for env_id, sizes in self._env_sizes.items()}
 
     def _lane(self, env_id: int | None, size: int) -> Lane:

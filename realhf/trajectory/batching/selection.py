@@ -1,4 +1,4 @@
-"""Batch forming on plain lists of dicts, for those who want the rule without the server.
+"""Forms batches from plain lists of dicts, for programs that want the rule without the server.
 
 Source: docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
 """
@@ -23,7 +23,7 @@ _NO_PAYLOAD = Payload(b"", 0, Encoding.JSON, 0, 0)
 def select_batch(
     groups: Sequence[Group], batch_size: int, envs: Sequence[Mapping[str, Any]] = (), *, strict: bool = False
 ) -> tuple[list[Group] | None, list[Group], str]:
-    """The next batch of a queue (oldest first), what remains of it, and why there is none.
+    """Return the next batch of a queue (oldest first) or None, what remains of the queue, and why there is no batch.
 
     A group is a mapping with a list of ``tokens`` and, where it has one, an ``env_id``; an environment has
     ``registered_id``, and may have ``connected``, ``weight`` and ``min_batch_allocation``. Groups of a size that can
@@ -56,7 +56,7 @@ def select_batch(
 
 
 def _fair_share(envs: Sequence[Mapping[str, Any]], strict: bool) -> FairShare:
-    """Shares by weight with nothing served so far; in strict mode the order of arrival alone counts."""
+    """Set shares by weight with nothing served so far; in strict mode the order of arrival alone counts."""
     if strict:
         return FairShare({}, {}, 0.0, float("inf"))
     weights: dict[int | None, float] = {env["registered_id"]: max(0.0, env.get("weight", 1.0)) for env in envs}

@@ -1,7 +1,7 @@
-"""The original's packing rule: packs of the largest size in the queue, in the order in which they were completed.
+"""Implements the original's packing rule: packs of the largest size in the queue, in the order of their completion.
 
-It can jam when sizes are no powers of two; that is what ``strict`` asks for. Source: docs/reference/trajectory.md 3.3
-(first paragraph), 3.4, 3.12.
+It can jam when sizes are not powers of two; ``strict`` accepts that. Source: docs/reference/trajectory.md 3.3 (first
+paragraph), 3.4, 3.12.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from realhf.trajectory.batching.queue_index import Lane, QueueIndex, Unit
 
 
 def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
-    """Groups of packs of any environments, until their sizes sum to the batch; overshooting gives none. With no shares
-    in ``fair`` that is the order of arrival."""
+    """Select groups of packs of any environments until their sizes sum to the batch; if they overshoot, there is no
+    batch. With no shares in ``fair`` that is the order of arrival."""
     if index.sequences < batch_size:
         return NotSelected("not_enough_sequences" if index.groups else "empty")
     largest, by_size = index.max_group_size(), {}
@@ -38,8 +38,8 @@ def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Select
 def select_strict_with_minimums(
     index: QueueIndex, batch_size: int, fair: FairShare, minimums: Minimums, *, recheck: bool = False
 ) -> Selected | NotSelected:
-    """Minimums from complete packs of each environment, then the queue in order; groups without an environment are
-    not packed."""
+    """Select the minimums from complete packs of each environment, then the queue in order. Groups without an
+    environment are not packed."""
     largest, need = index.max_group_size(), needs(batch_size, minimums, "floor")
     lanes = {
         key: lane
@@ -105,7 +105,7 @@ def _by_completion(sources: list[Iterator[Pack]]) -> Iterator[Pack]:
 
 
 def _draws(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iterator[Pack]:
-    """Packs in the order of completion, or by weight where that row of the strict switch was set alone."""
+    """Yield packs in the order of completion, or by weight where that row of the strict switch was set alone."""
     if arrival:
         for pack in _by_completion(sources):
             for unit in pack:

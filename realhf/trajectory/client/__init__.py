@@ -1,4 +1,4 @@
-"""Clients of the trajectory server, for producers and trainers: ``TrajectoryClient`` and ``AsyncTrajectoryClient``.
+"""Provides clients of the trajectory server, for producers and trainers, with and without ``async``.
 
     with TrajectoryClient("http://127.0.0.1:8000") as client:
         client.register_env("my_env", group_size=8, max_token_length=4096)

@@ -1,4 +1,4 @@
-"""What the server's answers say, as values. Source: docs/reference/trajectory.md 2.3 to 2.8, 3.9, 3.10."""
+"""Reads the server's answers into values. Source: docs/reference/trajectory.md 2.3 to 2.8, 3.9, 3.10."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _LONGEST_CAUSE = 500
 
 @dataclass(frozen=True)
 class TrainerRegistration:
-    """``trainer_id``: the server's 128-bit id of this trainer; ``epoch`` of the run."""
+    """Holds what a trainer learns by registering: the server's 128-bit id of this trainer, and the ``epoch`` of the
+    run."""
 
     trainer_id: int
     epoch: int | None
@@ -23,7 +24,8 @@ class TrainerRegistration:
 
 @dataclass(frozen=True)
 class EnvRegistration:
-    """What an environment learns when it is let in. ``batch_size`` in sequences; ``starting_step``: the current one."""
+    """Holds what an environment learns by registering. ``batch_size`` in sequences; ``starting_step``: the current
+    step."""
 
     env_id: int
     wandb_name: str
@@ -39,7 +41,7 @@ class EnvRegistration:
 
 @dataclass(frozen=True)
 class EnvStatus:
-    """``/status-env``: queue sizes in units of this environment's groups."""
+    """Holds the answer of ``/status-env``: queue sizes in units of this environment's groups."""
 
     current_step: int
     queue_size: int
@@ -51,8 +53,11 @@ class EnvStatus:
 
 @dataclass(frozen=True)
 class PushReceipt:
-    """The server holds the groups. ``buffered``: how many wait for others of odd sizes; ``quarantined``: reasons for
-    which some will never be delivered; ``replayed``: an earlier attempt had arrived already."""
+    """Confirms that the server holds the groups.
+
+    ``buffered``: how many wait for others of odd sizes; ``quarantined``: reasons for which some will never be
+    delivered; ``replayed``: an earlier attempt had arrived already.
+    """
 
     groups: int
     buffered: int
@@ -62,8 +67,11 @@ class PushReceipt:
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups as their producers sent them, all stock keys present; rows of numbers are numpy arrays on the binary
-    wire and lists on JSON. ``step`` of the server; versions: oldest and newest policy version in it."""
+    """Holds groups as their producers sent them, with all stock keys.
+
+    Rows of numbers are numpy arrays on the binary wire and lists on JSON. ``step`` is the server's; the versions are
+    the oldest and newest policy version in the batch.
+    """
 
     groups: list[dict[str, Any]]
     lease_id: str
@@ -74,11 +82,12 @@ class Batch:
 
     @property
     def n_sequences(self) -> int:
+        """The number of sequences of all groups."""
         return sum(len(group["tokens"]) for group in self.groups)
 
 
 def json_object(response: Response, url: str) -> dict[str, Any]:
-    """The body of a good answer. Raises BadAnswer."""
+    """Return the body of a good answer as a map. Raises BadAnswer."""
     try:
         value = json.loads(response.body)
     except ValueError as error:
@@ -89,20 +98,20 @@ def json_object(response: Response, url: str) -> dict[str, Any]:
 
 
 def field_of(body: Mapping[str, Any], name: str, url: str) -> Any:
-    """A key that must be there. Raises BadAnswer."""
+    """Return the value of a key that must be there. Raises BadAnswer."""
     if name not in body:
         raise BadAnswer(url, f"the answer lacks {name!r}: {str(dict(body))[:_LONGEST_CAUSE]}")
     return body[name]
 
 
 def epoch_of(response: Response) -> int | None:
-    """``X-Epoch``; None from a server that knows no epochs."""
+    """Return ``X-Epoch``; None from a server without epochs."""
     text = response.headers.get("x-epoch", "")
     return int(text) if text.isdigit() else None
 
 
 def checked(response: Response, url: str) -> Response:
-    """The answer itself, if it is a good one. Raises Refused or one of its kinds."""
+    """Return the answer itself if it is a good one. Raises Refused or one of its kinds."""
     if response.status < 300:
         return response
     cause = _detail(response)
@@ -117,7 +126,7 @@ def checked(response: Response, url: str) -> Response:
 
 
 def _detail(response: Response) -> str:
-    """The server's words: a text, or the list of a 422 as ``body.0.tokens: message``."""
+    """Return the server's explanation: a text, or the list of a 422 as ``body.0.tokens: message``."""
     try:
         detail = json.loads(response.body)["detail"]
     except (ValueError, KeyError, TypeError):

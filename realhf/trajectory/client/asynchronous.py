@@ -1,4 +1,4 @@
-"""The client for coroutines; methods, arguments and errors are those of ``TrajectoryClient``."""
+"""Provides the client for coroutines; methods, arguments and errors are those of ``TrajectoryClient``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class AsyncTrajectoryClient:
-    """A producer, a trainer, or both, for one event loop. See ``TrajectoryClient``, which documents every method."""
+    """Acts as a producer, a trainer, or both, on one event loop. ``TrajectoryClient`` documents every method."""
 
     def __init__(
         self,
@@ -40,17 +40,21 @@ class AsyncTrajectoryClient:
 
     @property
     def url(self) -> str:
+        """See ``TrajectoryClient``."""
         return self._calls.url
 
     @property
     def trainer_id(self) -> str:
+        """See ``TrajectoryClient``."""
         return self._calls.trainer_id
 
     @property
     def env(self) -> EnvRegistration | None:
+        """See ``TrajectoryClient``."""
         return self._calls.env
 
     async def close(self) -> None:
+        """See ``TrajectoryClient``."""
         await self._http.aclose()
 
     async def __aenter__(self) -> AsyncTrajectoryClient:
@@ -73,6 +77,7 @@ class AsyncTrajectoryClient:
         min_batch_allocation: float | None = None,
         wait_s: float = 600.0,
     ) -> EnvRegistration:
+        """See ``TrajectoryClient``."""
         return await self._run(
             self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation, wait_s)
         )
@@ -80,6 +85,7 @@ class AsyncTrajectoryClient:
     async def push(
         self, group: Mapping[str, Any], *, policy_version: int | None = None, idempotency_key: str | None = None
     ) -> PushReceipt:
+        """See ``TrajectoryClient``."""
         return await self._run(
             self._calls.push([group], listed=False, policy_version=policy_version, key=idempotency_key)
         )
@@ -91,20 +97,25 @@ class AsyncTrajectoryClient:
         policy_version: int | None = None,
         idempotency_key: str | None = None,
     ) -> PushReceipt:
+        """See ``TrajectoryClient``."""
         return await self._run(
             self._calls.push(groups, listed=True, policy_version=policy_version, key=idempotency_key)
         )
 
     async def env_status(self) -> EnvStatus:
+        """See ``TrajectoryClient``."""
         return await self._run(self._calls.env_status())
 
     async def pace(self) -> Pace:
+        """See ``TrajectoryClient``."""
         return await self._run(self._calls.pace())
 
     async def wait_for_room(self, timeout_s: float) -> Pace:
+        """See ``TrajectoryClient``."""
         return await self._run(self._calls.wait_for_room(timeout_s))
 
     async def disconnect(self) -> None:
+        """See ``TrajectoryClient``."""
         await self._run(self._calls.disconnect())
 
     # ---- trainer
@@ -125,6 +136,7 @@ class AsyncTrajectoryClient:
         reset: bool = False,
         idempotency_key: str | None = None,
     ) -> TrainerRegistration:
+        """See ``TrajectoryClient``."""
         registration = {
             "wandb_group": wandb_group,
             "wandb_project": wandb_project,
@@ -140,32 +152,41 @@ class AsyncTrajectoryClient:
         return await self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
 
     async def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
+        """See ``TrajectoryClient``."""
         return await self._run(self._calls.pull(timeout_s, acknowledges.lease_id if acknowledges else None))
 
     async def ack(self, lease_id: str) -> None:
+        """See ``TrajectoryClient``."""
         await self._run(self._calls.end_lease("ack", lease_id))
 
     async def nack(self, lease_id: str) -> None:
+        """See ``TrajectoryClient``."""
         await self._run(self._calls.end_lease("nack", lease_id))
 
     async def renew(self, lease_id: str) -> float:
+        """See ``TrajectoryClient``."""
         return float((await self._run(self._calls.end_lease("renew", lease_id)))["expires_in_s"])
 
     async def set_policy_version(self, version: int) -> None:
+        """See ``TrajectoryClient``."""
         await self._run(self._calls.set_policy_version(version))
 
     # ---- anybody
 
     async def info(self) -> dict[str, Any]:
+        """See ``TrajectoryClient``."""
         return await self._run(self._calls.get("/info"))
 
     async def run_names(self) -> dict[str, Any]:
+        """See ``TrajectoryClient``."""
         return await self._run(self._calls.get("/wandb_info"))
 
     async def status(self) -> dict[str, Any]:
+        """See ``TrajectoryClient``."""
         return await self._run(self._calls.get("/status"))
 
     async def leases(self) -> list[dict[str, Any]]:
+        """See ``TrajectoryClient``."""
         return (await self._run(self._calls.get("/leases")))["leases"]
 
     # ---- waiting

@@ -1,4 +1,4 @@
-"""Every operation of a client, as steps without I/O: what is sent, how long is waited, what the answer means.
+"""Defines every operation of a client as steps without I/O: what is sent, how long to wait, what the answer means.
 
 Source: docs/reference/trajectory.md 2.2 to 2.8, 3.2, 3.9, 3.10.
 """
@@ -36,9 +36,12 @@ _TELL_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """``url`` of the server; ``token``: bearer; ``trainer_id``: the name under which batches are leased (empty: a new
-    one for each client); ``binary``: MessagePack with tensors instead of JSON; ``compression``: auto, none, gzip or
-    zstd; ``retry``: for how long; ``explicit_acks``: a batch ends by ``ack`` only and not by the next pull, too."""
+    """Holds the options of a client.
+
+    ``url`` of the server; ``token``: bearer; ``trainer_id``: the name under which batches are leased (empty: a new one
+    for each client); ``binary``: MessagePack with tensors instead of JSON; ``compression``: auto, none, gzip or zstd;
+    ``retry``: for how long; ``explicit_acks``: only ``ack`` ends a batch, and the next pull does not.
+    """
 
     url: str
     token: str
@@ -50,7 +53,7 @@ class ClientOptions:
 
 
 class Calls:
-    """The operations of one client, and what it remembers: its environment, its trainer's name, the epoch."""
+    """Holds the operations of one client, and what it remembers: its environment, its trainer's name, the epoch."""
 
     def __init__(self, options: ClientOptions) -> None:
         self.env: EnvRegistration | None = None
@@ -64,9 +67,11 @@ class Calls:
 
     @property
     def url(self) -> str:
+        """The address of the server."""
         return self._options.url
 
     def get(self, path: str) -> Steps[dict[str, Any]]:
+        """Request a path and return the JSON object of the answer."""
         response = yield from self._send(Request("GET", path, self._headers()))
         return json_object(response, self._options.url)
 
@@ -97,6 +102,7 @@ class Calls:
         min_batch_allocation: float | None,
         wait_s: float,
     ) -> Steps[EnvRegistration]:
+        """See ``TrajectoryClient.register_env``."""
         url, clock = self._options.url, self._options.retry.clock
         wanted = {
             "desired_name": name,
@@ -145,6 +151,7 @@ class Calls:
     def push(
         self, groups: Sequence[Mapping[str, Any]], *, listed: bool, policy_version: int | None, key: str | None
     ) -> Steps[PushReceipt]:
+        """Push groups, as one group or (``listed``) as a list; see ``TrajectoryClient.push_many``."""
         if listed and not groups:
             return PushReceipt(0, 0, (), replayed=False)
         options = self._options
@@ -174,6 +181,7 @@ class Calls:
         return receipt
 
     def env_status(self) -> Steps[EnvStatus]:
+        """See ``TrajectoryClient.env_status``."""
         body = {"env_id": self._registered_env().env_id}
         headers = self._headers(fenced=True) | {"Content-Type": "application/json"}
         response = yield from self._send(Request("POST", "/status-env", headers, json.dumps(body).encode()))
@@ -181,10 +189,12 @@ class Calls:
         return EnvStatus(**{name: field_of(found, name, self._options.url) for name in EnvStatus.__annotations__})
 
     def pace(self) -> Steps[Pace]:
+        """See ``TrajectoryClient.pace``."""
         env = self._registered_env()
         return pace((yield from self.env_status()), env)
 
     def wait_for_room(self, timeout_s: float) -> Steps[Pace]:
+        """See ``TrajectoryClient.wait_for_room``."""
         clock = self._options.retry.clock
         give_up, poll = clock() + timeout_s, _POLL_S
         while True:
@@ -195,6 +205,7 @@ class Calls:
             poll = min(_LONGEST_POLL_S, poll * 1.5)
 
     def disconnect(self) -> Steps[None]:
+        """See ``TrajectoryClient.disconnect``."""
         env, self.env = self.env, None
         if env is not None:
             yield from self._post("/disconnect-env", {"env_id": env.env_id})
@@ -209,6 +220,7 @@ class Calls:
     def register(
         self, registration: Mapping[str, Any], *, join: bool, reset: bool, key: str | None
     ) -> Steps[TrainerRegistration]:
+        """See ``TrajectoryClient.register``; ``registration`` is the body of the request."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         headers |= {name: "1" for name, wanted in (("X-Join", join), ("X-Reset", reset)) if wanted}
         response = yield from self._post("/register", registration, **headers)
@@ -217,7 +229,7 @@ class Calls:
         return TrainerRegistration(int(number), self._epoch)
 
     def pull(self, timeout_s: float, acknowledges: str | None) -> Steps[Batch]:
-        """One attempt at least; asks again while there is none, and gives back what arrived in pieces."""
+        """Ask for a batch at least once, and again while there is none; give back a batch that arrived in pieces."""
         url, clock = self._options.url, self._options.retry.clock
         began, poll, told = clock(), _POLL_S, clock()
         yield from self._acknowledge_returned()
@@ -237,7 +249,8 @@ class Calls:
             poll = min(_LONGEST_POLL_S, poll * 1.5)
 
     def _acknowledge_returned(self) -> Steps[None]:
-        """The batches that earlier pulls returned. The server would also count those whose answers never arrived."""
+        """Acknowledge the batches that earlier pulls returned. The server itself would also count those whose answers
+        never arrived."""
         for lease_id in list(self._in_hand):
             try:
                 yield from self.end_lease("ack", lease_id)
@@ -246,13 +259,14 @@ class Calls:
                 self._in_hand.discard(lease_id)
 
     def _pull_once(self, acknowledges: str | None) -> Steps[Batch | str]:
-        """A batch, or the reason why there is none."""
+        """Return a batch, or the reason why there is none."""
         request = Request("GET", "/batch", self._pull_headers(acknowledges))
         response = yield from answered(request, self._options.url, self._options.retry, self._give_back)
         return self._batch(checked(response, self._options.url))
 
     def _give_back(self, outcome: Response | Failed) -> Steps[None]:
-        """A batch that broke off: the server may believe that it arrived, and would keep it until its lease expires."""
+        """Give back a batch that broke off: the server may believe that it arrived, and would keep it until its lease
+        expires."""
         lease_id = outcome.headers.get("x-lease-id")
         if lease_id is None:
             return
@@ -292,7 +306,7 @@ class Calls:
         return headers
 
     def end_lease(self, verb: str, lease_id: str) -> Steps[dict[str, Any]]:
-        """``ack``, ``nack`` or ``renew``."""
+        """Send ``ack``, ``nack`` or ``renew`` for a lease and return the answer."""
         if verb == "nack":
             self._in_hand.discard(lease_id)
         response = yield from self._post(f"/batch/{verb}", {"lease_id": lease_id})
@@ -301,4 +315,5 @@ class Calls:
         return json_object(response, self._options.url)
 
     def set_policy_version(self, version: int) -> Steps[None]:
+        """See ``TrajectoryClient.set_policy_version``."""
         yield from self._post("/policy_version", {"version": version})

@@ -1,4 +1,4 @@
-"""Groups to bytes and back: JSON, or MessagePack with tensors; compressed when that pays.
+"""Encodes groups as bytes and decodes batches: JSON, or MessagePack with tensors; compressed when that pays.
 
 Rows may be lists or numpy arrays, a two-dimensional array included. Source: docs/reference/trajectory.md 2.6, 3.11.
 """
@@ -29,8 +29,8 @@ _FLOATS = {"float16": "f2", "float32": "f4", "float64": "f8"}
 
 
 def choose_compression(wanted: str, url: str, *, binary: bool) -> str:
-    """``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a network and not on this machine, where the copy is
-    faster than any codec. Raises ValueError."""
+    """Return ``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a network and not on this machine, where the copy
+    is faster than any codec. Raises ValueError on anything else."""
     if wanted not in COMPRESSIONS:
         raise ValueError(f"compression is {wanted!r}; choose one of {', '.join(COMPRESSIONS)}")
     if wanted == "zstd" and not binary:
@@ -43,14 +43,14 @@ def choose_compression(wanted: str, url: str, *, binary: bool) -> str:
 
 
 def accepted_codings(compression: str) -> str:
-    """Accept-Encoding of pulls."""
+    """Return the Accept-Encoding of pulls."""
     return {"none": "identity", "gzip": "gzip"}.get(compression, "zstd, gzip")
 
 
 def encode_groups(
     groups: Sequence[Mapping[str, Any]], *, listed: bool, binary: bool, compression: str, env_id: int | None = None
 ) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of a push. ``env_id`` goes into groups that name none. Raises BadGroup."""
+    """Return body and headers of a push. ``env_id`` goes into groups that name none. Raises BadGroup."""
     encode = _encode_binary if binary else _encode_json
     pieces = [encode(_checked(group, env_id)) for group in groups]
     headers = {"Content-Type": MSGPACK if binary else "application/json"}
@@ -64,8 +64,8 @@ def encode_groups(
 
 
 def decode_batch(body: bytes, content_type: str, url: str) -> dict[str, Any]:
-    """The map of a ``/batch`` answer; tensors become lists of numpy arrays, which share the body's memory. Raises
-    BadAnswer."""
+    """Return the map of a ``/batch`` answer; tensors become lists of numpy arrays, which share the body's memory.
+    Raises BadAnswer."""
     try:
         if not content_type.startswith(MSGPACK):
             return json.loads(body)
@@ -134,7 +134,7 @@ def _encoded(
 
 
 def _rows(value: Any, name: str) -> list[np.ndarray]:
-    """One array a row, whole numbers or finite floats."""
+    """Convert rows to one array each, of whole numbers or finite floats."""
     integers = name in INTEGER_ROWS
     rows = [np.asarray(row) for row in value]
     for row in rows:
@@ -161,7 +161,7 @@ def _tensor(rows: list[np.ndarray], name: str) -> dict[str, Any]:
 
 
 def _finite_plain(value: Any) -> tuple[Any, bytes]:
-    """A value without numpy in it, and its JSON. Raises ValueError for NaN and infinity."""
+    """Return a value without numpy in it, and its JSON. Raises ValueError for NaN and infinity."""
     text = json.dumps(value, allow_nan=False, default=_of_numpy, separators=(",", ":")).encode()
     return (value if isinstance(value, (str, int, float, type(None))) else json.loads(text)), text
 

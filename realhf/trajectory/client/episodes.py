@@ -1,4 +1,4 @@
-"""Episodes of the rollout pools as groups for the trajectory server."""
+"""Turns episodes of the rollout pools into groups for the trajectory server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from realhf.api.env import RolloutOutcome
 
 
 def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, Any] | None:
-    """The valid episodes of one task as a group; None if there are none. A failed episode has no reward, so it is no
-    part of the group, which then is smaller than the others. ``about`` goes into ``group_overrides``."""
+    """Make a group of the valid episodes of one task; None if there are none.
+
+    A failed episode has no reward, so it is not part of the group, which then is smaller than the others. ``about``
+    goes into ``group_overrides``.
+    """
     valid = [outcome for outcome in outcomes if outcome.valid]
     if not valid:
         return None
@@ -30,7 +33,7 @@ def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, A
 
 
 def _rows(outcome: RolloutOutcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, masks (-100: not trained) and log-probabilities (1.0 there) of one episode."""
+    """Return tokens, masks (-100: not trained) and log-probabilities (1.0 there) of one episode."""
     tokens = np.array([*outcome.prompt_ids, *outcome.completion_ids], np.int32)
     trained = np.zeros(len(tokens), bool)
     trained[len(outcome.prompt_ids) :] = outcome.loss_mask

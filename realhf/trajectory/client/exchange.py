@@ -1,4 +1,4 @@
-"""One operation as a generator of requests and pauses: the part that the sync and the async client share.
+"""Runs one operation as a generator of requests and pauses: the part that the sync and the async client share.
 
 A driver runs it: it performs every ``Request``, sends back a ``Response`` or a ``Failed``, and waits out every
 ``Pause``. No operation does any I/O itself.
@@ -24,7 +24,7 @@ _TELL_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Request:
-    """``path`` is relative to the server's URL."""
+    """Asks the driver for an HTTP request. ``path`` is relative to the server's URL."""
 
     method: str
     path: str
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """A whole answer, decompressed. Names of headers are in lower case."""
+    """Holds a whole answer, decompressed. Names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -43,7 +43,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Failed:
-    """No whole answer. ``headers``: those that came before it broke off."""
+    """Says that no whole answer came. ``headers``: those that came before it broke off."""
 
     cause: str
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait so many seconds."""
+    """Asks the driver to wait so many seconds."""
 
     seconds: float
 
@@ -63,20 +63,21 @@ Steps: TypeAlias = Generator[Request | Pause, Response | Failed | None, T]
 
 @dataclass(frozen=True)
 class Retry:
-    """Attempts go on for ``seconds`` after the first. ``clock``: seconds, monotonic."""
+    """Says how long attempts go on after the first: ``seconds``. ``clock``: seconds, monotonic."""
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
 
     def wait_s(self, attempt: int, outcome: Response | Failed) -> float:
-        """Pause after the ``attempt``-th failure in a row: doubling, jittered, not before Retry-After."""
+        """Return the pause after the ``attempt``-th failure in a row: doubling, jittered, not shorter than
+        Retry-After."""
         backoff = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempt - 1, 10))
         wanted = retry_after_s(outcome.headers.get("retry-after")) if isinstance(outcome, Response) else 0.0
         return max(wanted, backoff) * random.uniform(0.8, 1.2)
 
 
 def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> float:
-    """Seconds of a Retry-After header: a number, or a date; 0 for anything else."""
+    """Return the seconds of a Retry-After header: a number, or a date; 0 for anything else."""
     if text is None:
         return 0.0
     if text.strip().isdigit():
@@ -90,8 +91,8 @@ def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> flo
 def answered(
     request: Request, url: str, retry: Retry, mend: Callable[[Response | Failed], Steps[None]] | None = None
 ) -> Steps[Response]:
-    """The first answer below 500; ``mend`` is done before each new attempt. Raises Unreachable, with the last cause,
-    when there is none in time."""
+    """Return the first answer below 500; ``mend`` is done before each new attempt. Raises Unreachable, with the last
+    cause, when there is none in time."""
     began, told, attempt = retry.clock(), retry.clock(), 0
     while True:
         outcome = yield request

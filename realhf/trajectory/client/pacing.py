@@ -1,4 +1,5 @@
-"""How fast a producer should work, from the numbers of ``/status-env``. Source: docs/reference/trajectory.md 2.5."""
+"""Advises a producer how fast to work, from the numbers of ``/status-env``. Source: docs/reference/trajectory.md
+2.5."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ BATCHES_AHEAD = 3
 
 @dataclass(frozen=True)
 class Pace:
-    """``pause``: enough is queued, begin nothing new; ``workers``: groups that may be in the making at once; ``done``:
-    what is queued already suffices for the rest of the run."""
+    """Holds advice for a producer. ``pause``: enough is queued, begin nothing new; ``workers``: groups that may be in
+    the making at once; ``done``: what is queued already suffices for the rest of the run."""
 
     pause: bool
     workers: int
@@ -21,7 +22,7 @@ class Pace:
 
 
 def pace(status: EnvStatus, env: EnvRegistration) -> Pace:
-    """Advice for one environment. An unregistered or empty batch size (below 1) never pauses anybody."""
+    """Advise one environment. With an unregistered or empty batch size (below 1), no environment has to pause."""
     batch, group = max(1, env.batch_size), max(1, env.group_size)
     queued = status.queue_size * group
     own = int(batch * (status.unallocated_fraction + max(0.0, env.min_batch_allocation or 0.0)))

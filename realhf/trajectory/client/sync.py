@@ -1,4 +1,4 @@
-"""The client for blocking code."""
+"""Provides the client for blocking code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 def lower(headers: httpx.Headers) -> dict[str, str]:
-    """Headers as a plain map with names in lower case."""
+    """Return headers as a plain map with names in lower case."""
     return {name.lower(): value for name, value in headers.items()}
 
 
 def described(error: Exception) -> str:
-    """An error of httpx, which may have no text."""
+    """Describe an error of httpx, which may have no text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -62,20 +62,21 @@ class TrajectoryClient:
 
     @property
     def url(self) -> str:
-        """Of the server."""
+        """The address of the server."""
         return self._calls.url
 
     @property
     def trainer_id(self) -> str:
-        """Name under which this client's batches are leased."""
+        """The name under which this client's batches are leased."""
         return self._calls.trainer_id
 
     @property
     def env(self) -> EnvRegistration | None:
-        """This client's registration as an environment."""
+        """This client's registration as an environment, or None."""
         return self._calls.env
 
     def close(self) -> None:
+        """Close the connections. Leases and registrations stay as they are."""
         self._http.close()
 
     def __enter__(self) -> TrajectoryClient:
@@ -96,7 +97,8 @@ class TrajectoryClient:
         min_batch_allocation: float | None = None,
         wait_s: float = 600.0,
     ) -> EnvRegistration:
-        """Take part as an environment. Waits up to ``wait_s`` for the trainer's first pull (NotRegistered)."""
+        """Take part as an environment. Waits up to ``wait_s`` seconds for the trainer's first pull, then raises
+        NotRegistered."""
         return self._run(
             self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation, wait_s)
         )
@@ -114,15 +116,15 @@ class TrajectoryClient:
         policy_version: int | None = None,
         idempotency_key: str | None = None,
     ) -> PushReceipt:
-        """Hand over several groups, all or none."""
+        """Hand over several groups, all or none. Errors are those of ``push``."""
         return self._run(self._calls.push(groups, listed=True, policy_version=policy_version, key=idempotency_key))
 
     def env_status(self) -> EnvStatus:
-        """The server's numbers for this environment; a sign of life, too."""
+        """Return the server's numbers for this environment; the request is a sign of life, too."""
         return self._run(self._calls.env_status())
 
     def pace(self) -> Pace:
-        """Whether to pause, how many groups to work on at once, and whether all is done."""
+        """Return whether to pause, how many groups to work on at once, and whether all is done."""
         return self._run(self._calls.pace())
 
     def wait_for_room(self, timeout_s: float) -> Pace:
@@ -151,9 +153,11 @@ class TrajectoryClient:
         reset: bool = False,
         idempotency_key: str | None = None,
     ) -> TrainerRegistration:
-        """Begin a run, or go on with the one of the same group, project and batch size; any other one is replaced.
+        """Begin a run, or continue the one of the same group, project and batch size; any other one is replaced.
+
         ``join``: take part in whatever run there is; ``reset``: begin anew in any case. ``batch_size`` in sequences;
-        ``max_staleness`` in policy versions."""
+        ``max_staleness`` in policy versions.
+        """
         registration = {
             "wandb_group": wandb_group,
             "wandb_project": wandb_project,
@@ -169,12 +173,15 @@ class TrajectoryClient:
         return self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
 
     def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
-        """The next batch; waits for it up to ``timeout_s`` (NoBatchYet). ``acknowledges``: end this lease on the way.
-        Raises NotRegistered, LeaseLost."""
+        """Return the next batch.
+
+        Waits up to ``timeout_s`` seconds, then raises NoBatchYet. ``acknowledges``: end the lease of this batch on the
+        way. Raises NotRegistered, LeaseLost.
+        """
         return self._run(self._calls.pull(timeout_s, acknowledges.lease_id if acknowledges else None))
 
     def ack(self, lease_id: str) -> None:
-        """The batch was consumed. Repeating it is fine. Raises LeaseLost."""
+        """Acknowledge that the batch was consumed. Repeating it does no harm. Raises LeaseLost."""
         self._run(self._calls.end_lease("ack", lease_id))
 
     def nack(self, lease_id: str) -> None:
@@ -182,29 +189,29 @@ class TrajectoryClient:
         self._run(self._calls.end_lease("nack", lease_id))
 
     def renew(self, lease_id: str) -> float:
-        """Hold the batch longer; the seconds from now until it expires. Raises LeaseLost."""
+        """Hold the batch longer; return the seconds from now until it expires. Raises LeaseLost."""
         return float(self._run(self._calls.end_lease("renew", lease_id))["expires_in_s"])
 
     def set_policy_version(self, version: int) -> None:
-        """Tell which version of the weights rollouts are made with from now on."""
+        """Announce which version of the weights rollouts are made with from now on."""
         self._run(self._calls.set_policy_version(version))
 
     # ---- anybody
 
     def info(self) -> dict[str, Any]:
-        """``batch_size`` and ``max_token_len``; -1 without a trainer."""
+        """Return ``batch_size`` and ``max_token_len``; -1 without a trainer."""
         return self._run(self._calls.get("/info"))
 
     def run_names(self) -> dict[str, Any]:
-        """``group`` and ``project`` that the trainer registered; null without one."""
+        """Return ``group`` and ``project`` that the trainer registered; null without one."""
         return self._run(self._calls.get("/wandb_info"))
 
     def status(self) -> dict[str, Any]:
-        """``current_step`` and ``queue_size`` (in groups)."""
+        """Return ``current_step`` and ``queue_size`` (in groups)."""
         return self._run(self._calls.get("/status"))
 
     def leases(self) -> list[dict[str, Any]]:
-        """Batches in trainers' hands: ``lease_id``, ``owner``, ``step``, ``state``, ``expires_in_s``."""
+        """List the batches in trainers' hands: ``lease_id``, ``owner``, ``step``, ``state``, ``expires_in_s``."""
         return self._run(self._calls.get("/leases"))["leases"]
 
     # ---- waiting

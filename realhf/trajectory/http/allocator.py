@@ -1,4 +1,4 @@
-"""The C allocator, told to keep the buffers of bodies: pages that come from the kernel anew cost more than a copy."""
+"""Configures the C allocator to keep the buffers of bodies, because new pages from the kernel cost more than a copy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ctypes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
 KEPT_BYTES = 64 << 20
-"""So much free memory at the end of the heap stays with the process."""
+"""How much free memory at the end of the heap stays with the process."""
 _HEAP_BYTES = 16 << 20
-"""Smaller buffers come from the heap, larger ones straight from the kernel."""
+"""Size below which buffers come from the heap; larger ones come straight from the kernel."""
 
 
 def keep_buffers() -> bool:
-    """For this process, from now on. Returns False where the C library has no such setting."""
+    """Keep freed buffers of this process from now on. Returns False where the C library has no such setting."""
     try:
         tune = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

@@ -1,4 +1,5 @@
-"""Who may do what: bearer tokens of producers, trainers and the administrator (docs/reference/trajectory.md 3.11)."""
+"""Checks who may do what: bearer tokens of producers, trainers and the administrator (docs/reference/trajectory.md
+3.11)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from realhf.trajectory.http.config import TrajectoryConfig
 
 
 class Role(Flag):
-    """What a token allows."""
+    """Says what a token allows."""
 
     NOBODY = 0
     PRODUCER = auto()
@@ -23,25 +24,25 @@ class Role(Flag):
 
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/ui", "/docs", "/openapi.json"})
-"""What needs no token: who is there, and pages, which show nothing before they were told one."""
+"""Paths that need no token: signs of life, and pages that show nothing until they are given one."""
 _BY_PATH = {
     "/register": Role.TRAINER, "/batch": Role.TRAINER, "/batch/ack": Role.TRAINER, "/batch/nack": Role.TRAINER,
     "/batch/renew": Role.TRAINER, "/policy_version": Role.TRAINER, "/register-env": Role.PRODUCER,
     "/disconnect-env": Role.PRODUCER, "/status-env": Role.PRODUCER, "/scored_data": Role.PRODUCER,
     "/scored_data_list": Role.PRODUCER, "/quarantine/requeue": Role.ADMIN,
 }  # fmt: skip
-"""Whom each path is for; the administrator may use all of them. Others may be read with any token."""
+"""Roles that each path is for; the administrator may use all of them. Other paths may be read with any token."""
 
 
 def needed(method: str, path: str) -> Role:
-    """Roles of which one is needed."""
+    """Return the roles of which one is needed."""
     if path == "/quarantine" and method == "DELETE":
         return Role.ADMIN
     return _BY_PATH.get(path, Role.ANY) | Role.ADMIN
 
 
 class Tokens:
-    """Roles of the tokens of a configuration."""
+    """Knows the roles of the tokens of a configuration."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
         self.required = config.has_tokens
@@ -54,7 +55,7 @@ class Tokens:
         self._roles = [(token.encode(), role) for token, role in everyone if token]
 
     def roles(self, authorization: str) -> Role:
-        """Roles of an Authorization header; every known token is compared, in constant time."""
+        """Return the roles of an Authorization header; every known token is compared, in constant time."""
         if not self.required:
             return Role.ANY
         kind, _, sent = authorization.partition(" ")
@@ -66,13 +67,15 @@ class Tokens:
 
 
 class AuthMiddleware:
-    """401 without a known token, 403 with one that does not suffice. Leaves the roles in ``scope["traj.roles"]``."""
+    """Answers 401 without a known token and 403 with one that does not suffice. Leaves the roles in
+    ``scope["traj.roles"]``."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
         self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request if its token allows it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,7 +1,7 @@
-"""A batch on its way out: written in pieces, and reported as sent or lost.
+"""Writes a batch in pieces and reports whether it was sent or lost.
 
-The report is queued right before the last, empty piece, when everything else has left the process. So the client
-cannot ask again before the report counts, and a kill before it means that the batch is given again.
+The report is queued right before the last, empty piece, when everything else has left the process. So the client cannot
+ask again before the report counts, and a kill before it means that the batch is given again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LEAST_BYTES = 64 << 10
 
 
 class BatchResponse(Response):
-    """An ASGI response. ``report(sent)`` is called exactly once, and must only queue what it does."""
+    """Is an ASGI response. ``report(sent)`` is called exactly once, and must only queue its work."""
 
     def __init__(
         self, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str], report: Callable[[bool], None]
@@ -28,6 +28,7 @@ class BatchResponse(Response):
         self._report = report
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the pieces, then report."""
         gone = asyncio.ensure_future(_until_gone(receive))
         sent = False
         try:
@@ -54,7 +55,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _coalesced(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Small pieces together, large ones as they are."""
+    """Join small pieces and pass large ones as they are."""
     waiting: list[bytes | memoryview] = []
     size = 0
     for piece in pieces:

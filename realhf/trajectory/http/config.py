@@ -1,7 +1,7 @@
-"""Configuration of the server: flags over ``REALHF_TRAJ_*`` variables over defaults.
+"""Configures the server: flags over ``REALHF_TRAJ_*`` variables over defaults.
 
-The only module of the trajectory server that reads the process environment. Source: docs/reference/trajectory.md 1.1,
-3.8 to 3.12.
+No other module of the trajectory server reads the process environment. Source: docs/reference/trajectory.md 1.1, 3.8 to
+3.12.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECRETS = ("token", "producer_token", "trainer_token", "admin_token")
 
 
 class ConfigError(ValueError):
-    """A setting that is unknown or out of range; the text names it."""
+    """Is raised for a setting that is unknown or out of range; the text names it."""
 
 
 def _setting(default: Any, about: str, kind: type = str) -> Any:
@@ -34,13 +34,13 @@ def _setting(default: Any, about: str, kind: type = str) -> Any:
 
 
 def _row(about: str, kind: type = bool) -> Any:
-    """A setting of ``StateOptions``; None: its default, or what ``strict`` says."""
+    """Declare a setting of ``StateOptions``; None means its default, or the value that ``strict`` gives it."""
     return field(default=None, metadata={"about": about, "kind": kind, "state": True})
 
 
 @dataclass(frozen=True)
 class TrajectoryConfig:
-    """Settings of one server process. Raises ConfigError naming a bad one."""
+    """Holds the settings of one server process. Raises ConfigError naming a bad one."""
 
     host: str = _setting("127.0.0.1", "address to listen on; other than loopback it needs a token or --insecure")
     port: int = _setting(8000, "port; 0: any free one", int)
@@ -140,10 +140,11 @@ class TrajectoryConfig:
 
     @property
     def has_tokens(self) -> bool:
+        """Whether any role has a token."""
         return any(getattr(self, name) or getattr(self, f"{name}_file") for name in SECRETS)
 
     def secret(self, name: str) -> str:
-        """The token of a role, from its file if there is one; "" without. Raises ConfigError."""
+        """Return the token of a role, from its file if there is one; "" without. Raises ConfigError."""
         given, path = getattr(self, name), getattr(self, f"{name}_file")
         if not path:
             return given
@@ -160,16 +161,16 @@ class TrajectoryConfig:
 
     @property
     def all_bodies_bytes(self) -> int:
-        """Of all bodies that are being served."""
+        """Bytes that all bodies being served may take together."""
         return self.max_bodies_bytes or 4 * self.max_body_bytes
 
     @property
     def resets(self) -> str:
-        """open, token or off."""
+        """Who may reset: open, token or off."""
         return self.reset_policy or ("token" if self.has_tokens else "open")
 
     def state_options(self) -> StateOptions:
-        """The rules of the state: strict or not, with the rows that were set alone. Raises ValueError."""
+        """Return the rules of the state: strict or not, with the rows that were set alone. Raises ValueError."""
         chosen = {
             item.name: value
             for item in fields(self)
@@ -178,7 +179,7 @@ class TrajectoryConfig:
         return strict(StateOptions(), **chosen) if self.strict else StateOptions(**chosen)
 
     def to_environment(self) -> dict[str, str]:
-        """Variables that make the same configuration in a child process."""
+        """Return variables that make the same configuration in a child process."""
         return {
             PREFIX + item.name.upper(): str(getattr(self, item.name))
             for item in fields(self)
@@ -187,7 +188,7 @@ class TrajectoryConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -198,7 +199,7 @@ def is_loopback(host: str) -> bool:
 
 
 def add_arguments(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
-    """One flag for each setting; its variable stands in brackets."""
+    """Add one flag for each setting; its help names the variable in brackets."""
     for item in fields(TrajectoryConfig):
         kind, about = item.metadata["kind"], item.metadata["about"]
         default = "" if item.default in (None, "", False) else f"; default {item.default}"
@@ -213,8 +214,8 @@ def add_arguments(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> 
 def resolve(
     arguments: argparse.Namespace | None = None, environment: Mapping[str, str] | None = None
 ) -> TrajectoryConfig:
-    """Flags that were given, else variables, else defaults. Raises ConfigError; an unknown REALHF_TRAJ_ variable is
-    one."""
+    """Take flags that were given, else variables, else defaults. Raises ConfigError, also for an unknown REALHF_TRAJ_
+    variable."""
     environment = os.environ if environment is None else environment
     known = {PREFIX + item.name.upper(): item for item in fields(TrajectoryConfig)}
     unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)

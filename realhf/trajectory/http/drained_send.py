@@ -1,7 +1,7 @@
-"""Writes that count as done only when the kernel has them.
+"""Makes a write count as done only when the kernel has it.
 
-uvicorn lets up to 64 KiB wait in the process. A batch may be called sent only when nothing of it waits there: after a
-kill the trainer must have it whole, or be given it again.
+uvicorn lets up to 64 KiB wait in the process. A batch counts as sent only when none of it waits there: after a kill the
+trainer must have it whole, or be given it again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from starlette.types import Send
 
 
 def drain_writes(send: Send) -> bool:
-    """Have every ``send`` on this connection first wait until what was written before has left the process. False
-    where the ASGI server does not show its transport, as uvicorn does."""
+    """Make every ``send`` on this connection first wait until all earlier writes have left the process. Return False
+    where the ASGI server does not show its transport as uvicorn does."""
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     limit = getattr(transport, "set_write_buffer_limits", None)
     if limit is None:

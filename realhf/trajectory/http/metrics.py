@@ -1,4 +1,4 @@
-"""Prometheus figures of one server: totals from the state at the time of asking, latencies as they happen.
+"""Exports Prometheus metrics of one server: totals from the state at each scrape, latencies as they happen.
 
 Source: docs/reference/trajectory.md 3.11.
 """
@@ -25,7 +25,7 @@ _LAG_EVERY_S = 0.1
 
 
 class Metrics:
-    """Latency histograms by request kind, event-loop lag, and a collector over the engine's state."""
+    """Holds latency histograms by request kind, event-loop lag, and a collector over the engine's state."""
 
     def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
         self._registry = CollectorRegistry()
@@ -57,10 +57,11 @@ class Metrics:
             self._latency.labels(kind).observe(time.perf_counter() - began)
 
     def delivered(self, behind: int) -> None:
-        """A group was handed out, so many policy versions old."""
+        """Count a group that was handed out when it was ``behind`` policy versions old."""
         self._staleness.observe(behind)
 
     def unavailable(self) -> None:
+        """Count an answer with status 503."""
         self._unavailable.inc()
 
     async def watch_loop(self) -> None:
@@ -71,14 +72,14 @@ class Metrics:
             self._worst_lag = max(self._worst_lag, time.perf_counter() - began - _LAG_EVERY_S)
 
     def text(self) -> bytes:
-        """Prometheus exposition format."""
+        """Return the metrics in the Prometheus exposition format."""
         self._lag.set(max(0.0, self._worst_lag))
         self._worst_lag = 0.0
         return generate_latest(self._registry)
 
 
 class StateCollector(Collector):
-    """Figures read off the state."""
+    """Reads metrics off the state."""
 
     def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
         self._engine = engine
@@ -86,6 +87,7 @@ class StateCollector(Collector):
         self._process = psutil.Process()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all metrics of the state as it is now."""
         state = self._engine.state
         names = {env.env_id: env.name for env in state.envs.values()}
         groups, sequences = state.queue.env_groups(), state.queue.env_sequences()

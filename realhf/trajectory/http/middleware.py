@@ -1,4 +1,5 @@
-"""What every request passes through: body limits and decompression, the epoch header, compression of answers."""
+"""Handles what every request passes through: body limits and decompression, the epoch header, compression of
+answers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from realhf.trajectory.wire.intake import is_msgpack
 
 
 class ClientGone(Exception):
-    """The connection ended in the middle of the body."""
+    """Is raised when the connection ended in the middle of the body."""
 
 
 class BodyMiddleware:
@@ -30,6 +31,7 @@ class BodyMiddleware:
         self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request; one with a body holds a share of the budget until its end."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -94,13 +96,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class EpochMiddleware:
-    """Every response says in which epoch it was made; a batch itself says in which it was formed."""
+    """Adds to every response the epoch in which it was made; a batch itself says in which it was formed."""
 
     def __init__(self, app: ASGIApp, epoch: Callable[[], int]) -> None:
         self._app = app
         self._epoch = epoch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request with the header added."""
+
         async def with_epoch(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = message.get("headers", ())
@@ -112,12 +116,13 @@ class EpochMiddleware:
 
 
 class CompressMiddleware:
-    """gzip for answers from 1000 bytes; batches bring their own."""
+    """Compresses answers from 1000 bytes on with gzip; batches bring their own compression."""
 
     def __init__(self, app: ASGIApp, level: int) -> None:
         self._app = app
         self._gzip = GZipMiddleware(app, minimum_size=GZIP_FROM_BYTES, compresslevel=max(1, level))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request, through gzip unless it is for a batch."""
         chosen = self._app if scope["type"] != "http" or scope["path"] == "/batch" else self._gzip
         await chosen(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Bodies of requests, as OpenAPI shows them. Integers are bounded to 64 bits and floats are finite.
+"""Defines the bodies of requests, as OpenAPI shows them. Integers are bounded to 64 bits and floats are finite.
 
 Source: docs/reference/trajectory.md 2.3 to 2.6, 3.2, 3.9, 3.10.
 """
@@ -21,11 +21,11 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-"""JSON may say half of a surrogate pair, which no answer and no store could hold."""
+"""Text that can be encoded. JSON may contain half of a surrogate pair, which no answer and no store could hold."""
 
 
 class Registration(BaseModel):
-    """A trainer and its run. ``batch_size`` in sequences, lengths in tokens."""
+    """Describes a trainer and its run. ``batch_size`` in sequences, lengths in tokens."""
 
     wandb_group: Text
     wandb_project: Text
@@ -40,7 +40,7 @@ class Registration(BaseModel):
 
 
 class RegisterEnv(BaseModel):
-    """A rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every batch."""
+    """Describes a rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every batch."""
 
     max_token_length: Int64
     desired_name: Text
@@ -50,22 +50,24 @@ class RegisterEnv(BaseModel):
 
 
 class EnvIdentifier(BaseModel):
+    """Names a registered environment."""
+
     env_id: Int64
 
 
 class PolicyVersion(BaseModel):
-    """Version of the weights that rollouts are made with from now on."""
+    """Gives the version of the weights that rollouts are made with from now on."""
 
     version: Int64
 
 
 class Lease(BaseModel):
-    """The X-Lease-Id of a batch."""
+    """Names a batch by its X-Lease-Id."""
 
     lease_id: Text
 
 
 class Requeue(BaseModel):
-    """Groups to move from quarantine to the tail of the queue."""
+    """Names groups to move from quarantine to the tail of the queue."""
 
     ids: list[Int64]

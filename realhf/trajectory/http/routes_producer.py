@@ -1,4 +1,7 @@
-"""Endpoints of rollout handlers: register, poll, push. Source: docs/reference/trajectory.md 2.4 to 2.7."""
+"""Serves the endpoints of rollout handlers: register, poll, push.
+
+Source: docs/reference/trajectory.md 2.4 to 2.7.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from realhf.trajectory.wire.lax_groups import ScoredData, problems
 
 
 def router(service: Service) -> APIRouter:
-    """The producer's endpoints over one service."""
+    """Make the producer's endpoints over one service."""
     routes, engine = APIRouter(tags=["environments"]), service.engine
 
     @routes.post("/register-env")
@@ -38,7 +41,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/status-env", openapi_extra=_STATUS_ENV)
     @routes.post("/status-env", openapi_extra=_STATUS_ENV, operation_id="status_env_post")
     async def status_env(request: Request) -> Response:
-        """Numbers to pace by. The id comes as a JSON body or as ``?env_id=``."""
+        """Return numbers to pace by. The id comes as a JSON body or as ``?env_id=``."""
         with service.metrics.timed("status-env"):
             env_id = _env_id(request)
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
@@ -106,7 +109,7 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
 
 
 def _versioned(groups: list[Incoming], version: int | None) -> list[Incoming]:
-    """Groups that say no version themselves get that of the header."""
+    """Give groups without a version that of the header."""
     if version is None:
         return groups
     return [

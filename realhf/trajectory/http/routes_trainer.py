@@ -1,4 +1,7 @@
-"""Endpoints of trainers: register, pull, acknowledge. Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10."""
+"""Serves the endpoints of trainers: register, pull, acknowledge.
+
+Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /
 
 
 def router(service: Service) -> APIRouter:
-    """The trainer's endpoints over one service."""
+    """Make the trainer's endpoints over one service."""
     routes, engine = APIRouter(tags=["trainers"]), service.engine
 
     @routes.post("/register")
     async def register(registration: Registration, request: Request) -> Response:
-        """Begin a run, or go on with the one of the same group, project and batch size. Any other one is replaced.
+        """Begin a run, or continue the one of the same group, project and batch size. Any other one is replaced.
         ``X-Join: 1`` joins whatever run there is, ``X-Reset: 1`` begins anew in any case."""
         key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
         join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
@@ -41,7 +44,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/batch")
     async def batch(request: Request) -> Response:
-        """The next batch, or null and the reason in ``X-Batch-Reason``."""
+        """Return the next batch, or null and the reason in ``X-Batch-Reason``."""
         with service.metrics.timed("pull"):
             if not request.scope.get("traj.drained"):
                 raise Refusal(501, "this ASGI server does not tell when a batch has left it: use run-api, or uvicorn")
@@ -61,7 +64,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/batch/ack")
     async def ack(lease: Lease) -> Response:
-        """A batch was consumed: delete it for good. 404 unknown, 409 redelivered to another trainer."""
+        """Delete a consumed batch for good. 404 unknown, 409 redelivered to another trainer."""
         return answer(await engine.write(delivery.ack, lease.lease_id))
 
     @routes.post("/batch/nack")
@@ -76,14 +79,14 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/policy_version")
     async def policy_version(policy: PolicyVersion) -> Response:
-        """The weights that rollouts are made with have a new version."""
+        """Set the version of the weights that rollouts are made with."""
         return answer(await engine.write(registry.set_policy_version, policy.version))
 
     return routes
 
 
 def _may_reset(service: Service, request: Request) -> bool:
-    """Whether who asks may replace the run that is going on."""
+    """Return whether the client may replace the run that is going on."""
     resets = service.config.resets
     return resets == "open" or (resets == "token" and Role.ADMIN in request.scope["traj.roles"])
 
@@ -101,7 +104,7 @@ def _pull_request(request: Request) -> PullRequest:
 
 
 async def _respond(service: Service, request: Request, batch: Batch) -> BatchResponse:
-    """Read and encode a leased batch; whatever fails before it is out gives the batch back."""
+    """Read and encode a leased batch; any failure before it is out gives the batch back."""
     msgpack, coding = _accepted(request)
     try:
         payloads, data = await _payloads(service, batch)
@@ -135,7 +138,8 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
 
 
 async def _payloads(service: Service, batch: Batch) -> tuple[list[Payload], list[bytes]]:
-    """Payloads of a batch and their bytes. Raises PayloadLost if they are in no place where they ever were."""
+    """Return the payloads of a batch and their bytes. Raises PayloadLost if they are in none of the places where they
+    were."""
     groups = batch.groups
     while True:
         payloads = [group.payload for group in groups]
@@ -148,7 +152,7 @@ async def _payloads(service: Service, batch: Batch) -> tuple[list[Payload], list
 
 
 def _accepted(request: Request) -> tuple[bool, str]:
-    """Whether MessagePack is wanted, and the coding the client reads."""
+    """Return whether the client wants MessagePack, and the coding that it reads."""
     kinds = request.headers.get("accept", "").lower()
     codings = request.headers.get("accept-encoding", "").lower()
     msgpack = any(kind in kinds for kind in MSGPACK_TYPES)

@@ -1,4 +1,7 @@
-"""Endpoints to look at the server and to tend it. Source: docs/reference/trajectory.md 2.2, 2.9, 3.5, 3.7, 3.11."""
+"""Serves the endpoints to watch and maintain the server.
+
+Source: docs/reference/trajectory.md 2.2, 2.9, 3.5, 3.7, 3.11.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _NO_EXAMPLE = (
 
 
 def router(service: Service) -> APIRouter:
-    """Endpoints that any token may read, and those of the administrator."""
+    """Make the endpoints that any token may read, and those of the administrator."""
     routes = APIRouter(tags=["server"])
     _stock(routes, service)
     _views(routes, service)
@@ -40,32 +43,32 @@ def router(service: Service) -> APIRouter:
 
 
 def _stock(routes: APIRouter, service: Service) -> None:
-    """What the original answers too."""
+    """Add the endpoints that the original has too."""
     engine = service.engine
 
     @routes.get("/")
     async def root() -> dict[str, str]:
-        """Who is there; the original's greeting, by which clients know it."""
+        """Return the original's greeting, by which clients recognise the server."""
         return {"message": "AtroposLib API"}
 
     @routes.get("/wandb_info")
     async def wandb_info() -> Response:
-        """Group and project of the trainer's run."""
+        """Return group and project of the trainer's run."""
         return answer(await engine.read(views.wandb_info))
 
     @routes.get("/info")
     async def info() -> Response:
-        """Batch size and token limit; -1 without a trainer."""
+        """Return batch size and token limit; -1 without a trainer."""
         return answer(await engine.read(views.info))
 
     @routes.get("/status")
     async def status() -> Response:
-        """Step and queued groups."""
+        """Return step and number of queued groups."""
         return answer(await engine.read(views.status))
 
     @routes.get("/latest_example")
     async def latest_example(request: Request) -> Response:
-        """The last group that entered the queue."""
+        """Return the last group that entered the queue."""
         msgpack = any(kind in request.headers.get("accept", "").lower() for kind in MSGPACK_TYPES)
         found = await service.latest()
         if found is None:
@@ -87,39 +90,39 @@ def _stock(routes: APIRouter, service: Service) -> None:
 
 
 def _views(routes: APIRouter, service: Service) -> None:
-    """What the server holds."""
+    """Add the endpoints that show what the server holds."""
     engine = service.engine
 
     @routes.get("/envs")
     async def envs() -> Response:
-        """Every environment: state, age of its last sign of life, groups queued, sequences served."""
+        """List every environment: state, age of its last sign of life, groups queued, sequences served."""
         return answer(await engine.read(views.envs))
 
     @routes.get("/buffers")
     async def buffers() -> Response:
-        """Groups of odd sizes that wait for others."""
+        """Show the groups of odd sizes that wait for others."""
         return answer(await engine.read(views.buffers))
 
     @routes.get("/leases")
     async def leases() -> Response:
-        """Batches that trainers hold."""
+        """List the batches that trainers hold."""
         return answer(await engine.read(views.leases))
 
     @routes.get("/quarantine")
     async def quarantined(
         limit: Annotated[int, Query(ge=0, le=10_000)] = 100, after: Annotated[int | None, Query(ge=-1)] = None
     ) -> Response:
-        """Groups that can never be served, with reasons; pages by id."""
+        """List groups that can never be served, with reasons; pages by id."""
         return answer(await engine.read(views.quarantine, limit, after))
 
 
 def _tending(routes: APIRouter, service: Service) -> None:
-    """What only the administrator does."""
+    """Add the endpoints that only the administrator may use."""
     engine = service.engine
 
     @routes.post("/quarantine/requeue")
     async def requeue(request: Requeue) -> Response:
-        """Back to the tail of the queue, where that is possible now."""
+        """Move groups back to the tail of the queue, where that is possible now."""
         return answer(await engine.write(quarantine.requeue, request.ids))
 
     @routes.delete("/quarantine")
@@ -129,17 +132,17 @@ def _tending(routes: APIRouter, service: Service) -> None:
 
 
 def _health(routes: APIRouter, service: Service) -> None:
-    """What supervisors and Prometheus ask."""
+    """Add the endpoints for supervisors and Prometheus."""
     engine = service.engine
 
     @routes.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """The process answers."""
+        """Answer that the process is alive."""
         return {"status": "ok"}
 
     @routes.get("/readyz")
     async def readyz() -> Response:
-        """The state is restored and the store answers."""
+        """Answer whether the state is restored and the store responds."""
         if not service.ready:
             raise Refusal(503, "starting", {"Retry-After": "1"})
         try:
@@ -150,5 +153,5 @@ def _health(routes: APIRouter, service: Service) -> None:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Return the metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,7 +1,7 @@
-"""The application: middlewares, routes, errors.
+"""Builds the application: middlewares, routes, errors.
 
-``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment
-variables. Source: docs/reference/trajectory.md 1.1, 2.1.
+``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment variables. Source:
+docs/reference/trajectory.md 1.1, 2.1.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from realhf.trajectory.wire.lax_groups import MAX_ERRORS, shown
 
 logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001
-"""A thread that encodes rows gives the event loop its turn after so long."""
+"""How long a thread that encodes rows may hold the interpreter before the event loop gets its turn, in seconds."""
 
 
 class TrajectoryApp(FastAPI):
-    """The application, wherever it is run: what it needs of the connection it asks for itself."""
+    """Is the application, under any ASGI server: it sets up on each connection what it needs there."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; batches are written so that a send counts only when the kernel has it."""
         if scope["type"] == "http" and scope["path"].endswith("/batch"):
             scope["traj.drained"] = drain_writes(send)
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """The description of the API; with tokens its page can be told one."""
+        """Return the description of the API; where tokens are used, its page can be given one."""
         if self.openapi_schema is None and self.state.tokens_required:
             schema = super().openapi()
             schema.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -55,7 +56,7 @@ class TrajectoryApp(FastAPI):
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
-    """The server over one configuration; the store is opened when it starts."""
+    """Make the server of one configuration; the store is opened when it starts."""
     service = Service(config)
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The parts of one server process, and what all routes do with them."""
+"""Holds the parts of one server process, and the helpers that all routes share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Engine, parser process, tokens and metrics of one configuration."""
+    """Holds engine, parser process, tokens and metrics of one configuration."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
         self.config = config
@@ -52,6 +52,7 @@ class Service:
         )
 
     async def close(self) -> None:
+        """Stop the work beside the requests, then close the engine and the parser process."""
         self.ready = False
         for task in list(self._tasks):
             task.cancel()
@@ -59,7 +60,7 @@ class Service:
         await self.offload.close()
 
     async def latest(self) -> tuple[GroupRecord, bytes] | None:
-        """The latest example and its bytes, or None if there is none, or none any more."""
+        """Return the latest example and its bytes, or None if there is none, or none any more."""
         tried = None
         while (group := await self.engine.read(views.latest)) is not None and group.payload != tried:
             tried = group.payload
@@ -71,7 +72,7 @@ class Service:
         return None
 
     def start(self, work: Any) -> None:
-        """Let something run to its end beside the requests."""
+        """Let a coroutine run to its end beside the requests."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -83,12 +84,12 @@ class Service:
 
 
 def answer(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Make a JSON answer."""
     return Response(replays.encode_body(dict(body)), 200, dict(headers or {}), "application/json")
 
 
 def idempotency(request: Request, body: bytes) -> tuple[str | None, str]:
-    """Key and fingerprint of a request. Raises Refusal 422 for a key that is too long."""
+    """Return key and fingerprint of a request. Raises Refusal 422 for a key that is too long."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None, ""
@@ -98,7 +99,7 @@ def idempotency(request: Request, body: bytes) -> tuple[str | None, str]:
 
 
 def integer_header(request: Request, name: str) -> int | None:
-    """An integer header, or None. Raises Refusal 422."""
+    """Return an integer header, or None. Raises Refusal 422."""
     text = request.headers.get(name)
     if text is None:
         return None

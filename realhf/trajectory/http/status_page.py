@@ -1,4 +1,4 @@
-"""A page to watch the server: one static file, and the data it asks for once a second."""
+"""Serves a page to watch the server: one static file, and the data it asks for once a second."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MAX_TOKENS = 2000
 
 
 def router(service: Service) -> APIRouter:
-    """/ui and what it shows."""
+    """Serve /ui and the data that it shows."""
     routes = APIRouter(tags=["server"])
     tokenizer = Tokenizer(service.config.tokenizer)
 
     @routes.get("/ui", response_class=HTMLResponse)
     async def page() -> Response:
-        """The status page."""
+        """Return the status page."""
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
 
     @routes.get("/ui/data")
     async def data() -> Response:
-        """What the status page shows."""
+        """Return the data that the status page shows."""
         engine = service.engine
         body = await engine.read(_overview)
         body["example"] = await _example(await service.latest(), tokenizer)
@@ -43,14 +43,14 @@ def router(service: Service) -> APIRouter:
 
 
 class Tokenizer:
-    """Decodes tokens, if a tokenizer was given; loaded when it is first needed."""
+    """Decodes tokens, if a tokenizer was configured; loads it when it is first needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loaded: Any = None
 
     def decode(self, tokens: list[int]) -> str | None:
-        """Text of token ids, or None without a tokenizer. Raises ValueError where it cannot be loaded."""
+        """Return the text of token ids, or None without a tokenizer. Raises ValueError where it cannot be loaded."""
         if not self._name:
             return None
         if self._loaded is None:
@@ -93,7 +93,7 @@ def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The latest group in short: scores, lengths, and texts where a tokenizer was given."""
+    """Summarise the latest group: scores, lengths, and texts where a tokenizer was configured."""
     if latest is None:
         return None
     group, data = latest

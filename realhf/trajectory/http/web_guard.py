@@ -1,7 +1,7 @@
-"""What a server without tokens serves: this machine, and of the pages in its browsers only the server's own.
+"""Limits whom a server without tokens serves: this machine, and of the pages in its browsers only the server's own.
 
-A browser carries out what any web page asks of ``http://127.0.0.1``, and a page may give its own name that address
-(DNS rebinding). Programs that are no browsers send neither Origin nor Sec-Fetch-Site and notice nothing of this.
+A browser carries out what any web page asks of ``http://127.0.0.1``, and a page may give its own name that address (DNS
+rebinding). Programs that are not browsers send neither Origin nor Sec-Fetch-Site and notice nothing of this.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ READ_PATHS = frozenset({
     "", "/wandb_info", "/info", "/status", "/latest_example", "/envs", "/buffers", "/leases", "/quarantine", "/healthz",
     "/readyz", "/metrics", "/ui", "/ui/data", "/docs", "/redoc", "/openapi.json",
 })  # fmt: skip
-"""What GET does not change. ``/batch``, ``/status-env`` and ``/reset_data`` are asked by GET and change something."""
+"""Paths that a GET does not change. ``/batch``, ``/status-env`` and ``/reset_data`` are not among them, because a GET
+changes something there."""
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _LOOKED_AT = (b"host", b"origin", b"sec-fetch-site", b"referer", b"user-agent")
 _REMEMBERED_HOSTS = 64
 
 
 class WebGuard:
-    """403 for what must not be served without a token. With tokens nothing is checked here: no page of elsewhere
-    knows them."""
+    """Answers 403 to requests that must not be served without a token. With tokens nothing is checked here, because
+    foreign pages do not know them."""
 
     def __init__(self, app: ASGIApp, config: TrajectoryConfig) -> None:
         self._app = app
@@ -38,6 +39,7 @@ class WebGuard:
         self._good_hosts: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request, or answer 403 with the reason."""
         problem = self._problem(scope) if self._open and scope["type"] == "http" else None
         if problem is None:
             await self._app(scope, receive, send)
@@ -59,7 +61,7 @@ class WebGuard:
         return None
 
     def _is_good(self, host: str) -> bool:
-        """Whether a Host header may name this server. No stranger can own an address or a name without a dot."""
+        """Return whether a Host header may name this server. No stranger can own an address or a name without a dot."""
         if host in self._good_hosts or not host:
             return True
         name = _split(f"//{host}").hostname or "."
@@ -81,8 +83,8 @@ def _is_local(name: str) -> bool:
 
 
 def _is_foreign(headers: dict[bytes, str], host: str) -> bool:
-    """Whether a page of another site caused this request. What a browser says itself about its page comes first; one
-    that says nothing at all is asked for the page's address."""
+    """Return whether a page of another site caused this request. What a browser reports about its page comes first; if
+    it reports nothing, the address of the page decides."""
     site = headers.get(b"sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
@@ -95,7 +97,7 @@ def _is_foreign(headers: dict[bytes, str], host: str) -> bool:
 
 
 def _split(url: str) -> SplitResult:
-    """Parts of an address; of nonsense nothing."""
+    """Return the parts of an address; all empty for a malformed one."""
     try:
         return urlsplit(url)
     except ValueError:
