@@ -1,7 +1,8 @@
-"""Moves what is left in files that are mostly empty, so that the files can go.
+"""Moves what is left in files that are mostly empty, so that the files can be deleted.
 
-A file of payloads is deleted when nobody refers to anything in it, so that one group in a mix buffer or in quarantine
-would keep 64 MiB. Payloads move like any other change: written, committed, and only then is the old place given up.
+A file of payloads is deleted when no record refers to anything in it, so that one group in a mix buffer or in
+quarantine would keep 64 MiB. Payloads move like any other change: written, committed, and only then is the old place
+given up.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MOST_PER_RUN_BYTES = 64 << 20
-"""Beside the requests no more is moved at once."""
+"""How much is moved at once beside the requests, at most."""
 _PART_BYTES, _PART_GROUPS = 4 << 20, 64
 _LOOKED_AT_ONCE = 2000
-"""Groups that are looked at without giving the event loop back."""
+"""Number of groups that are looked at before the event loop gets its turn."""
 Move = tuple[int, PayloadRef, PayloadRef]
-"""Group id, old and new place."""
+"""A move as (group id, old place, new place)."""
 
 
 class Compactor:
-    """Of one engine. ``run`` is cheap while there is nothing to gain."""
+    """Compacts the files of one engine. ``run`` costs little while there is nothing to gain."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._unreadable: set[int] = set()
 
     async def run(self) -> int:
-        """Groups moved. Raises StoreFailure."""
+        """Move groups out of files that are mostly empty; return how many. Raises StoreFailure."""
         state, files = self._engine.state, self._engine.store.files
         if files is None or not files.wasteful(held_bytes(state)):
             return 0
@@ -49,7 +50,7 @@ class Compactor:
         return moved
 
     async def _worth_moving(self, files: Files) -> list[GroupRecord]:
-        """Groups in the emptiest files."""
+        """Return the groups in the emptiest files."""
         groups, used = _stored(self._engine.state), Counter[int]()
         for start in range(0, len(groups), _LOOKED_AT_ONCE):
             for group in groups[start : start + _LOOKED_AT_ONCE]:
@@ -84,20 +85,21 @@ class Compactor:
             raise
 
     def _give_up(self, files: Files, lost: Sequence[Payload]) -> None:
-        """Files with damaged payloads stay as they are, unless the payloads were only acknowledged meanwhile."""
+        """Leave files with damaged payloads as they are, unless the payloads were only acknowledged meanwhile."""
         alive = {group.payload.ref for group in _stored(self._engine.state)}
         self._unreadable |= {files.file_of(payload) for payload in lost if payload.ref in alive}
 
 
 def held_bytes(state: TrajectoryState) -> int:
-    """Bytes of all payloads that anybody refers to."""
+    """Count the bytes of all payloads that records refer to."""
     latest = state.run.latest
     alone = latest.payload.nbytes if latest is not None and latest.id not in state.groups else 0
     return state.waiting_bytes + state.quarantine_bytes + alone
 
 
 def move_payloads(state: TrajectoryState, now: float, moves: Sequence[Move]) -> int:
-    """Payloads have new places; those whose groups went meanwhile are given up. Returns how many counted."""
+    """Give payloads their new places; give up the new places of groups that have gone meanwhile. Returns how many
+    moved."""
     moved = 0
     for key, old, new in moves:
         known = state.move_payload(key, old, new)

@@ -1,4 +1,7 @@
-"""Batches to trainers: leases, acknowledgements, redelivery. Source: docs/reference/trajectory.md 2.8, 3.1, 3.10."""
+"""Delivers batches to trainers: leases, acknowledgements, redelivery.
+
+Source: docs/reference/trajectory.md 2.8, 3.1, 3.10.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 @dataclass(frozen=True)
 class PullRequest:
-    """``identity`` of the trainer (``anonymous``: its peer address); ``ack``: a lease to acknowledge first;
-    ``explicit``: only explicit acks end the new lease."""
+    """Describes a pull. ``identity`` of the trainer (``anonymous``: its peer address); ``ack``: a lease to acknowledge
+    first; ``explicit``: only explicit acks end the new lease."""
 
     identity: str
     anonymous: bool = True
@@ -30,7 +33,7 @@ class PullRequest:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch in the puller's hands, durable before anybody sees it."""
+    """Holds a batch in the puller's hands, durable before anyone receives it."""
 
     lease_id: str
     step: int
@@ -41,15 +44,15 @@ class Batch:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Oldest and newest policy version in it."""
+        """Return the oldest and newest policy version in the batch."""
         versions = [group.policy_version for group in self.groups]
         return min(versions), max(versions)
 
 
 @dataclass(frozen=True)
 class NoBatch:
-    """Why there is none: a value of ``X-Batch-Reason``. ``holding``: the trainer has another batch under its present
-    name, which only a pull under that name acknowledges."""
+    """Says why there is no batch: a value of ``X-Batch-Reason``. ``holding``: the trainer has another batch under its
+    present name, which only a pull under that name acknowledges."""
 
     reason: str
     unregistered: bool = False
@@ -57,8 +60,8 @@ class NoBatch:
 
 
 def pull(state: TrajectoryState, now: float, request: PullRequest) -> Batch | NoBatch:
-    """The next batch for a trainer, whose earlier sent batches it acknowledges by asking. Raises Refusal 404 or 409
-    for an ``ack`` that does not hold."""
+    """Form the next batch for a trainer, and acknowledge the batches sent to it earlier. Raises Refusal 404 or 409 for
+    an ``ack`` that does not hold."""
     if not state.run.registered:
         return NoBatch("unregistered", unregistered=True)
     if request.ack is not None:
@@ -79,7 +82,7 @@ def pull(state: TrajectoryState, now: float, request: PullRequest) -> Batch | No
 
 
 def mark_sent(state: TrajectoryState, now: float, batch: Batch) -> None:
-    """The whole response went out on a live connection."""
+    """Record that the whole response went out on a live connection."""
     lease = _present(state, batch)
     if lease is None:
         return
@@ -90,7 +93,7 @@ def mark_sent(state: TrajectoryState, now: float, batch: Batch) -> None:
 
 
 def mark_lost(state: TrajectoryState, now: float, batch: Batch) -> None:
-    """The client went away before the response was out: the batch goes back to the head."""
+    """Return a batch to the head of the queue, because the client went away before the response was out."""
     lease = _present(state, batch)
     if lease is None:
         return
@@ -102,19 +105,19 @@ def mark_lost(state: TrajectoryState, now: float, batch: Batch) -> None:
 
 
 def _present(state: TrajectoryState, batch: Batch) -> LeaseRecord | None:
-    """The lease of a response that has just ended, if this is still its last attempt."""
+    """Return the lease of a response that has just ended, if this is still its last attempt."""
     lease = state.leases.get(batch.lease_id)
     return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
 
 
 def present_groups(state: TrajectoryState, now: float, batch: Batch) -> list[GroupRecord]:
-    """The groups of a batch as they are now: their payloads may have moved since it was formed."""
+    """Return the groups of a batch as they are now: their payloads may have moved since it was formed."""
     return [state.groups.get(group.id, group) for group in batch.groups]
 
 
 def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozenset[PayloadRef]) -> None:
-    """Some payloads of a batch cannot be read any more: those groups go to quarantine, the others back to the queue,
-    so that nobody is held up by them for ever."""
+    """Put groups of a batch whose payloads cannot be read any more into quarantine, and the others back into the queue,
+    so that the damaged ones do not hold up anyone for ever."""
     lease = state.leases.get(batch.lease_id)
     if lease is None:
         return
@@ -128,8 +131,8 @@ def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozens
 
 
 def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Delete the groups of a lease for good; repeating it is fine. Raises Refusal 404 (unknown) or 409 (redelivered
-    to another trainer meanwhile)."""
+    """Delete the groups of a lease for good; repeating it does no harm. Raises Refusal 404 (unknown) or 409
+    (redelivered to another trainer meanwhile)."""
     lease = state.leases.get(lease_id)
     if lease is not None:
         close_lease(state, now, lease, "acked")
@@ -177,7 +180,7 @@ def _pull_acks(lease: LeaseRecord, identity: str) -> bool:
 
 
 def _redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> Iterator[LeaseRecord]:
-    """Leases that this puller must get before anything new: its own unsent one, given back ones, expired ones."""
+    """Yield leases that this puller must get before anything new: its own unsent one, given back ones, expired ones."""
     leases = sorted(
         (lease for lease in state.leases.values() if lease.mode != "at_most_once"), key=lambda lease: lease.step
     )
@@ -190,7 +193,8 @@ def _redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> 
 
 
 def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: PullRequest) -> Batch:
-    """The same groups and step again; another identity gets a lease of its own, and the old one is superseded."""
+    """Deliver the same groups and step again; another identity gets a lease of its own, and the old one is
+    superseded."""
     state.counters["redelivered"] += 1
     lease_id, mode = lease.lease_id, _mode(state, request)
     if lease.owner != request.identity or lease.sent:
@@ -250,7 +254,7 @@ def _update(state: TrajectoryState, lease: LeaseRecord, **changed: Any) -> Lease
 
 
 def close_lease(state: TrajectoryState, now: float, lease: LeaseRecord, outcome: str) -> None:
-    """End a lease; its groups are gone for good."""
+    """End a lease and delete its groups for good."""
     state.delete("leases", lease.lease_id)
     for key in lease.groups:
         state.delete("groups", key)

@@ -1,8 +1,8 @@
-"""The engine: runs commands on the state in rounds, and answers nobody before the round's commit.
+"""Runs commands on the state in rounds, and answers only after the round's commit.
 
 A command is ``fn(state, now, *args)``. While one round is being committed the next one gathers, so pushes are committed
-in groups without a timer. Shared stores are locked for the length of a round.
-Source: docs/reference/trajectory.md 3.11.
+in groups without a timer. Shared stores are locked for the length of a round. Source: docs/reference/trajectory.md
+3.11.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSE_AFTER_FAILURE_S = 0.5
 PAUSE_AFTER_FAILED_COMPACTION_S = 60.0
-"""Its failure refuses the requests of the same round, so it is not tried again soon."""
+"""How long compaction rests after a failure, which refuses the requests of the same round."""
 ATTEMPTS = 5
 """How often a round is begun anew when another instance took the write lock away."""
 CLOSE_DEADLINE_S = 15.0
-"""A store that does not answer is not waited for any longer when the server stops."""
+"""How long a stopping server waits for a store that does not answer."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Waiting:
 
 
 class Engine:
-    """One state over one store. ``write`` and ``read`` are called from the event loop that called ``open``."""
+    """Runs one state over one store. ``write`` and ``read`` are called from the event loop that called ``open``."""
 
     def __init__(
         self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0, clock: Callable[[], float] = time.time
@@ -69,7 +69,8 @@ class Engine:
         self._tasks.append(asyncio.create_task(self._tidy(), name="trajectory-tidy"))
 
     async def close(self) -> None:
-        """Finish the commands that wait, then close the store. A store that hangs is given up after a while."""
+        """Finish the commands that wait, then close the store. A store that hangs is abandoned after
+        ``CLOSE_DEADLINE_S``."""
         self._closing = True
         self._wake.set()
         for task in self._tasks:
@@ -91,12 +92,13 @@ class Engine:
             logger.error("%s did not close in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
 
     async def write(self, command: Callable[..., T], *args: Any) -> T:
-        """Result of ``command(state, now, *args)``, once its changes are durable. Raises what the command raises,
-        and StoreFailure when nothing could be kept, or OutcomeUnknown when that cannot be told."""
+        """Run ``command(state, now, *args)`` and return its result once its changes are durable. Raises what the
+        command raises, StoreFailure when nothing could be kept, and OutcomeUnknown when it is unknown whether anything
+        was."""
         return await self._submit(command, args, True)
 
     async def read(self, command: Callable[..., T], *args: Any) -> T:
-        """Result of a command that changes nothing; of a shared store, as new as its last commit."""
+        """Return the result of a command that changes nothing; on a shared store it is as new as the last commit."""
         if not self.store.shared:
             return command(self.state, self._clock(), *args)
         return await self._submit(command, args, False)
@@ -156,7 +158,7 @@ class Engine:
                 waiting.answer.set_result(result)
 
     async def _commit_round(self, batch: Sequence[_Waiting]) -> list[Any]:
-        """Results (or the exceptions that commands raised) of one round, durable."""
+        """Run one round and return its results (or the exceptions that commands raised), durable."""
         if self._must_reload:
             await self._reload()
         changing = self._outlived is not None or any(waiting.changes_state for waiting in batch)
@@ -174,7 +176,7 @@ class Engine:
         return results
 
     async def _reload(self) -> None:
-        """Become what the medium holds; if it forgot something, see to it that clients can notice."""
+        """Load what the medium holds; if it forgot something, begin a new epoch so that clients can notice."""
         known = max(self.state.run.epoch, self._outlived or 0)
         self.state.load(await self.store.reload())
         self._must_reload = False
@@ -190,8 +192,8 @@ class Engine:
             self._outlived = known
 
     async def _execute_whole(self, batch: Sequence[_Waiting]) -> list[Any]:
-        """Results of the commands. One that fails in the middle by a fault of its own leaves no half-made changes
-        behind: the state is loaded anew, and the others are run without it."""
+        """Return the results of the commands. A command that fails in the middle by a fault of its own leaves no
+        half-made changes behind: the state is loaded anew, and the others are run without it."""
         failed: dict[int, Exception] = {}
         while True:
             results = self._execute(batch, failed)

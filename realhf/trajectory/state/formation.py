@@ -1,4 +1,4 @@
-"""Forming the next batch from the state: staleness first, then the selector that applies, then the accounts.
+"""Forms the next batch from the state: staleness first, then the selector that applies, then the accounts.
 
 Source: docs/reference/trajectory.md 3.3, 3.4, 3.6, 3.9.
 """
@@ -21,11 +21,12 @@ from realhf.trajectory.state.registry import is_alive, shares
 from realhf.trajectory.state.server_state import TrajectoryState
 
 STALE_PER_BATCH = 250
-"""Stale groups set aside in one go, so that no pull takes long."""
+"""Number of stale groups set aside in one go, so that no pull takes long."""
 
 
 def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
-    """Groups of the next batch in the order of delivery, charged to their environments; the queue still holds them."""
+    """Return the groups of the next batch in the order of delivery and charge their environments; the queue still holds
+    the groups."""
     if state.run.batch_size < 1:
         return NotSelected("batch_size_not_positive")
     if _set_stale_aside(state):
@@ -42,7 +43,8 @@ def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
 
 
 def _set_stale_aside(state: TrajectoryState) -> bool:
-    """Take groups beyond the bound out of the queue, or put them at its end; True while there are more of them."""
+    """Take groups beyond the bound out of the queue, or put them at its end; return True while there are more of
+    them."""
     stale, more = state.take_stale(STALE_PER_BATCH)
     for group in stale:
         _release(state, state.queue.companions(group))
@@ -58,7 +60,7 @@ def _set_stale_aside(state: TrajectoryState) -> bool:
 
 
 def _release(state: TrajectoryState, members: list[GroupRecord]) -> None:
-    """A set lost a member: each of the others stands for itself now."""
+    """Release the other members of a set that lost one: each of them counts alone now."""
     for member in (state.groups[each.id] for each in members):
         alone = msgspec.structs.replace(member, bundle=None, order=state.next_order())
         reason = unservable_reason(state, member.size)

@@ -1,4 +1,4 @@
-"""Housekeeping commands: what a restart changes, and what the passing of time ends.
+"""Defines housekeeping commands: what a restart changes, and what the passing of time ends.
 
 Source: docs/reference/trajectory.md 3.5 (buffer expiry), 3.7, 3.10, 3.11.
 """
@@ -16,11 +16,12 @@ from realhf.trajectory.state.delivery import close_lease
 from realhf.trajectory.state.server_state import TrajectoryState
 
 PER_ROUND = 1000
-"""Rows that one round of housekeeping removes at most."""
+"""Largest number of rows that one round of housekeeping removes."""
 
 
 def restart(state: TrajectoryState, now: float) -> None:
-    """A server came back alone: no response is on its way any more, and every heartbeat clock starts anew."""
+    """Adapt the state to a restart of a server that works alone: no response is on its way any more, and every
+    heartbeat clock starts anew."""
     for env in list(state.envs.values()):
         state.put("envs", env.env_id, msgspec.structs.replace(env, last_seen=now))
     for lease in list(state.leases.values()):
@@ -31,13 +32,13 @@ def restart(state: TrajectoryState, now: float) -> None:
 
 
 def due(state: TrajectoryState, now: float) -> bool:
-    """Whether there is anything to tidy."""
+    """Return whether there is anything to tidy."""
     tasks = (_expired_buffers, _old_replays, _old_leases, _ended_for_good)
     return any(next(task(state, now), None) is not None for task in tasks)
 
 
 def tidy(state: TrajectoryState, now: float) -> None:
-    """Move leftovers of the mix buffers to quarantine, forget old answers and ended leases."""
+    """Move leftovers of the mix buffers to quarantine; forget old answers and ended leases."""
     for group in list(_expired_buffers(state, now)):
         quarantine.isolate(state, group, "buffer_leftover_expired")
     for key in list(_old_replays(state, now)):
@@ -57,7 +58,7 @@ def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord
 
 
 def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
-    """Too old, or too many: the oldest are the first."""
+    """Yield the keys of answers that are too old or too many, the oldest first."""
     limit, surplus = now - state.options.replay_ttl_s, len(state.replays) - state.options.max_replays
     for index, replay in enumerate(islice(state.replays.values(), PER_ROUND)):
         if replay.stored_at >= limit and index >= surplus:

@@ -1,4 +1,4 @@
-"""Groups of the wrong size: find a set of them that adds up to the right one. Pure functions, usable without HTTP.
+"""Finds among groups of the wrong size a set that adds up to the right one. Pure functions, usable without HTTP.
 
 Source: docs/reference/trajectory.md 2.7.
 """
@@ -9,20 +9,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_BITS = 1 << 25
-"""Groups times target that an exact search looks at; a few milliseconds. Of a larger buffer it sees the oldest part."""
+"""Largest product of groups and target for an exact search, which takes a few milliseconds. Of a larger buffer it
+searches the oldest part."""
 
 
 def find_set(sizes: Sequence[int], target: int) -> list[int]:
-    """Ascending indices of sizes that sum to ``target``, or none. First in order of arrival, skipping what does not
-    fit; else an exact subset, rebuilt from the newest index downwards wherever the rest can be reached without it
-    being larger. Sizes and target in sequences, sizes at least 1."""
+    """Return ascending indices of sizes that sum to ``target``; an empty list if there are none.
+
+    It first adds sizes in order of arrival, skipping what does not fit. Then it searches an exact subset, rebuilt from
+    the newest index downwards: it leaves an index out wherever the rest can be reached without it being larger. Sizes
+    and target are in sequences, sizes at least 1.
+    """
     if target < 1 or sum(sizes) < target:
         return []
     return _in_order(sizes, target) or _exactly(sizes, target)
 
 
 def find_groups_summing_to_target(buffer: Sequence[Mapping[str, Any]], target_size: int) -> list[int]:
-    """``find_set`` over groups as plain mappings with a list of ``tokens``."""
+    """Apply ``find_set`` to groups given as plain mappings with a list of ``tokens``."""
     return find_set([len(group["tokens"]) for group in buffer], target_size)
 
 
@@ -38,7 +42,7 @@ def _in_order(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def _exactly(sizes: Sequence[int], target: int) -> list[int]:
-    """Subset sum over bit sets: bit j of ``reachable[i]`` says that the first i sizes can sum to j."""
+    """Solve the subset sum over bit sets: bit j of ``reachable[i]`` says that the first i sizes can sum to j."""
     sizes = sizes[: max(1, MOST_BITS // (target + 1))]
     mask = (1 << (target + 1)) - 1
     reachable = [1]

@@ -1,4 +1,4 @@
-"""What happens to a pushed group: queue, mix buffer or quarantine.
+"""Decides what happens to a pushed group: queue, mix buffer or quarantine.
 
 Source: docs/reference/trajectory.md 2.6, 2.7, 3.8.
 """
@@ -33,9 +33,11 @@ def push(
     fingerprint: str = "",
     epoch: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Take groups whose payloads were staged; a list is taken whole or not at all. With an idempotency ``key`` a
-    repeat gets the first answer. Raises Refusal 503 (full), 422 (the key belongs to another body) or 409 (``epoch``
-    is that of an older run); the payloads are given up then."""
+    """Take groups whose payloads were staged; a list is taken whole or not at all.
+
+    With an idempotency ``key`` a repeat gets the first answer. Raises Refusal 503 (full), 422 (the key belongs to
+    another body) or 409 (``epoch`` is that of an older run); the payloads are given up then.
+    """
     try:
         check_epoch(state, now, epoch)
         answer, replayed = once(state, now, key, fingerprint, _take, groups, refs, listed)
@@ -71,7 +73,7 @@ def _take(
 
 
 def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Make room for so much more, or raise Refusal 503; never 4xx, because stock clients drop their data then."""
+    """Make room for that much more, or raise Refusal 503; never 4xx, because stock clients drop their data then."""
     options = state.options
     full = (options.max_queue_groups and state.waiting_groups + groups > options.max_queue_groups) or (
         options.max_queue_bytes and state.waiting_bytes + nbytes > options.max_queue_bytes
@@ -105,8 +107,8 @@ def _route(state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadR
 
 
 def _wake(state: TrajectoryState, env: EnvRecord | None) -> None:
-    """Whoever had nothing queued starts at the present virtual time: no burst to catch up
-    (docs/reference/trajectory.md 3.6). Groups without a known environment (None) are one."""
+    """Start an environment that had nothing queued at the present virtual time, so that it gets no burst to catch up
+    (docs/reference/trajectory.md 3.6). Groups without a known environment (None) count as one environment."""
     clock, queued = state.run.clock, state.queue.env_sequences()
     if env is not None:
         if env.virtual_time < clock and env.env_id not in queued:
@@ -156,7 +158,7 @@ def _enqueue_or_isolate(state: TrajectoryState, group: GroupRecord, reasons: set
 
 
 def _enqueue(state: TrajectoryState, members: list[GroupRecord], bundle: tuple[int, int] | None) -> None:
-    """To the tail of the queue; a set becomes one unit. The last one is the latest example from now on."""
+    """Append groups to the tail of the queue; a set becomes one unit. The last one becomes the latest example."""
     first = 0
     for position, member in enumerate(members):
         order = state.next_order()

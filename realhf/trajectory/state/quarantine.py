@@ -1,4 +1,4 @@
-"""Groups that can never be served: kept aside with the reason, instead of blocking the others.
+"""Keeps groups that can never be served aside with the reason, so that they do not block the others.
 
 Source: docs/reference/trajectory.md 3.5.
 """
@@ -15,7 +15,8 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 
 def unservable_reason(state: TrajectoryState, size: int) -> str | None:
-    """Why a unit of ``size`` sequences can never be part of a batch, or None (also while no trainer is known)."""
+    """Return why a unit of ``size`` sequences can never be part of a batch, or None (also while no trainer is
+    known)."""
     if size < 1:
         return "zero_sequences"
     if not state.run.registered:
@@ -39,8 +40,8 @@ def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
 
 
 def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """What is in quarantine counts as held, and goes before a push is refused: drop the oldest until so much more is
-    within the bounds of the queue."""
+    """Drop the oldest groups in quarantine until that much more is within the bounds of the queue: quarantine counts as
+    held, but goes before a push is refused."""
     options = state.options
     total_groups = state.waiting_groups + len(state.quarantine) + groups
     total_bytes = state.waiting_bytes + state.quarantine_bytes + nbytes
@@ -64,7 +65,7 @@ def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
 
 
 def reconsider_queue(state: TrajectoryState) -> None:
-    """A registration fixed the batch size: isolate what was queued before it and can never be served."""
+    """Isolate queued groups that can never be served, now that a registration fixed the batch size."""
     if not any(unservable_reason(state, size) for size in state.queue.sizes()):
         return
     for group in [group for group in state.groups.values() if group.place is Place.QUEUE]:
@@ -74,7 +75,7 @@ def reconsider_queue(state: TrajectoryState) -> None:
 
 
 def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any]:
-    """Move groups back to the tail of the queue; those that still cannot be served stay, and are told."""
+    """Move groups back to the tail of the queue. Those that still cannot be served stay, and the answer lists them."""
     requeued, unknown, refused = [], [], {}
     for key in ids:
         group = state.quarantine.get(key)
@@ -95,7 +96,7 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
 
 
 def _still(state: TrajectoryState, group: GroupRecord) -> str | None:
-    """What keeps a group in quarantine, whatever its size."""
+    """Return what keeps a group in quarantine, whatever its size; None if nothing does."""
     bound = state.max_staleness
     if bound is not None and state.run.current_version - group.policy_version > bound:
         return "too_stale"

@@ -1,4 +1,4 @@
-"""Who takes part: the trainer's registration, environments and their heartbeats, epochs, the policy version.
+"""Registers who takes part: the trainer, environments and their heartbeats, epochs, the policy version.
 
 Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9.
 """
@@ -22,9 +22,9 @@ from realhf.trajectory.state.server_state import TrajectoryState
 MIN_WEIGHT = 0.01
 """Least share of an environment, so that none starves."""
 _LARGE = 1e12
-"""Weights and allocations count up to here; products of larger ones would overflow."""
+"""Largest weight and allocation that count; products of larger ones would overflow."""
 _OF_THE_TRAINER = ("max_token_len", "checkpoint_dir", "save_checkpoint_interval", "num_steps")
-"""What a trainer that is started again may ask otherwise."""
+"""Fields of a registration that a restarted trainer may change."""
 logger = logging.getLogger(__name__)
 Answer = tuple[dict[str, Any], dict[str, str]]
 """Body and headers of a response."""
@@ -38,9 +38,12 @@ def register(
     may_reset: bool = True,
     anew: bool = False,
 ) -> Answer:
-    """A trainer. One that names the run that is going on, which is a trainer that was started again or another rank
-    of it, continues that run; any other one begins a new epoch. ``join`` continues whatever run there is; ``anew``
-    begins a new one even so. Raises Refusal 403 when a run would end that must not."""
+    """Register a trainer.
+
+    A trainer that names the run that is going on was started again or is another rank of it, and continues that run;
+    any other one begins a new epoch. ``join`` continues whatever run there is; ``anew`` begins a new one even so.
+    Raises Refusal 403 when a run would end that must not.
+    """
     number = uuid.uuid4().int
     headers = {"X-Trainer-Id": str(number)}
     if state.run.registered:
@@ -78,9 +81,11 @@ def _is_same_run(run: RunRecord, request: Mapping[str, Any]) -> bool:
 
 
 def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
-    """The run goes on with its queue, its environments, its leases and its steps, which count on from here even where
-    the trainer begins at an earlier one. What the trainer wants of it may have changed; a bound of the staleness that
-    it does not mention stays."""
+    """Continue the run with its queue, its environments, its leases and its steps.
+
+    The steps count on from here even where the trainer begins at an earlier one. The trainer's other wishes may have
+    changed; a staleness bound that it does not mention stays.
+    """
     run = state.run
     changed = {name: request[name] for name in _OF_THE_TRAINER}
     step, staleness = max(run.step, request["starting_step"]), request.get("max_staleness")
@@ -97,7 +102,8 @@ def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
 
 
 def reset(state: TrajectoryState, now: float) -> None:
-    """Forget everything; the epoch grows (docs/reference/trajectory.md 2.9). Strict keeps what the original keeps."""
+    """Forget everything; the epoch grows (docs/reference/trajectory.md 2.9). Strict mode keeps what the original
+    keeps."""
     old = state.run
     run = RunRecord(epoch=old.epoch + 1)
     if not state.options.forget_on_reset:
@@ -113,15 +119,17 @@ def reset(state: TrajectoryState, now: float) -> None:
 
 
 def outlive_epoch(state: TrajectoryState, now: float, ended: int) -> None:
-    """Begin an epoch after ``ended``, which the medium forgot wholly or in part, unless one has begun already. What
-    is still there stays. Its number is the time in milliseconds: a later epoch than ``ended`` may have been forgotten,
-    too, and no two may have one number."""
+    """Begin an epoch after ``ended``, which the medium forgot wholly or in part, unless one has begun already.
+
+    What is still there stays. The number of the new epoch is the time in milliseconds: the medium may have forgotten a
+    later epoch than ``ended``, too, and no two may have one number.
+    """
     if state.run.epoch <= ended:
         state.put_run(msgspec.structs.replace(state.run, epoch=max(ended + 1, int(now * 1000))))
 
 
 def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any]) -> Answer:
-    """A rollout handler; it has to wait until the trainer asked for a batch."""
+    """Register a rollout handler; it has to wait until the trainer has asked for a batch."""
     run = state.run
     if not run.started:
         return NotYet({"status": "wait for trainer to start"}, {})
@@ -172,30 +180,30 @@ def check_epoch(state: TrajectoryState, now: float, sent: str | None) -> None:
 
 
 def set_policy_version(state: TrajectoryState, now: float, version: int) -> dict[str, Any]:
-    """The trainer's weights are now of this version (docs/reference/trajectory.md 3.9)."""
+    """Set the version of the trainer's weights (docs/reference/trajectory.md 3.9)."""
     state.put_run(msgspec.structs.replace(state.run, policy_version=version))
     return {"status": "success", "policy_version": version}
 
 
 def is_alive(state: TrajectoryState, env: EnvRecord, now: float) -> bool:
-    """Connected, and heard of within the heartbeat timeout."""
+    """Return whether an environment is connected and gave a sign of life within the heartbeat timeout."""
     return env.connected and now - env.last_seen <= state.options.heartbeat_timeout_s
 
 
 def heartbeat_due(state: TrajectoryState, now: float, env_id: int) -> bool:
-    """Whether a sign of life is worth a write: a tenth of the timeout has gone by."""
+    """Return whether a sign of life is worth a write: a tenth of the timeout has gone by."""
     env = state.envs.get(env_id)
     return env is not None and now - env.last_seen > min(state.options.heartbeat_timeout_s / 10, 30.0)
 
 
 def heartbeat(state: TrajectoryState, now: float, env_id: int) -> None:
-    """A sign of life."""
+    """Record a sign of life."""
     if heartbeat_due(state, now, env_id):
         state.put("envs", env_id, msgspec.structs.replace(state.envs[env_id], last_seen=now))
 
 
 def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float], float]:
-    """Share of each known environment when batches are filled, and that of everything else together.
+    """Return the share of each known environment when batches are filled, and that of everything else together.
 
     Source: docs/reference/trajectory.md 3.6.
     """
@@ -207,7 +215,7 @@ def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float],
 
 
 def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
-    """The numbers by which a rollout handler paces itself. Cost: the number of environments.
+    """Return the numbers by which a rollout handler paces itself. The cost grows with the number of environments.
 
     Source: docs/reference/trajectory.md 2.5.
     """
@@ -243,7 +251,7 @@ def _has_foreign_groups(state: TrajectoryState) -> bool:
 
 
 def _others(state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]) -> int:
-    """Sequences of the other environments, packed in the largest size, beyond their minimums."""
+    """Count the sequences of the other environments, packed in the largest size, beyond their minimums."""
     if largest == 1 and not state.options.count_others_of_size_one:
         return 0
     batch_size, found = state.run.batch_size, 0

@@ -1,7 +1,7 @@
-"""Idempotency: a repeated request with the same key gets the first answer and changes nothing.
+"""Makes requests idempotent: a repeated request with the same key gets the first answer and changes nothing.
 
-The key is stored in the same commit as the data. The fingerprint tells a repeat from a mistake: CRC-32 and length
-of the body, which find a client's bug and are not meant to resist an attack.
+The key is stored in the same commit as the data. The fingerprint tells a repeat from a mistake: CRC-32 and length of
+the body, which find a client's bug and are not meant to resist an attack.
 
 Source: docs/reference/trajectory.md 3.10.
 """
@@ -22,7 +22,7 @@ Answer = tuple[dict[str, Any], dict[str, str]]
 
 
 class NotYet(NamedTuple):
-    """An ``Answer`` that tells the client to ask again: a repeat must not get it from the store."""
+    """Is an ``Answer`` that asks the client to try again, so it is not stored for repeats."""
 
     body: dict[str, Any]
     headers: dict[str, str]
@@ -31,8 +31,8 @@ class NotYet(NamedTuple):
 def once(
     state: TrajectoryState, now: float, key: str | None, fingerprint: str, command: Callable[..., Answer], *args: Any
 ) -> tuple[Answer, bool]:
-    """Answer of ``command(state, now, *args)`` and whether it is a repeated one. Raises Refusal 422 when the key came
-    with another request, and what the command raises; only a final answer is stored."""
+    """Return the answer of ``command(state, now, *args)`` and whether it is a repeated one. Raises Refusal 422 when the
+    key came with another request, and what the command raises; only a final answer is stored."""
     if key is None:
         return command(state, now, *args), False
     replay = state.replays.get(key)
@@ -52,6 +52,6 @@ def once(
 
 
 def encode_body(body: dict[str, Any]) -> bytes:
-    """JSON of an answer; the 128-bit ``uuid`` of a registration is beyond msgspec's integers."""
+    """Encode an answer as JSON; the 128-bit ``uuid`` of a registration is beyond msgspec's integers."""
     number = body.get("uuid")
     return b'{"uuid":%d}' % number if number is not None else msgspec.json.encode(body)

@@ -1,7 +1,7 @@
-"""The server's state in memory: tables of frozen records, and indexes that are functions of the tables.
+"""Holds the server's state in memory: tables of frozen records, and indexes that are functions of the tables.
 
-Commands change it only through ``put``, ``delete`` and ``clear``, so that a restored state and one that follows
-another instance are equal to the one that executed the commands. Source: docs/reference/trajectory.md 3.11.
+Commands change it only through ``put``, ``delete`` and ``clear``, so that a restored state and one that follows another
+instance are equal to the one that executed the commands. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from realhf.trajectory.store.base import Changes, Key, Snapshot
 
 
 class TrajectoryState:
-    """Tables, indexes and the changes since the last ``take_changes``. Not thread-safe: the event loop owns it.
+    """Holds tables, indexes and the changes since the last ``take_changes``. Not thread-safe: the event loop owns it.
 
-    ``queue`` holds what may be packed; ``buffers`` the mix buffer of each environment, oldest first; ``quarantine``
-    likewise; ``stale`` queued groups that only fill a batch nothing fresher fills, and ``with_stale`` (only with that
-    policy) all queued groups, those at the end. ``counters`` count events since
-    the start of the process."""
+    ``queue`` holds what may be packed; ``buffers`` the mix buffer of each environment, oldest first; ``quarantine`` the
+    groups that can never be served, likewise; ``stale`` the queued groups that only fill a batch when nothing fresher
+    does, and ``with_stale`` (only with that policy) all queued groups, the stale ones at the end. ``counters`` count
+    events since the start of the process.
+    """
 
     def __init__(self, options: StateOptions) -> None:
         self.options = options
@@ -62,32 +63,37 @@ class TrajectoryState:
 
     @property
     def run(self) -> RunRecord:
+        """The registration and its counters; an empty record before the first registration."""
         return self.tables["run"].get("run") or RunRecord()
 
     @property
     def envs(self) -> dict[int, EnvRecord]:
-        """By env_id, in the order of registration."""
+        """The environments by env_id, in the order of registration."""
         return self.tables["envs"]
 
     @property
     def groups(self) -> dict[int, GroupRecord]:
+        """The stored groups by id."""
         return self.tables["groups"]
 
     @property
     def leases(self) -> dict[str, LeaseRecord]:
+        """The batches in trainers' hands by lease id."""
         return self.tables["leases"]
 
     @property
     def closed(self) -> dict[str, ClosedLease]:
+        """The leases that ended, by lease id."""
         return self.tables["closed"]
 
     @property
     def replays(self) -> dict[str, Replay]:
+        """The stored answers by idempotency key."""
         return self.tables["replays"]
 
     @property
     def max_staleness(self) -> int | None:
-        """Steps a group may lie behind the current policy version; None: no bound.
+        """How many versions a group may lie behind the current policy version; None: no bound.
 
         Source: docs/reference/trajectory.md 3.9.
         """
@@ -98,19 +104,21 @@ class TrajectoryState:
 
     @property
     def waiting_groups(self) -> int:
-        """Groups that back-pressure counts: queued, buffered and leased."""
+        """Number of groups that back-pressure counts: queued, buffered and leased."""
         return self.queue.groups + len(self.stale) + self.leased_groups + sum(map(len, self.buffers.values()))
 
     def next_id(self) -> int:
+        """Return a group id that was never used."""
         self._next_id += 1
         return self._next_id
 
     def next_order(self) -> int:
+        """Return an order above all earlier ones."""
         self._next_order += 1
         return self._next_order
 
     def put(self, table: str, key: Key, record: Record) -> None:
-        """Write one row; the indexes follow."""
+        """Write one row and update the indexes."""
         old = self.tables[table].get(key)
         self.tables[table][key] = record
         if isinstance(record, GroupRecord):
@@ -124,6 +132,7 @@ class TrajectoryState:
             self._changes.rows[(table, key)] = record
 
     def put_run(self, record: RunRecord) -> None:
+        """Write the registration and its counters."""
         self.put("run", "run", record)
 
     def delete(self, table: str, key: Key) -> None:
@@ -138,8 +147,11 @@ class TrajectoryState:
             self._changes.rows[(table, key)] = None
 
     def move_payload(self, key: int, old: PayloadRef, new: PayloadRef) -> bool:
-        """A payload lies elsewhere now; the group keeps its place in every order. False if nobody refers to the old
-        place any more. The queue's own copy of the record is not touched: see ``QueueIndex``."""
+        """Record that a payload lies elsewhere now; the group keeps its place in every order.
+
+        Returns False if no record refers to the old place any more. The queue's own copy of the record is not touched:
+        see ``QueueIndex``.
+        """
         group, latest = self.groups.get(key), self.run.latest
         is_latest = latest is not None and latest.id == key and latest.payload.ref == old
         if group is not None and group.payload.ref == old:
@@ -156,7 +168,7 @@ class TrajectoryState:
         return True
 
     def discard(self, *refs: Any) -> None:
-        """Give staged payloads up that no record refers to (any more)."""
+        """Give up staged payloads that no record refers to (any more)."""
         if self._recording:
             self._changes.freed.extend(refs)
 
@@ -175,11 +187,12 @@ class TrajectoryState:
         self.put_run(run)
 
     def take_changes(self) -> Changes:
+        """Return the changes since the last call and begin to collect new ones."""
         changes, self._changes = self._changes, Changes()
         return changes
 
     def load(self, snapshot: Snapshot) -> None:
-        """Become what was committed."""
+        """Replace the state by what was committed."""
         self._empty()
         self._changes = Changes()
         groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
@@ -214,7 +227,7 @@ class TrajectoryState:
             self._recording = True
 
     def take_stale(self, limit: int) -> tuple[list[GroupRecord], bool]:
-        """Queued groups beyond the staleness bound, at most ``limit``, and whether there are more."""
+        """Take queued groups beyond the staleness bound, at most ``limit``; return them and whether there are more."""
         bound = self.max_staleness
         if bound is None:
             return [], False

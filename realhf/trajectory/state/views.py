@@ -1,4 +1,4 @@
-"""What can be looked at: bodies of the endpoints that change nothing.
+"""Shows the state: bodies of the endpoints that change nothing.
 
 Source: docs/reference/trajectory.md 2.2, 3.5, 3.7.
 """
@@ -15,28 +15,29 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 
 def status(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Step, and queued groups (not sequences, not buffers, not leases)."""
+    """Return the step, and the number of queued groups (not sequences, without buffers and leases)."""
     if not state.run.registered and not state.options.status_before_registration:
         return {"current_step": 0, "queue_size": 0}
     return {"current_step": state.run.step, "queue_size": state.queue.groups + len(state.stale)}
 
 
 def info(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Batch size in sequences and the longest sequence in tokens; -1 each without a trainer."""
+    """Return the batch size in sequences and the longest sequence in tokens; -1 each without a trainer."""
     return {"batch_size": state.run.batch_size, "max_token_len": state.run.max_token_len}
 
 
 def wandb_info(state: TrajectoryState, now: float) -> dict[str, Any]:
+    """Return group and project of the trainer's run; null without a trainer."""
     return {"group": state.run.wandb_group, "project": state.run.wandb_project}
 
 
 def latest(state: TrajectoryState, now: float) -> GroupRecord | None:
-    """The last group that entered the queue."""
+    """Return the last group that entered the queue."""
     return state.run.latest
 
 
 def envs(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Every environment: ``state`` is connected, stale (silent too long) or disconnected; queued in groups and
+    """Describe every environment: ``state`` is connected, stale (silent too long) or disconnected; queued in groups and
     sequences, served in sequences."""
     groups, sequences = state.queue.env_groups(), state.queue.env_sequences()
     items = [
@@ -63,7 +64,7 @@ def envs(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 def buffers(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """The mix buffer of each environment."""
+    """Describe the mix buffer of each environment."""
     return {
         "buffers": [
             {
@@ -78,7 +79,7 @@ def buffers(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 def quarantine(state: TrajectoryState, now: float, limit: int, after: int | None) -> dict[str, Any]:
-    """Groups in quarantine with ids above ``after``, at most ``limit``; the reasons of all of them."""
+    """List groups in quarantine with ids above ``after``, at most ``limit``, and count the reasons of all of them."""
     ids = sorted(key for key in state.quarantine if after is None or key > after)
     groups = [state.quarantine[key] for key in islice(ids, max(0, limit))]
     return {
@@ -99,7 +100,7 @@ def quarantine(state: TrajectoryState, now: float, limit: int, after: int | None
 
 
 def leases(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Batches in trainers' hands."""
+    """List the batches in trainers' hands."""
     return {
         "leases": [
             {

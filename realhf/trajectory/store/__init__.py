@@ -1,1 +1,1 @@
-"""Where the server's state and payloads live: one module per medium behind the protocol of ``base``."""
+"""Keeps the server's state and payloads: one module per medium behind the protocol of ``base``."""

@@ -1,7 +1,7 @@
-"""The contract of a store: rows of small tables, committed in order, and payloads beside them.
+"""Defines the contract of a store: rows of small tables, committed in order, and payloads beside them.
 
-The engine executes commands on a state in memory and hands their changes to ``commit``; nobody is answered before it
-returns. Source: docs/reference/trajectory.md 3.11.
+The engine executes commands on a state in memory and hands their changes to ``commit``; no request is answered before
+it returns. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from realhf.trajectory.base.records import TABLES, Payload, PayloadRef, Record
 
 
 class StoreFailure(RuntimeError):
-    """The medium refused (disk full, server away), so nothing of the request may be called kept. The text names the
-    cause. What really was kept is what the next ``reload`` says."""
+    """Is raised when the medium refused (disk full, server away), so nothing of the request may count as kept.
+
+    The text names the cause. What was really kept is what the next ``reload`` returns.
+    """
 
 
 class OutcomeUnknown(StoreFailure):
-    """A commit was sent and its outcome cannot be asked for at present: it may have been kept, or not."""
+    """Is raised when a commit was sent and its outcome cannot be asked for at present: it may have been kept, or
+    not."""
 
 
 class PayloadLost(StoreFailure):
-    """Payloads that cannot be read any more, or are not what was stored. ``refs`` names them."""
+    """Is raised for payloads that cannot be read any more, or are not what was stored. ``refs`` names them."""
 
     def __init__(self, store: str, refs: Sequence[PayloadRef]) -> None:
         super().__init__(f"{store}: {len(refs)} payloads are missing or damaged")
@@ -31,7 +34,8 @@ class PayloadLost(StoreFailure):
 
 
 class StateLost(RuntimeError):
-    """Somebody else took the write lock, or changes of others can no longer be followed: load everything anew."""
+    """Is raised when another server took the write lock, or changes of others can no longer be followed: load
+    everything anew."""
 
 
 Key = int | str
@@ -39,8 +43,8 @@ Key = int | str
 
 @dataclass
 class Changes:
-    """Rows written (a record) and deleted (None) since the last commit, and payloads nobody refers to any more.
-    ``cleared``: every table was emptied before ``rows`` were written."""
+    """Holds rows written (a record) and deleted (None) since the last commit, and payloads that no record refers to any
+    more. ``cleared``: every table was emptied before ``rows`` were written."""
 
     rows: dict[tuple[str, Key], Record | None] = field(default_factory=dict)
     freed: list[PayloadRef] = field(default_factory=list)
@@ -55,27 +59,33 @@ Snapshot = dict[str, list[Record]]
 
 
 def empty_snapshot() -> Snapshot:
+    """Return a snapshot without any records."""
     return {table: [] for table in TABLES}
 
 
 class Files(Protocol):
-    """Files of payloads that go as a whole, each with a number."""
+    """Manages files of payloads; a file is deleted as a whole, and each has a number."""
 
     def wasteful(self, held_bytes: int) -> bool:
-        """Whether the files take much more than the payloads in use do."""
+        """Return whether the files take much more than the payloads in use do."""
         ...
 
-    def file_of(self, payload: Payload) -> int: ...
+    def file_of(self, payload: Payload) -> int:
+        """Return the number of the file that holds a payload."""
+        ...
 
     def sparse(self, used: Mapping[int, int]) -> list[int]:
-        """Files of which no more than half is in use, the emptiest first; ``used``: bytes in use of each."""
+        """Return the files of which no more than half is in use, the emptiest first; ``used``: bytes in use of each."""
         ...
 
 
 class Store(Protocol):
-    """One medium. Every method is called from the event loop and does its slow work elsewhere. ``shared``: other
-    processes may write too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``. ``reloads``: the
-    state can be read again, so what was not committed can be undone."""
+    """Stores rows and payloads on one medium.
+
+    Every method is called from the event loop and does its slow work elsewhere. ``shared``: other processes may write
+    too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``. ``reloads``: the state can be read
+    again, so what was not committed can be undone.
+    """
 
     shared: bool
     reloads: bool
@@ -83,11 +93,11 @@ class Store(Protocol):
 
     @property
     def files(self) -> Files | None:
-        """What may have to be compacted; None: nothing ever."""
+        """The files that may have to be compacted; None if there never are any."""
         ...
 
     async def open(self) -> Snapshot:
-        """Everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""
+        """Return everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""
         ...
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
@@ -95,39 +105,41 @@ class Store(Protocol):
         ...
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Staged payloads of a command whose commit failed. Those that a commit kept after all stay; what a command
-        gave up itself is in ``Changes.freed``."""
+        """Give up staged payloads of a command whose commit failed. Those that a commit kept after all stay; payloads
+        that a command gave up itself are in ``Changes.freed``."""
         ...
 
     async def commit(self, changes: Changes) -> None:
         """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept), OutcomeUnknown or
-        StateLost; after each of them comes ``reload``. Once the changes are durable it raises nothing."""
+        StateLost; the engine calls ``reload`` after each of them. Once the changes are durable it raises nothing."""
         ...
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Bytes of staged payloads, checked against their CRC. Raises PayloadLost, StoreFailure."""
+        """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, StoreFailure."""
         ...
 
     async def begin(self) -> list[Changes]:
-        """Shared stores: take the write lock; answers what others committed since the last call. Raises StateLost,
+        """Take the write lock of a shared store; return what others committed since the last call. Raises StateLost,
         StoreFailure."""
         ...
 
     async def abandon(self) -> None:
-        """Shared stores: give up the write lock without a commit."""
+        """Give up the write lock of a shared store without a commit."""
         ...
 
     async def follow(self) -> list[Changes]:
-        """Shared stores: what others committed since the last call, without the lock. Raises as ``begin``."""
+        """Return what others committed to a shared store since the last call, without the lock. Raises as ``begin``."""
         ...
 
     async def reload(self) -> Snapshot:
-        """Everything that was committed, of a store that is open. Raises StoreFailure."""
+        """Return everything that was committed to a store that is open. Raises StoreFailure."""
         ...
 
     def take_loss(self) -> str:
-        """What the medium was found to have forgotten of what this server knew to be committed, in words; told once.
-        Empty: nothing, as far as can be known."""
+        """Describe what the medium has forgotten of what this server knows to be committed; each loss is reported once.
+        An empty text means that no loss is known."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the medium."""
+        ...

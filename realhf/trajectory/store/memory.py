@@ -1,4 +1,4 @@
-"""No medium at all: payloads stay in the records, and a commit is done as soon as it is asked for."""
+"""Keeps payloads in the records of the state, without any medium; a commit is done at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure, empty_
 
 
 class MemoryStore:
-    """Loses everything with the process."""
+    """Implements ``Store`` in memory: everything is lost with the process."""
 
     shared = False
     reloads = False
@@ -17,33 +17,43 @@ class MemoryStore:
     name = "memory"
 
     async def open(self) -> Snapshot:
+        """See ``Store``."""
         return empty_snapshot()
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
+        """See ``Store``."""
         return list(payloads)
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """The bytes go with their last holder."""
+        """Do nothing: the bytes go with their last holder."""
 
     async def commit(self, changes: Changes) -> None:
-        """The state in memory is all there is."""
+        """Do nothing: the state in memory is all there is."""
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
+        """See ``Store``."""
         return [payload.ref for payload in payloads if isinstance(payload.ref, bytes)]
 
     async def begin(self) -> list[Changes]:
+        """Raise AssertionError: the memory store is not shared."""
         raise AssertionError("the memory store is not shared")
 
     async def abandon(self) -> None:
+        """Raise AssertionError: the memory store is not shared."""
         raise AssertionError("the memory store is not shared")
 
     async def follow(self) -> list[Changes]:
+        """Raise AssertionError: the memory store is not shared."""
         raise AssertionError("the memory store is not shared")
 
     async def reload(self) -> Snapshot:
+        """Raise StoreFailure: memory cannot be read again."""
         raise StoreFailure("memory cannot be read again")
 
     def take_loss(self) -> str:
+        """See ``Store``. Nothing is ever forgotten."""
         return ""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """See ``Store``."""
+        ...

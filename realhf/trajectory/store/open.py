@@ -1,4 +1,4 @@
-"""Which store an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``."""
+"""Finds the store that an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from realhf.trajectory.store.sqlite import SqliteStore
 
 
 def open_store(url: str, *, durable: bool = False) -> Store:
-    """The store, not opened yet. Raises ValueError for an address of no known form, or a Redis address without the
-    ``redis`` package."""
+    """Make the store without opening it. Raises ValueError for an address of no known form, or a Redis address without
+    the ``redis`` package."""
     if url == "memory":
         return MemoryStore()
     if url.startswith("sqlite:") and url != "sqlite:":

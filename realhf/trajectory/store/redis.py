@@ -1,9 +1,9 @@
-"""State shared by several servers: tables, payloads and a log of changes in one Redis.
+"""Shares the state between several servers: tables, payloads and a log of changes in one Redis.
 
 A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits rows and its own log
-entry in one script that checks the token. Whoever lost the lock writes nothing. How much survives the loss of Redis
-itself is its own configuration (append-only file); a server that was there before notices what is missing. Nothing that
-must be unique is counted in Redis, which may have forgotten the count. Source: docs/reference/trajectory.md 3.11.
+entry in one script that checks the token. A server that lost the lock writes nothing. How much survives the loss of
+Redis itself is Redis's own configuration (append-only file); a server that was there before notices what is missing. No
+unique number is counted in Redis, which may have forgotten the count. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ LOCK_MS = 3000
 LOCK_DEADLINE_S = 10.0
 LOG_LENGTH = 10_000
 STAGED_EXPIRE_S = 600
-"""A payload whose commit never came goes by itself."""
+"""Seconds after which a payload whose commit never came expires."""
 _REF_BITS = 24
-"""Payload numbers of one server: a random number of 38 bits, then a count of so many."""
+"""Width of the count in a payload number, in bits; a random number of 38 bits per server stands before it."""
 _STAGE_ATTEMPTS = 3
 _BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
-"""uvloop calls a connection that was closed meanwhile a RuntimeError, and the client hands that on."""
+"""Errors that mean a broken connection. uvloop reports a connection that was closed meanwhile as a RuntimeError, and
+the client passes that on."""
 _FAILED = (RedisError, *_BROKEN)
 
-# What was logged after the commit of number ARGV[1], and by whom that one was made.
+# Returns what was logged after the commit of number ARGV[1], and which server made that one.
 _FOLLOW = """
 local known = redis.call('XRANGE', KEYS[3], ARGV[1] .. '-0', ARGV[1] .. '-0')
 local by = known[1] and known[1][2][2] or ''
 local log = redis.call('XRANGE', KEYS[3], string.format('%d-0', ARGV[1] + 1), '+')
 return {redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', by, log}
 """
-# The same under the lock, which is taken: ARGV[2] is the token, ARGV[3] the milliseconds.
+# Does the same under the lock, which it takes: ARGV[2] is the token, ARGV[3] the milliseconds.
 _BEGIN = f"""
 if not redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return false end
 {_FOLLOW}"""
-# Under the lock: new payloads, which must be there and stay from now on, rows, payloads that go, the log entry; then
-# let the lock go. ARGV: token, log entry, prefix, log length, cleared, then counted lists of new refs, (table, key,
-# row), (table, key), freed refs.
-# 0: the lock was lost. -1: a payload is not there any more. Nothing is written then.
+# Commits under the lock: checks that new payloads are there and keeps them, writes and deletes rows, deletes payloads,
+# appends the log entry, and releases the lock. ARGV: token, log entry, prefix, log length, cleared, then counted lists
+# of new refs, (table, key, row), (table, key), freed refs. Returns 0 when the lock was lost and -1 when a payload is no
+# longer there; then nothing is written.
 _COMMIT = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local prefix, at = ARGV[3], 6
@@ -93,7 +94,7 @@ redis.call('SET', KEYS[4], ARGV[1])
 redis.call('DEL', KEYS[1])
 return version
 """
-# Let the lock go if it is still ours, and see whether our commit is in the log.
+# Releases the lock if it is still ours, and looks whether our commit is in the log.
 _SETTLE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 return redis.call('XRANGE', KEYS[3], ARGV[2], '+')
@@ -101,14 +102,14 @@ return redis.call('XRANGE', KEYS[3], ARGV[2], '+')
 
 
 class LogEntry(msgspec.Struct, array_like=True):
-    """One commit as the others read it: rows are encoded records, None where deleted."""
+    """Is one commit as the other servers read it: rows are encoded records, None where deleted."""
 
     cleared: bool
     rows: list[tuple[str, Key, bytes | None]]
 
 
 class RedisStore:
-    """One of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
+    """Implements ``Store`` for one of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
 
     shared = True
     reloads = True
@@ -122,7 +123,7 @@ class RedisStore:
             raise ValueError(f"--store {parts.scheme}://...: unknown option {next(iter(query))!r}; known is prefix")
         self._url = urlunsplit(parts._replace(query=""))
         self.name = f"{parts.scheme}://{parts.hostname or parts.path}:{parts.port or 6379}"
-        # A client that repeated a commit by itself would find the lock gone, and call a commit lost that was made.
+        # A client that repeated a commit by itself would find the lock gone, and report a commit as lost that was made.
         self._redis: Redis = Redis.from_url(
             self._url, socket_timeout=5, socket_connect_timeout=2, retry=Retry(NoBackoff(), 0)
         )
@@ -138,9 +139,11 @@ class RedisStore:
         self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
 
     async def open(self) -> Snapshot:
+        """See ``Store``."""
         return await self.reload()
 
     async def reload(self) -> Snapshot:
+        """See ``Store``."""
         try:
             async with self._redis.pipeline(transaction=True) as together:
                 together.set(f"{self._prefix}:born", uuid.uuid4().hex, nx=True)
@@ -161,12 +164,13 @@ class RedisStore:
         }
 
     def take_loss(self) -> str:
+        """See ``Store``."""
         loss, self._loss = self._loss, ""
         return loss
 
     def _missing(self, born: bytes, version: int, last: bytes, known: Sequence[Any]) -> str:
-        """What Redis has forgotten of the commits that this server knows of; ``known``: the log from the last of them
-        on, if it is still there."""
+        """Describe what Redis has forgotten of the commits that this server knows of; ``known``: the log from the last
+        of them on, if it is still there."""
         if not self._born:
             return ""
         if born != self._born:
@@ -181,7 +185,7 @@ class RedisStore:
         return "" if same else f"Redis went back behind commit {self._version}, and others took its number"
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """A number that is taken, by whomever, is never written over."""
+        """See ``Store``. A number that any server has used is never written over."""
         for _ in range(_STAGE_ATTEMPTS):
             refs = [next(self._refs) for _ in payloads]
             try:
@@ -197,10 +201,11 @@ class RedisStore:
         raise StoreFailure(f"{self.name}: no free payload numbers in {_STAGE_ATTEMPTS} attempts")
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Staged payloads expire by themselves."""
+        """Do nothing: staged payloads expire by themselves."""
         self._staged.difference_update(refs)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
+        """See ``Store``."""
         try:
             found = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
         except _FAILED as error:
@@ -214,6 +219,7 @@ class RedisStore:
         return whole
 
     async def begin(self) -> list[Changes]:
+        """See ``Store``."""
         deadline = time.monotonic() + LOCK_DEADLINE_S
         self._token = uuid.uuid4().hex.encode()
         while True:
@@ -229,12 +235,15 @@ class RedisStore:
             await asyncio.sleep(random.uniform(0.0005, 0.003))
 
     async def follow(self) -> list[Changes]:
+        """See ``Store``."""
         return self._seen(*await self._run(_FOLLOW, self._version))
 
     async def abandon(self) -> None:
+        """See ``Store``."""
         await self._run(_SETTLE, self._token, "+")
 
     async def commit(self, changes: Changes) -> None:
+        """See ``Store``."""
         rows = [
             (table, key, None if record is None else msgspec.msgpack.encode(record))
             for (table, key), record in changes.rows.items()
@@ -260,10 +269,11 @@ class RedisStore:
         self._staged.difference_update(changes.freed)
 
     async def close(self) -> None:
+        """See ``Store``."""
         await self._redis.aclose()
 
     async def _settle(self) -> int:
-        """The connection broke while committing: whether the commit was made. Afterwards it cannot be made any
+        """Find out whether the commit was made when the connection broke during it. Afterwards it cannot be made any
         more, because the lock is gone. Raises OutcomeUnknown while Redis is away."""
         try:
             entries = await self._run(_SETTLE, self._token, f"{self._version + 1}-0", repeat=True)
@@ -275,7 +285,7 @@ class RedisStore:
         return 0
 
     async def _run(self, script: str, *args: Any, repeat: bool = False) -> Any:
-        """Run one script. Raises StoreFailure, for a commit whose reply was lost _ReplyLost."""
+        """Run one script. Raises StoreFailure, and _ReplyLost for a commit whose reply was lost."""
         for attempt in range(4):
             try:
                 return await self._scripts[script](keys=self._keys, args=args)
@@ -292,8 +302,8 @@ class RedisStore:
         raise AssertionError("unreachable")
 
     def _seen(self, version: bytes, last: bytes, by: bytes, entries: Sequence[Any]) -> list[Changes]:
-        """Changes of log entries that follow what is known. Raises StateLost where some are missing, or where Redis
-        lost commits and others took their numbers; ``by``: the token of the last commit that is known."""
+        """Return the changes of log entries that follow what is known. Raises StateLost where some are missing, or
+        where Redis lost commits and others took their numbers; ``by``: the token of the last commit that is known."""
         if self._version and by != self._last:
             raise StateLost(f"{self.name}: commit {self._version} is no longer in the log, or is another one")
         found = []
@@ -327,7 +337,7 @@ class RedisStore:
 
 
 def _referred(changes: Changes) -> Iterator[PayloadRef]:
-    """Payloads that the rows refer to."""
+    """Yield the payloads that the rows refer to."""
     for record in changes.rows.values():
         if isinstance(record, GroupRecord):
             yield record.payload.ref
@@ -336,17 +346,17 @@ def _referred(changes: Changes) -> Iterator[PayloadRef]:
 
 
 def _new_refs() -> Iterator[int]:
-    """Payload numbers that no other server, and no earlier life of this one, hands out."""
+    """Yield payload numbers that no other server, and no earlier process of this one, uses."""
     return itertools.count(secrets.randbits(62 - _REF_BITS) << _REF_BITS)
 
 
 def _number(name: bytes) -> int:
-    """Commit of a log entry; -1 for none."""
+    """Return the commit of a log entry; -1 for none."""
     return int(bytes(name).partition(b"-")[0] or -1)
 
 
 class _ReplyLost(Exception):
-    """A commit was sent, and no answer came."""
+    """Is raised when a commit was sent and no answer came."""
 
 
 def _fields(pairs: Any) -> dict[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""Payloads in append-only files of bounded size, each unlinked when nobody refers to anything in it any more.
+"""Keeps payloads in append-only files of bounded size; a file is deleted when no record refers to anything in it.
 
 A reference is ``segment << 40 | offset``. Source: docs/reference/trajectory.md 3.11.
 """
@@ -21,15 +21,17 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _MAX_BUFFERS = 512
 _SLACK_FILES = 2
 _SPARE_FILES = 4
-"""Emptied files that are written again instead of new ones: their pages are there already."""
+"""Number of emptied files that are kept and written again instead of new ones, because their pages are there
+already."""
 
 
 class Segments:
-    """Appends on one thread, reads on any. ``stage`` gives offsets at once; bytes wait in memory until ``write``.
+    """Appends on one thread, reads on any. ``stage`` assigns offsets at once; bytes wait in memory until ``write``.
 
-    A reference is *staged* until a commit keeps it, frees it, or its owner gives it up (``unstage``); *live* as long
-    as a committed record holds it. A file goes when it has neither. Live references are counted from the records
-    themselves after every failure (``recount``), so that no false report of one can delete a file in use."""
+    A reference is *staged* until a commit keeps it, frees it, or its owner gives it up (``unstage``); *live* as long as
+    a committed record holds it. A file is deleted when it has neither. Live references are counted from the records
+    themselves after every failure (``recount``), so that a wrong count cannot delete a file in use.
+    """
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
@@ -47,7 +49,7 @@ class Segments:
         self._end = 0
 
     def restore(self, payloads: Iterable[Payload]) -> None:
-        """Count what is referred to, and delete files nobody refers to; writing goes on in a new segment."""
+        """Count what is referred to, and delete files without any reference; writing continues in a new segment."""
         self.recount(payloads)
         found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
         unused = [path for segment, path in found.items() if not self._live[segment]]
@@ -58,14 +60,14 @@ class Segments:
         self._sizes[self._active] = 0
 
     def recount(self, payloads: Iterable[Payload]) -> None:
-        """Take the live references from what was committed. Whatever of it was staged was kept after all."""
+        """Count the live references from what was committed. Staged payloads among them were kept after all."""
         self._live = Counter()
         for payload in payloads:
             self._live[self._locate(payload)[0]] += 1
             self._settle(self._ref(payload))
 
     def holds(self, payload: Payload) -> bool:
-        """Whether the payload lies within its file; a torn tail does not."""
+        """Return whether the payload lies within its file; one in a torn tail does not."""
         segment, offset = self._locate(payload)
         try:
             return self._path(segment).stat().st_size >= offset + payload.nbytes
@@ -73,7 +75,7 @@ class Segments:
             return False
 
     def stage(self, payloads: Sequence[bytes]) -> list[int]:
-        """References of payloads that the next ``write`` puts there."""
+        """Assign references to payloads, which the next ``write`` puts there."""
         refs = []
         for payload in payloads:
             if self._end and self._end + len(payload) > self._limit:
@@ -88,7 +90,7 @@ class Segments:
         return refs
 
     def waiting(self) -> dict[int, bytes]:
-        """Payloads that are staged and not written, in order."""
+        """Return the payloads that are staged and not written, in order."""
         return dict(self._waiting)
 
     def write(self, staged: dict[int, bytes], durable: bool) -> None:
@@ -111,27 +113,29 @@ class Segments:
             self._new_names = False  # not before the flush has succeeded: the next try has to make it otherwise
 
     def written(self, staged: dict[int, bytes]) -> None:
-        """These need not be kept in memory any longer."""
+        """Drop these payloads from memory, because they are written."""
         for ref in staged:
             self._waiting.pop(ref, None)
 
     def waiting_bytes(self, ref: int) -> bytes | None:
+        """Return the bytes of a payload that waits to be written, or None."""
         return self._waiting.get(ref)
 
     def kept(self, payloads: Iterable[Payload]) -> None:
-        """A commit holds these; those of them that were staged are live from now on."""
+        """Take note that a commit holds these payloads; those that were staged are live from now on."""
         for payload in payloads:
             if self._settle(self._ref(payload)):
                 self._live[self._locate(payload)[0]] += 1
 
     def unstage(self, refs: Iterable[int]) -> None:
-        """Staged payloads that nobody will refer to. Those that are not staged any more are somebody's: they stay."""
+        """Give up staged payloads that no record will refer to. Those that are no longer staged belong to a record and
+        stay."""
         for ref in refs:
             if self._settle(ref):
                 self._waiting.pop(ref, None)
 
     def _settle(self, ref: int) -> bool:
-        """Whether this was staged; it is no longer."""
+        """End the staging of a reference; return whether it was staged."""
         if ref not in self._staged:
             return False
         self._staged.remove(ref)
@@ -139,7 +143,7 @@ class Segments:
         return True
 
     def read(self, payload: Payload) -> bytes:
-        """Bytes of one payload from its file. Raises OSError. Nobody who writes waits for the disk meanwhile."""
+        """Read one payload from its file. Raises OSError. Writers do not wait for the disk meanwhile."""
         segment, offset = self._locate(payload)
         handle = self._own_handle(segment)
         try:
@@ -148,7 +152,7 @@ class Segments:
             os.close(handle)
 
     def _own_handle(self, segment: int) -> int:
-        """A handle for one reader to close: the shared one may be closed while it reads."""
+        """Return a handle that the reader closes itself: the shared one may be closed while it reads."""
         with self._files:
             handle = self._handles.get(segment)
             if handle is not None:
@@ -161,7 +165,8 @@ class Segments:
             return os.dup(opened)
 
     def free(self, refs: Iterable[int]) -> list[int]:
-        """Nobody refers to these any more. Returns the files that nobody refers to at all, for ``remove``."""
+        """Drop references that no record holds any more. Returns the files without any reference left, for
+        ``remove``."""
         for ref in refs:
             if self._settle(ref):
                 self._waiting.pop(ref, None)
@@ -178,14 +183,16 @@ class Segments:
         return empty
 
     def wasteful(self, held_bytes: int) -> bool:
-        """Whether the files take more than twice what is in use, and a few files beyond that."""
+        """Return whether the files take more than twice what is in use, and a few files beyond that."""
         return sum(self._sizes.values()) > 2 * held_bytes + _SLACK_FILES * self._limit
 
     def file_of(self, payload: Payload) -> int:
+        """Return the number of the file that holds a payload."""
         return self._locate(payload)[0]
 
     def sparse(self, used: Mapping[int, int]) -> list[int]:
-        """Files of which no more than half is in use, the emptiest first, but for the one that is being written."""
+        """Return files of which no more than half is in use, the emptiest first, except the one that is being
+        written."""
         candidates = (
             segment
             for segment, size in self._sizes.items()
@@ -194,7 +201,7 @@ class Segments:
         return sorted(candidates, key=lambda segment: used[segment])
 
     def remove(self, segments: Sequence[int]) -> None:
-        """Put files aside to be written again, or delete them; that takes a while, so not on the event loop."""
+        """Put files aside to be written again, or delete them. That takes a while, so call it off the event loop."""
         for segment in segments:
             with self._files:
                 handle = self._handles.pop(segment, None)
@@ -207,6 +214,7 @@ class Segments:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close all files."""
         with self._files:
             for handle in (*self._handles.values(), *(handle for _, handle in self._spare)):
                 os.close(handle)
@@ -241,8 +249,8 @@ class Segments:
 
 
 def _runs(staged: Mapping[int, bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """Payloads that lie side by side in one file, with the reference of the first: a payload that was given up leaves
-    a gap, over which nothing may be written in one go."""
+    """Yield runs of payloads that lie side by side in one file, with the reference of the first. A payload that was
+    given up leaves a gap, which no single write may cross."""
     first, after, run = 0, -1, []
     for ref, payload in staged.items():
         if ref != after or len(run) >= _MAX_BUFFERS:
@@ -256,7 +264,7 @@ def _runs(staged: Mapping[int, bytes]) -> Iterator[tuple[int, list[bytes]]]:
 
 
 def _write_all(handle: int, offset: int, buffers: list[bytes]) -> None:
-    """All buffers, one after the other from ``offset`` on, however often the system writes less."""
+    """Write all buffers, one after the other from ``offset`` on, however often the system writes less."""
     remaining = [memoryview(buffer) for buffer in buffers if buffer]
     while remaining:
         written = os.pwritev(handle, remaining, offset)

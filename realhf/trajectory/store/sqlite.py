@@ -1,9 +1,9 @@
-"""The embedded store: rows in one SQLite file in WAL mode, payloads in segment files beside it.
+"""Implements the embedded store: rows in one SQLite file in WAL mode, payloads in segment files beside it.
 
 A commit is one transaction, after the payloads it refers to were written. It survives the death of the process; with
-``durable`` also that of the machine. Without a flush a small transaction takes some 30 microseconds, less than a visit
-to another thread, so it is made where it is asked for; payloads, large transactions and checkpoints, which may wait for
-the disk, go to the writer thread. Source: docs/reference/trajectory.md 3.11.
+``durable`` also that of the machine. Without a flush a small transaction takes some 30 microseconds, less than a switch
+to another thread, so it runs on the event loop. Payloads, large transactions and checkpoints, which may wait for the
+disk, go to the writer thread. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _INLINE_BYTES = 256 << 10
 _CHECKPOINT_BYTES = 8 << 20
 _LOGGED_BYTES_PER_ROW = 4096
 _WAIT_FOR_CHECKPOINT_BYTES = 128 << 20
-"""A log of changes that grew so long has to be merged before the next commit."""
+"""Size of the log of changes from which it is merged before the next commit."""
 _CHECKED_BYTES = 64 << 20
-"""Payloads so near the end of what was written are checked when the store opens; the rest when they are read."""
+"""How many bytes of payloads at the end of what was written are checked when the store opens; the others are checked
+when they are read."""
 
 
 class SqliteStore:
-    """One folder, locked to one process. ``durable``: every commit reaches the disk before it returns."""
+    """Keeps one folder, locked to one process. ``durable``: every commit reaches the disk before it returns."""
 
     shared = False
     reloads = True
@@ -57,6 +58,7 @@ class SqliteStore:
 
     @property
     def files(self) -> Files:
+        """See ``Store``."""
         return self._segments
 
     async def open(self) -> Snapshot:
@@ -69,6 +71,7 @@ class SqliteStore:
             raise StoreFailure(f"{self.name}: {error}") from error
 
     async def reload(self) -> Snapshot:
+        """See ``Store``."""
         try:
             snapshot = await self._on_writer(self._load)
         except (OSError, sqlite3.Error) as error:
@@ -77,14 +80,16 @@ class SqliteStore:
         return snapshot
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
+        """See ``Store``."""
         return list(self._segments.stage(payloads))
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
+        """See ``Store``."""
         self._segments.unstage(ref for ref in refs if isinstance(ref, int))
 
     async def commit(self, changes: Changes) -> None:
-        """Payloads first, then the rows. Raises StoreFailure; nothing of the commit is kept then. What follows the
-        rows is housekeeping, whose failure is no failure of the commit."""
+        """Write the payloads, then the rows. Raises StoreFailure, and then nothing of the commit is kept. After the
+        rows comes housekeeping, whose failure does not fail the commit."""
         staged = self._segments.waiting()
         small = not self._durable and len(changes.rows) <= _INLINE_ROWS and not changes.cleared
         try:
@@ -109,23 +114,28 @@ class SqliteStore:
             logger.error("%s: the log of changes could not be merged, and grows until it can: %s", self.name, error)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Bytes of payloads, checked. Raises PayloadLost."""
+        """Return the bytes of payloads, checked. Raises PayloadLost."""
         return await asyncio.to_thread(self._read, payloads)
 
     def take_loss(self) -> str:
-        """The folder is locked to this process, so nobody can take anything away from it."""
+        """Return an empty text: the folder is locked to this process, so no other process can take anything away from
+        it."""
         return ""
 
     async def begin(self) -> list[Changes]:
+        """Raise AssertionError: one server has this store for itself."""
         raise AssertionError("one server has this store for itself")
 
     async def follow(self) -> list[Changes]:
+        """Raise AssertionError: one server has this store for itself."""
         raise AssertionError("one server has this store for itself")
 
     async def abandon(self) -> None:
+        """Raise AssertionError: one server has this store for itself."""
         raise AssertionError("one server has this store for itself")
 
     async def close(self) -> None:
+        """See ``Store``. The lock of the folder is released last."""
         await self._on_writer(self._close_database)
         await asyncio.to_thread(self._writer.shutdown)
         self._segments.close()
@@ -212,7 +222,7 @@ class SqliteStore:
         self._write(changes)
 
     async def _merge_log(self) -> None:
-        """Have what was logged merged into the database now and then, beside the commits that follow."""
+        """Merge the log into the database now and then, beside the commits that follow."""
         if self._logged < _CHECKPOINT_BYTES or (self._checkpoint is not None and not self._checkpoint.done()):
             return
         size = (self._folder / "state.sqlite-wal").stat().st_size
@@ -286,7 +296,7 @@ class SqliteStore:
 
 
 def _payloads(snapshot: Snapshot) -> Iterable[Payload]:
-    """Every payload that a record refers to: groups, and the latest example where its group is gone."""
+    """Yield every payload that a record refers to: groups, and the latest example where its group is gone."""
     ids = set()
     for group in snapshot["groups"]:
         if isinstance(group, GroupRecord):
@@ -298,7 +308,7 @@ def _payloads(snapshot: Snapshot) -> Iterable[Payload]:
 
 
 def _new_payloads(changes: Changes) -> Iterable[Payload]:
-    """Payloads that the written rows refer to."""
+    """Yield the payloads that the written rows refer to."""
     for record in changes.rows.values():
         if isinstance(record, GroupRecord):
             yield record.payload

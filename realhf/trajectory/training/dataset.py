@@ -1,6 +1,6 @@
-"""``TrajectoryDataset``: the batches of a trajectory server as samples to train on.
+"""Provides ``TrajectoryDataset``: the batches of a trajectory server as samples to train on.
 
-A batch stays leased until its owner says that what was learnt from it is safe (``acknowledge``); after a crash the
+A batch stays leased until its owner reports that what was learnt from it is safe (``acknowledge``); after a crash the
 server hands it out again. Source: docs/reference/trajectory.md 2.8, 3.9, 3.10.
 """
 
@@ -22,9 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamRun:
-    """A run as the server knows it. ``group`` and ``project`` name it; ``batch_size`` in sequences; ``max_tokens`` of
-    a sequence; ``max_staleness`` in policy versions (None: no bound). ``fresh``: whatever the server holds is of no
-    use."""
+    """Describes a run to the server.
+
+    ``group`` and ``project`` name it; ``batch_size`` in sequences; ``max_tokens`` of a sequence; ``max_staleness`` in
+    policy versions (None: no bound). ``fresh``: begin the run anew, because what the server holds is of no use.
+    """
 
     group: str
     project: str
@@ -36,10 +38,11 @@ class StreamRun:
 
 
 class TrajectoryDataset:
-    """Registers as the trainer, or finds its run again. Both clients are the dataset's, which closes them;
-    ``client`` must be in explicit mode. ``consumed``: leases whose batches were learnt from already.
+    """Registers as the trainer, or finds its run again, and pulls batches.
 
-    Raises TrajectoryError: no server, no permission, no batch in time."""
+    Both clients belong to the dataset, which closes them; ``client`` must be in explicit mode. ``consumed``: leases
+    whose batches were learnt from already. Raises TrajectoryError: no server, no permission, no batch in time.
+    """
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class TrajectoryDataset:
     def next(
         self, ids: Sequence[str], *, version: int, wait_s: float, rescore: Rescore
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """The next batch, one sample per group (see ``groups_to_sample``), and figures about it. ``version``: of the
-        weights that are about to be trained; ``rescore`` is asked where a producer sent no log-probabilities."""
+        """Return the next batch, one sample per group (see ``groups_to_sample``), and metrics about it. ``version``: of
+        the weights that are about to be trained; ``rescore`` is called where a producer sent no log-probabilities."""
         began = time.perf_counter()
         self._client.set_policy_version(version)
         batch = self._client.pull(wait_s)
@@ -92,7 +95,8 @@ class TrajectoryDataset:
         return converted.sample, stats
 
     def acknowledge(self, leases: Sequence[str]) -> None:
-        """These batches are no longer needed. What the server does not hear now it is told the next time."""
+        """Acknowledge batches that are no longer needed. What does not reach the server now is sent again the next
+        time."""
         for lease_id in [lease for lease in self._held if lease in leases]:
             try:
                 self._client.ack(lease_id)
@@ -105,7 +109,7 @@ class TrajectoryDataset:
             self._held.remove(lease_id)
 
     def close(self) -> None:
-        """What is still held is given back when its lease expires, or when the run goes on."""
+        """Close the clients. A batch still held is given back when its lease expires, or when the run continues."""
         self._keeper.close()
         self._client.close()
 
@@ -134,7 +138,8 @@ class TrajectoryDataset:
             )
 
     def _settle(self, consumed: Sequence[str]) -> None:
-        """After a restart: what a checkpoint holds is acknowledged, what was in hand beyond it comes again."""
+        """Settle the leases after a restart: batches that a checkpoint contains are acknowledged, the others in hand
+        come again."""
         mine = [lease["lease_id"] for lease in self._client.leases() if lease["owner"] == self._client.trainer_id]
         for lease_id in mine:
             if lease_id in consumed:

@@ -15,8 +15,8 @@ _JOIN_S = 5.0
 
 
 class LeaseKeeper:
-    """``client`` belongs to the keeper, which closes it. A lease is renewed when it comes in, which tells how long it
-    lasts, and whenever a third of that has gone by."""
+    """Renews leases with ``client``, which belongs to the keeper and is closed by it. A lease is renewed when it comes
+    in, which shows how long it lasts, and whenever a third of that time has gone by."""
 
     def __init__(self, client: TrajectoryClient) -> None:
         self._client = client
@@ -27,16 +27,18 @@ class LeaseKeeper:
         self._thread.start()
 
     def keep(self, lease_id: str) -> None:
+        """Renew this lease from now on."""
         with self._changed:
             self._due[lease_id] = time.monotonic()
             self._changed.notify()
 
     def release(self, lease_id: str) -> None:
-        """Renew it no longer."""
+        """Stop renewing this lease."""
         with self._changed:
             self._due.pop(lease_id, None)
 
     def close(self) -> None:
+        """Stop the thread and close the client."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -55,7 +57,7 @@ class LeaseKeeper:
                     self._due[lease_id] = time.monotonic() + wait
 
     def _next(self) -> str | None:
-        """The lease that is to be renewed now; None when the keeper is closed."""
+        """Wait for and return the lease that is to be renewed now; None when the keeper is closed."""
         with self._changed:
             while not self._closed:
                 lease_id = min(self._due, key=self._due.__getitem__, default=None)
@@ -66,7 +68,7 @@ class LeaseKeeper:
         return None
 
     def _renewed(self, lease_id: str) -> float | None:
-        """Seconds until the next renewal; None if the lease has ended."""
+        """Renew a lease; return the seconds until the next renewal, None if the lease has ended."""
         try:
             return self._client.renew(lease_id) / 3
         except LeaseLost as error:

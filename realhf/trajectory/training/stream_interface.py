@@ -1,4 +1,4 @@
-"""The ``stream_gen`` model function call: the next batch of a trajectory server in place of episodes of one's own."""
+"""Implements the ``stream_gen`` model function call: it takes the next batch of a trajectory server as its episodes."""
 
 from __future__ import annotations
 
@@ -71,19 +71,22 @@ class TrajectoryStreamInterface:
         return filled, {**stats, "episodes": self._texts(filled, model.tokenizer, context.step)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Called between steps, when all batches in hand were trained on."""
+        """Return the leases of batches that were trained on. Called between steps, when that holds for all batches in
+        hand."""
         self._saved = self._dataset.held if self._dataset else []
         return {"leases": self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the leases of batches that were trained on already."""
         self._saved = list(state.get("leases", ()))
 
     def committed(self) -> None:
-        """The checkpoint with the last ``state_dict`` is complete."""
+        """Acknowledge the leases of the last ``state_dict``, because the checkpoint that holds it is complete."""
         if self._dataset is not None:
             self._dataset.acknowledge(self._saved)
 
     def close(self) -> None:
+        """Close the connection to the server."""
         if self._dataset is not None:
             self._dataset.close()
             self._dataset = None

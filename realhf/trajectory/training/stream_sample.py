@@ -1,4 +1,4 @@
-"""Groups of a batch as the packed keys of a ``SequenceSample`` (docs/reference/dataflow.md 2).
+"""Converts groups of a batch to the packed keys of a ``SequenceSample`` (docs/reference/dataflow.md 2).
 
 The server takes groups of any shape (docs/reference/trajectory.md 2.6: no cross-checks), so the shapes are checked
 here: a sequence that cannot be trained on keeps its place with one token and without a loss, and is counted by its
@@ -26,12 +26,13 @@ VALID, FILTERED = 0, 2
 """Codes of the key ``outcome``."""
 
 Rescore = Callable[[SequenceSample], "Tensor"]
-"""Log-probabilities f32 (sum of L-1,) of a sample's own tokens, by the current weights."""
+"""Function that returns log-probabilities f32 (sum of L-1,) of a sample's own tokens, by the current weights."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of L tokens: ``tokens`` i64, ``trained`` bool, ``logprobs`` f32 (None: the producer sent none)."""
+    """Holds one sequence of L tokens: ``tokens`` i64, ``trained`` bool, ``logprobs`` f32 (None: the producer sent
+    none)."""
 
     tokens: np.ndarray
     trained: np.ndarray
@@ -44,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What the model can take: ids below ``vocab_size``, at most ``max_tokens`` a sequence; and how many valid
+    """Says what the model can take: ids below ``vocab_size``, at most ``max_tokens`` a sequence; and how many valid
     sequences a group needs to teach anything."""
 
     vocab_size: int
@@ -53,12 +54,13 @@ class RowLimits:
 
 
 class RowProblem(ValueError):
-    """Why a sequence cannot be trained on; the text is the name of its statistic."""
+    """Is raised when a sequence cannot be trained on; the text is the name of its statistic."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """``problems``: sequences left out, by reason; ``rescored``: sequences scored by the current weights."""
+    """Holds the sample of a batch. ``problems``: sequences left out, by reason; ``rescored``: sequences scored by the
+    current weights."""
 
     sample: SequenceSample
     problems: Mapping[str, int]
@@ -68,12 +70,14 @@ class Converted:
 def groups_to_sample(
     ids: Sequence[str], groups: Sequence[Mapping[str, Any]], limits: RowLimits, *, version: int, rescore: Rescore
 ) -> Converted:
-    """One sample per group; ids beyond the groups become samples without sequences. ``version``: of groups that say
-    none. Groups below the least size are left out; raises ValueError when more than ``ids`` remain.
+    """Convert groups to one sample each; ids beyond the groups become samples without sequences.
+
+    ``version`` is given to groups that name none. Groups below the least size are left out; raises ValueError when more
+    than ``ids`` remain.
 
     Keys, one inner sequence for each of L tokens: ``packed_input_ids`` i64 [L], ``prompt_mask`` and ``loss_mask`` bool
     [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1], ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool
-    [1], ``outcome`` u8 [1]. Metadata ``rewards`` and ``achieved`` are JSON lists; nobody knows what was achieved.
+    [1], ``outcome`` u8 [1]. Metadata ``rewards`` and ``achieved`` are JSON lists; what was achieved is not known here.
     """
     problems: Counter[str] = Counter()
     rows = [
@@ -140,7 +144,7 @@ def _row(group: Mapping[str, Any], index: int, limits: RowLimits, version: int) 
 
 
 def _of(group: Mapping[str, Any], name: str, index: int) -> Any:
-    """Entry of an optional per-sequence field."""
+    """Return the entry of an optional per-sequence field, or None."""
     values = group.get(name)
     return values[index] if values is not None and index < len(values) else None
 

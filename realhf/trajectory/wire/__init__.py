@@ -1,1 +1,2 @@
-"""Bytes to groups and back: validation once at the door, then spliced and never encoded twice."""
+"""Turns bytes into groups and back: groups are validated once when they arrive, then spliced and never encoded
+twice."""

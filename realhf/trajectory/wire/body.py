@@ -1,4 +1,4 @@
-"""Request bodies: read and decompressed under a cap, so that no bomb is ever inflated.
+"""Reads and decompresses request bodies under a cap, so that no compression bomb is ever inflated.
 
 Source: docs/reference/trajectory.md 2.1, 3.8, 3.11.
 """
@@ -16,16 +16,17 @@ from isal import isal_zlib
 from realhf.trajectory.base.refusal import Refusal
 
 INLINE_BYTES = 256 << 10
-"""Compressed bodies up to here are tried on the event loop; larger ones in a thread, without the GIL."""
+"""Size up to which compressed bodies are tried on the event loop; larger ones go to a thread, without the GIL."""
 INLINE_PLAIN_BYTES = 1 << 20
-"""What turns out to be larger is begun again in a thread."""
+"""Size of the plain body from which inflating is begun again in a thread."""
 MOST_MEMBERS = 10_000
-"""Each member of a stream costs a new decoder and a copy of the slice that it began in."""
+"""Largest number of members of a stream: each costs a new decoder and a copy of the slice that it began in."""
 _SLICE = 256 << 10
 _MOST_AT_ONCE = 32 << 20
 _STEP = 1 << 20
 _ZSTD_SLICE = 256
-"""Four bytes of a Zstandard stream may mean 128 KiB, and its reader does not stop in between."""
+"""Size of the slices of a Zstandard stream: four bytes of it may mean 128 KiB, and its reader does not stop in
+between."""
 _BAD_GZIP: tuple[Any, ...] = (isal_zlib.IsalError, EOFError)
 
 
@@ -33,19 +34,19 @@ Take = Callable[[int], None]
 
 
 def _free(nbytes: int) -> None:
-    """Bytes that nobody counts."""
+    """Count nothing: the default of ``take``."""
 
 
 class _Pieces:
-    """Pieces put together as they come. They are never held beside the whole that they make: the buffer grows in its
-    place, and gives its bytes away without a copy."""
+    """Joins pieces as they come. They are never held beside the whole that they make: the buffer grows in its place,
+    and gives its bytes away without a copy."""
 
     def __init__(self) -> None:
         self._buffer = BytesIO()
         self.size = 0
 
     def add(self, piece: bytes) -> None:
-        """Append a piece. The only one stays what it is."""
+        """Append a piece. A single piece is kept without a copy."""
         if self.size:
             self._buffer.write(piece)
         else:
@@ -65,9 +66,12 @@ async def read_body(
     allow_zstd: bool = False,
     take: Take = _free,
 ) -> bytes:
-    """The plain body. ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. Raises
-    Refusal 413 above ``max_bytes``, compressed or not, 400 for a damaged stream, and what ``take`` raises, which is
-    told of all bytes that are held, from whatever thread."""
+    """Return the plain body.
+
+    ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. ``take`` is called, from any
+    thread, with the bytes that are held. Raises Refusal 413 above ``max_bytes``, compressed or not, 400 for a damaged
+    stream, and what ``take`` raises.
+    """
     body = await _received(chunks, max_bytes, take)
     encoding = encoding.lower()
     if "gzip" in encoding:
@@ -88,7 +92,7 @@ async def read_body(
 
 
 async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
-    """The body as it was sent. Its buffer is not held any longer when it is inflated."""
+    """Return the body as it was sent. Its buffer is not held any longer when it is inflated."""
     pieces = _Pieces()
     async for chunk in chunks:
         if pieces.size + len(chunk) > max_bytes:
@@ -99,11 +103,12 @@ async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) ->
 
 
 def gunzip(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
-    """Inflate one or more gzip members; None where they hold more than ``max_bytes``. Raises Refusal 400 (not gzip,
-    truncated, corrupt).
+    """Inflate one or more gzip members; None where they hold more than ``max_bytes``.
 
-    The last four bytes say how long the plain body is. If that is true and not much, one step does; otherwise the
-    steps are small, since each is held a second time while it is added to the others."""
+    The last four bytes state the length of the plain body. If that is true and not much, one step is enough; otherwise
+    the steps are small, since each is held a second time while it is added to the others. Raises Refusal 400 (not gzip,
+    truncated, corrupt).
+    """
     said = int.from_bytes(body[-4:], "little") + 1
     step = said if _STEP < said <= min(max_bytes, _MOST_AT_ONCE) else _STEP
     pieces, members, position, fed = _Pieces(), 0, 0, b""

@@ -1,4 +1,4 @@
-"""How many bytes of request bodies the server holds at once, whoever sends them."""
+"""Bounds how many bytes of request bodies the server holds at once, whoever sends them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from realhf.trajectory.base.refusal import Refusal
 
 
 class BodyBudget:
-    """``limit`` bytes for all bodies together, compressed and plain. They are counted as they arrive, not as they are
-    announced, so that nobody holds room by announcing much and sending nothing."""
+    """Allows ``limit`` bytes for all bodies together, compressed and plain. They are counted as they arrive, not as
+    they are announced, so that no client holds room by announcing much and sending nothing."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -19,7 +19,8 @@ class BodyBudget:
 
 
 class BodyShare:
-    """What one request holds of the budget, until ``release``. Bodies are inflated in threads, so any may take."""
+    """Counts what one request holds of the budget, until ``release``. Bodies are inflated in threads, so any thread may
+    call ``take``."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -27,7 +28,8 @@ class BodyShare:
         self._released = False
 
     def take(self, nbytes: int) -> None:
-        """Raises Refusal 503 when so much more does not fit, or when the request has ended meanwhile."""
+        """Take more bytes from the budget. Raises Refusal 503 when they do not fit, or when the request has ended
+        meanwhile."""
         budget = self._budget
         with budget.lock:
             if budget.held + nbytes > budget.limit or self._released:

@@ -1,4 +1,4 @@
-"""From one encoding to the other without loss: tensors become lists of numbers, lists of rows become tensors.
+"""Converts between the encodings without loss: tensors become lists of numbers, lists of rows become tensors.
 
 Source: docs/reference/trajectory.md 3.11.
 """
@@ -19,7 +19,7 @@ from realhf.trajectory.wire.msgpack_groups import FLOAT_ROWS, INTEGER_ROWS, Tens
 
 
 def to_json(present: int, data: bytes) -> bytes:
-    """JSON object of a group that was pushed as MessagePack pairs; the same keys are present."""
+    """Return the JSON object of a group that was pushed as MessagePack pairs; the same keys are present."""
     header = present.bit_count()
     fields = msgspec.msgpack.decode(b"\xde" + header.to_bytes(2, "big") + data, type=dict[str, msgspec.Raw])
     values = {}
@@ -30,8 +30,8 @@ def to_json(present: int, data: bytes) -> bytes:
 
 
 def to_msgpack(data: bytes) -> bytes:
-    """MessagePack pairs of a group that was pushed as JSON: i4 or i8 for integers, f8 for floats. An integer beyond
-    64 bits, which MessagePack cannot say, becomes its decimal text."""
+    """Return the MessagePack pairs of a group that was pushed as JSON: i4 or i8 for integers, f8 for floats. An integer
+    beyond 64 bits, which MessagePack cannot represent, becomes its decimal text."""
     parts = []
     for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
         parts += (msgspec.msgpack.encode(name), _packed(name, bytes(raw)))
@@ -58,13 +58,13 @@ def _integer_or_text(digits: str) -> int | str:
 
 
 def rows(tensor: Tensor) -> list[list[int]] | list[list[float]]:
-    """Lists of Python numbers; every dtype is exact in them."""
+    """Return lists of Python numbers; every dtype is exact in them."""
     flat, ends = tensor.values().tolist(), np.cumsum(tensor.lengths(), dtype=np.int64).tolist()
     return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
 
 
 def integer_tensor(values: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Rows of integers as a tensor map of the smallest dtype that holds them."""
+    """Convert rows of integers to a tensor map of the smallest dtype that holds them."""
     tensor = _tensor(values, np.dtype("<i8"))
     flat = np.frombuffer(tensor["data"], "<i8")
     if not flat.size or (flat.min() >= -(2**31) and flat.max() < 2**31):

@@ -1,6 +1,7 @@
-"""Compressed batches: each group is deflated by itself, in threads without the GIL, and the segments are joined under
-one gzip header with one checksum, since some clients do not read several members.
-Source: docs/reference/trajectory.md 3.11.
+"""Compresses batches: each group by itself, in threads without the GIL.
+
+The gzip segments are joined under one header with one checksum, since some clients do not read several members. Source:
+docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from realhf.trajectory.wire.splice import Piece
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"
 INLINE_BYTES = 64 << 10
-"""So much is deflated on the event loop; a thread costs more."""
+"""Size up to which a batch is deflated on the event loop, because a thread costs more."""
 RUN_BYTES = 128 << 10
-"""Smaller pieces are handed to a thread together."""
+"""Size up to which neighbouring pieces are handed to a thread together."""
 
 
 def segment(pieces: Sequence[Piece], level: int) -> tuple[bytes, int, int]:
-    """Raw deflate of some pieces, ending in a full flush: a self-contained run of blocks. Beside it the checksum and
-    the number of bytes of what is in it."""
+    """Deflate some pieces to raw blocks that end in a full flush, so that they stand alone. Return them with the
+    checksum and the number of bytes of the pieces."""
     deflater, checksum = isal_zlib.compressobj(level, isal_zlib.DEFLATED, -15), 0
     packed = []
     for piece in pieces:
@@ -35,7 +36,7 @@ def segment(pieces: Sequence[Piece], level: int) -> tuple[bytes, int, int]:
 
 
 async def gzip_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
-    """One gzip member of all pieces together. ``level``: 0 to 3."""
+    """Compress all pieces to one gzip member. ``level``: 0 to 3."""
     if sum(map(len, pieces)) <= INLINE_BYTES:
         segments = [segment(pieces, level)]
     else:
@@ -49,7 +50,7 @@ async def gzip_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
 
 
 def runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Neighbours together, until they are worth a thread."""
+    """Group neighbours until they are worth a thread."""
     found: list[list[Piece]] = []
     room = 0
     for piece in pieces:
@@ -62,7 +63,7 @@ def runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 async def zstd_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
-    """One Zstandard frame for each run of pieces; readers take them as one stream."""
+    """Compress each run of pieces to one Zstandard frame; readers take the frames as one stream."""
     return list(await asyncio.gather(*(asyncio.to_thread(_zstd, b"".join(run), level) for run in runs(pieces))))
 
 

@@ -1,4 +1,4 @@
-"""Responses that carry groups: converted where the encodings differ, spliced, compressed.
+"""Encodes responses that carry groups: converted where the encodings differ, spliced, compressed.
 
 Source: docs/reference/trajectory.md 2.1, 3.11.
 """
@@ -12,14 +12,14 @@ from realhf.trajectory.base.records import Encoding, Payload
 from realhf.trajectory.wire import convert, deflate, splice
 
 GZIP_FROM_BYTES = 1000
-"""Smaller answers go out plain."""
+"""Size from which answers are compressed; smaller ones go out plain."""
 
 
 async def encode_batch(
     payloads: Sequence[Payload], data: Sequence[bytes], *, msgpack: bool, coding: str, level: int
 ) -> tuple[list[bytes | memoryview], str]:
-    """Pieces of a batch response and their Content-Encoding. ``coding``: what the client accepts best (gzip, zstd or
-    nothing); ``level``: 0 to 3."""
+    """Return the pieces of a batch response and their Content-Encoding. ``coding``: what the client accepts best (gzip,
+    zstd or nothing); ``level``: 0 to 3."""
     if all((payload.encoding == Encoding.MSGPACK) == msgpack for payload in payloads):
         parts = [(payload.present, group) for payload, group in zip(payloads, data, strict=True)]
     else:
@@ -33,7 +33,7 @@ async def encode_batch(
 
 
 async def encode_group(payload: Payload, data: bytes, *, msgpack: bool) -> bytes:
-    """One group with all stock keys."""
+    """Encode one group with all stock keys."""
     if (payload.encoding == Encoding.MSGPACK) == msgpack:
         part = payload.present, data
     else:
@@ -42,7 +42,7 @@ async def encode_group(payload: Payload, data: bytes, *, msgpack: bool) -> bytes
 
 
 def _converted(payloads: Sequence[Payload], data: Sequence[bytes], msgpack: bool) -> list[splice.Part]:
-    """Canonical bytes of each group in the encoding of the response."""
+    """Return the canonical bytes of each group in the encoding of the response."""
     parts = []
     for payload, group in zip(payloads, data, strict=True):
         if (payload.encoding == Encoding.MSGPACK) != msgpack:

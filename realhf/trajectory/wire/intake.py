@@ -1,4 +1,4 @@
-"""From a request body to validated groups, without ever holding the event loop for long.
+"""Parses a request body into validated groups, without ever holding the event loop for long.
 
 Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
@@ -19,30 +19,30 @@ from realhf.trajectory.wire import json_groups, lax_groups, msgpack_groups
 from realhf.trajectory.wire.offload import Offload
 
 YIELD_BYTES = 128 << 10
-"""Between groups of a body the event loop gets a turn after so many bytes."""
+"""Number of bytes of a body after which, between two groups, the event loop gets its turn."""
 INLINE_BYTES = 4 << 20
-"""Bodies beyond this are validated in another process,"""
+"""Size from which bodies are validated in another process."""
 INLINE_BINARY_LIST_BYTES = 16 << 20
-"""(MessagePack lists beyond this: their tensors cost next to nothing,)"""
+"""The same size for MessagePack lists; it is larger because their tensors cost next to nothing."""
 INLINE_LAX_BYTES = 32 << 10
-"""so are those with a group beyond this that needs the lax path, which is twenty times slower,"""
+"""Size of a group on the lax path, which is twenty times slower, from which the body goes to another process."""
 INLINE_NESTS = 50_000
-"""and those whose free fields hold more objects and arrays than this."""
+"""Number of objects and arrays in the free fields from which the body goes to another process."""
 Placed: TypeAlias = tuple[Incoming, tuple[int, int] | None]
-"""A group, and where its bytes are in the body; without such a place it has them itself."""
+"""A group, and where its bytes are in the body; with None the group holds its bytes itself."""
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
 def is_msgpack(content_type: str | None) -> bool:
-    """Whether a body of this type, or an answer of it, is MessagePack."""
+    """Return whether a body of this type, or an answer of it, is MessagePack."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 async def parse_groups(
     body: bytes, content_type: str | None, *, listed: bool, int64: bool, offload: Offload
 ) -> list[Incoming]:
-    """Groups of a push. ``listed``: the body is an array of them; ``int64``: tokens must fit 64 bits. Raises Refusal
-    422 with ``loc``."""
+    """Return the groups of a push. ``listed``: the body is an array of them; ``int64``: tokens must fit 64 bits. Raises
+    Refusal 422 with ``loc``."""
     msgpack = is_msgpack(content_type)
     if not msgpack:
         check_json_type(content_type)
@@ -55,7 +55,7 @@ async def parse_groups(
 
 
 async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> list[Incoming] | None:
-    """None: this would take too long on the event loop."""
+    """Parse on the event loop; return None when that would take too long."""
     loc: list[str | int] = ["body"]
     items = _split(body, loc, msgpack) if listed else [body]
     if items is None:
@@ -76,7 +76,8 @@ async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> 
 
 
 async def _parse_elsewhere(body: bytes, msgpack: bool, listed: bool, int64: bool, offload: Offload) -> list[Incoming]:
-    """There through a file, and back come places in the body: pickles of it would hold the event loop as well."""
+    """Parse in another process. The body goes there through a file, and places in the body come back: pickles of it
+    would hold the event loop as well."""
     try:
         file = await asyncio.to_thread(_spilled, body)
     except OSError as error:
@@ -104,11 +105,11 @@ def _spilled(body: bytes) -> IO[bytes]:
 
 
 class Refused(tuple[int, object]):
-    """A Refusal on its way back from another process."""
+    """Carries a Refusal back from another process."""
 
 
 def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Placed] | Refused:
-    """Groups of the body in a file, in one go, for a process of its own."""
+    """Parse the body in a file in one go, for a process of its own."""
     loc: list[str | int] = ["body"]
     body = Path(path).read_bytes()
     try:
@@ -132,7 +133,7 @@ def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Plac
 
 
 def check_json_type(content_type: str | None) -> None:
-    """A body without a type is taken for JSON; any other type than JSON is a 422."""
+    """Raise Refusal 422 for any type other than JSON; a body without a type is taken for JSON."""
     if not content_type:
         return
     kind = content_type.partition(";")[0].strip().lower()

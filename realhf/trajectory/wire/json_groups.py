@@ -1,7 +1,7 @@
-"""The fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came.
+"""Implements the fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came.
 
-Whatever is unusual (a value that needs coercion, an unknown or repeated key, an error) makes ``read_group`` return
-None, and the lax path decides. Source: docs/reference/trajectory.md 2.6, 3.8, 3.11.
+Anything unusual (a value that needs coercion, an unknown or repeated key, an error) makes ``read_group`` return None,
+and the lax path decides. Source: docs/reference/trajectory.md 2.6, 3.8, 3.11.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _decoders() -> tuple[msgspec.json.Decoder[_Group], dict[str, msgspec.json.De
 
 
 def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
-    """The group in ``data`` (one JSON object, white space around it allowed), or None: ask the lax path. So is one
-    whose free fields hold more than ``most_nests`` objects and arrays."""
+    """Read the group in ``data`` (one JSON object, white space around it allowed). Returns None when the lax path has
+    to decide, also when its free fields hold more than ``most_nests`` objects and arrays."""
     group_decoder, decoders = _decoders()
     data = data.strip(WHITE_SPACE)
     try:
@@ -112,7 +112,7 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
 
 
 def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
-    """The group without its unknown and repeated keys, the last of which counts; None: ask the lax path."""
+    """Read the group without its unknown and repeated keys, the last of which counts; None: ask the lax path."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -122,12 +122,12 @@ def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
 
 
 def complete_messages(rows: list[list[dict[str, Any]]] | None) -> bool:
-    """Whether every message has a role and content, of whatever kind."""
+    """Return whether every message has a role and content, of whatever kind."""
     return all("role" in message and "content" in message for row in rows or () for message in row)
 
 
 def split_list(data: bytes) -> list[bytes] | None:
-    """The elements of a JSON array, each as its bytes; None if this is no well-formed array of anything."""
+    """Return the elements of a JSON array, each as its bytes; None if this is not a well-formed array."""
     try:
         return [bytes(item) for item in msgspec.json.decode(data, type=list[msgspec.Raw])]
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""The lax path for JSON: the original's coercions and error lists, then canonical bytes.
+"""Implements the lax path for JSON: the original's coercions and error lists, then canonical bytes.
 
-Slow and exact; it sees what the fast path would not decide. Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
+It is slow and exact; it gets what the fast path would not decide. Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Loc = list[str | int]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
-"""One error for each list, so that a million bad numbers do not become a million errors."""
+"""A list that reports one error at most, so that a million bad numbers do not become a million errors."""
 
 
 class ScoredData(BaseModel):
-    """One group of sequences, as the original server declares it. Rows may be ragged; nothing is cross-checked."""
+    """Declares one group of sequences as the original server does. Rows may be ragged; nothing is cross-checked."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -57,12 +57,13 @@ class ScoredData(BaseModel):
 
 
 def read_lax(data: bytes, loc: Loc, *, int64: bool) -> Incoming:
-    """The group in ``data``. ``int64``: tokens and masks must fit signed 64 bit. Raises Refusal 422 with ``loc``."""
+    """Read the group in ``data``. ``int64``: tokens and masks must fit signed 64 bit. Raises Refusal 422 with
+    ``loc``."""
     return from_object(parse(data, loc), loc, int64=int64)
 
 
 def read_lax_list(data: bytes, loc: Loc, *, int64: bool) -> list[Incoming]:
-    """The groups of a list that the fast path could not split. Raises Refusal 422."""
+    """Read the groups of a list that the fast path could not split. Raises Refusal 422."""
     value = parse(data, loc)
     if not isinstance(value, list):
         raise invalid(loc, "Input should be a valid list", "list_type", shown(value))
@@ -70,7 +71,7 @@ def read_lax_list(data: bytes, loc: Loc, *, int64: bool) -> list[Incoming]:
 
 
 def parse(data: bytes, loc: Loc) -> Any:
-    """JSON to Python. Raises Refusal 422 for what is malformed, too deep, or has numbers of absurd length."""
+    """Parse JSON to Python. Raises Refusal 422 for what is malformed, too deep, or has numbers of absurd length."""
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError:
@@ -103,7 +104,7 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
 
 
 def problems(error: ValidationError, loc: Loc) -> list[dict[str, Any]]:
-    """The contract's list of errors; inputs are shown where they are short and JSON-able."""
+    """Return the contract's list of errors; inputs are shown where they are short and JSON-able."""
     found = error.errors(include_url=False, include_context=False)[:MAX_ERRORS]
     return [
         {
@@ -117,7 +118,7 @@ def problems(error: ValidationError, loc: Loc) -> list[dict[str, Any]]:
 
 
 def shown(value: Any) -> Any:
-    """A value as it may stand in an error: scalars themselves, the rest by kind."""
+    """Return a value as an error may show it: scalars themselves, the rest by kind."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, bool) or value is None:
@@ -136,7 +137,7 @@ def _check_free_fields(group: ScoredData, loc: Loc) -> None:
 
 
 def _not_finite(value: Any) -> Iterator[tuple[Any, ...]]:
-    """Paths of the numbers that JSON does not know."""
+    """Yield the paths of numbers that JSON cannot represent."""
     if isinstance(value, float):
         if not math.isfinite(value):
             yield ()
@@ -153,7 +154,7 @@ def _check_int64(group: ScoredData, loc: Loc) -> None:
 
 
 def _beyond_int64(values: list[Any]) -> Iterator[tuple[int, ...]]:
-    """Paths of the integers beyond signed 64 bit in nested lists."""
+    """Yield the paths of integers beyond signed 64 bit in nested lists."""
     if values and isinstance(values[0], int) and min(values) >= -(2**63) and max(values) < 2**63:
         return
     for index, item in enumerate(values):

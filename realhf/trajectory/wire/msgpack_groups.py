@@ -1,7 +1,7 @@
-"""Groups as MessagePack: the same maps as JSON, with raw tensors where a field is a list of rows of numbers.
+"""Reads groups as MessagePack: the same maps as JSON, with raw tensors where a field is a list of rows of numbers.
 
-A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``.
-Source: docs/reference/trajectory.md 3.11.
+A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``. Source:
+docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MaybeInt64: Any = Union[Int64, None]  # noqa: UP007 - the type checker knows no 
 
 
 class Tensor(msgspec.Struct, forbid_unknown_fields=True):
-    """Rows of numbers. ``lens``: length of each row; ``data``: the rows one after the other."""
+    """Holds rows of numbers. ``lens``: length of each row; ``data``: the rows one after the other."""
 
     t: Literal[1] = msgspec.field(name="__t__")
     dtype: Literal["i4", "i8", "f2", "f4", "f8"]
@@ -38,11 +38,11 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True):
     data: memoryview
 
     def lengths(self) -> np.ndarray:
-        """Row lengths, uint32 (n,). Raises ValueError for a ragged buffer."""
+        """Return the row lengths, uint32 (n,). Raises ValueError for a ragged buffer."""
         return np.frombuffer(self.lens, "<u4")
 
     def values(self) -> np.ndarray:
-        """All rows, flat. Raises ValueError when the lengths and the data do not agree."""
+        """Return all rows, flat. Raises ValueError when the lengths and the data do not agree."""
         flat = np.frombuffer(self.data, f"<{self.dtype}")
         if int(self.lengths().sum(dtype=np.uint64)) != len(flat):
             raise ValueError(f"lens say {self.lengths().sum(dtype=np.uint64)} values and data holds {len(flat)}")
@@ -50,13 +50,14 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RowsDecoder:
-    """A tensor or plain lists: a MessagePack map or an array, which the first byte tells."""
+    """Decodes a tensor or plain lists: a MessagePack map or an array, as the first byte shows."""
 
     def __init__(self, lists: Any) -> None:
         self._lists = msgspec.msgpack.Decoder(lists)
         self._tensor = msgspec.msgpack.Decoder(Tensor)
 
     def decode(self, raw: msgspec.Raw) -> Any:
+        """Decode the value of one field. Raises what msgspec raises for malformed values."""
         first = memoryview(raw)[0]
         is_map = 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
         return (self._tensor if is_map else self._lists).decode(raw)
@@ -64,7 +65,7 @@ class RowsDecoder:
 
 @cache
 def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
-    """One decoder for the form of each field."""
+    """Make one decoder for the form of each field."""
     objects = list[dict[str, Any]] | None
     forms = {
         "scores": list[float],
@@ -84,7 +85,7 @@ def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
 
 
 def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
-    """The group in one MessagePack map. Raises Refusal 422 with ``loc``."""
+    """Read the group in one MessagePack map. Raises Refusal 422 with ``loc``."""
     try:
         fields = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -107,7 +108,7 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
 
 
 def check_field(name: str, raw: msgspec.Raw, loc: Loc) -> Any:
-    """Value of one field, validated. Raises Refusal 422."""
+    """Return the value of one field, validated. Raises Refusal 422."""
     try:
         value = decoders()[name].decode(raw)
         if isinstance(value, Tensor):
@@ -132,7 +133,7 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
 
 
 def _check_plain(value: Any, loc: Loc) -> None:
-    """Only what JSON can say too: no binary, no extension types, no NaN."""
+    """Refuse what JSON cannot represent: binary, extension types, NaN."""
     if isinstance(value, list):
         if _finite_floats(value):
             return
@@ -155,7 +156,7 @@ def _finite_floats(values: list[Any]) -> bool:
 
 
 def split_list(body: bytes, loc: Loc) -> list[bytes]:
-    """Elements of a MessagePack array. Raises Refusal 422."""
+    """Return the elements of a MessagePack array. Raises Refusal 422."""
     try:
         return [bytes(item) for item in msgspec.msgpack.decode(body, type=list[msgspec.Raw])]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

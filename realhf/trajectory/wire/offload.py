@@ -1,4 +1,4 @@
-"""A process beside the server for bodies that would stop the event loop if they were parsed there."""
+"""Runs a process beside the server for bodies that would stop the event loop if they were parsed there."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ CLOSE_S = 5.0
 
 
 class Offload:
-    """Runs picklable functions in one child process, started when it is first needed. ``turn``: bodies that are
-    parsed on the event loop are parsed one by one, so that between two groups it serves everybody else."""
+    """Runs picklable functions in one child process, started when it is first needed.
+
+    ``turn`` lets bodies that are parsed on the event loop be parsed one by one, so that between two groups the loop
+    serves other requests.
+    """
 
     def __init__(self) -> None:
         self.turn = asyncio.Semaphore(1)
         self._pool: ProcessPoolExecutor | None = None
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Result of ``function(*args)``. A child that died is replaced once: it may have died before. Raises Refusal
-        503 when the next one died too, or took too long."""
+        """Return the result of ``function(*args)``. A child that died is replaced once, because it may have died
+        before. Raises Refusal 503 when the next one died too, or took too long."""
         try:
             return await self._attempt(function, *args)
         except BrokenProcessPool:
@@ -66,7 +69,7 @@ class Offload:
         return self._pool
 
     def _give_up(self, pool: ProcessPoolExecutor) -> None:
-        """What else waits for this child may still get its answer; the next body gets another child."""
+        """Abandon the child. Requests that wait for it may still get their answer; the next body gets another child."""
         if self._pool is pool:
             self._pool = None
         pool.shutdown(wait=False)
@@ -77,7 +80,7 @@ def _failed(how: str) -> Refusal:
 
 
 def _end_with_the_server() -> None:
-    """Ctrl-C is the server's to answer; a killed server leaves no child behind."""
+    """Leave Ctrl-C to the server, and end when the server is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_wait_for_the_server, daemon=True).start()
 

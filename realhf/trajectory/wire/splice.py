@@ -1,4 +1,4 @@
-"""Batches from stored bytes: groups are joined as they came, absent keys are added, nothing is encoded again.
+"""Assembles batches from stored bytes: groups are joined as they came, absent keys are added, nothing is encoded again.
 
 Source: docs/reference/trajectory.md 2.6, 3.11.
 """
@@ -18,7 +18,7 @@ Part = tuple[int, bytes]
 
 
 def json_pieces(parts: Sequence[Part]) -> list[Piece]:
-    """``{"batch":[...]}`` as pieces, one for each group and one for the end."""
+    """Return ``{"batch":[...]}`` as pieces, one for each group and one for the end."""
     pieces: list[Piece] = []
     for index, part in enumerate(parts):
         pieces.append((b"," if index else b'{"batch":[') + json_group(part))
@@ -26,19 +26,19 @@ def json_pieces(parts: Sequence[Part]) -> list[Piece]:
 
 
 def json_group(part: Part) -> bytes:
-    """One group with all stock keys."""
+    """Return one group with all stock keys."""
     present, data = part
     return b"".join((memoryview(data)[:-1], _json_rest(present)))
 
 
 def msgpack_pieces(parts: Sequence[Part]) -> list[Piece]:
-    """``{"batch": [...]}`` in MessagePack, as pieces."""
+    """Return ``{"batch": [...]}`` in MessagePack, as pieces."""
     head = b"\x81" + msgspec.msgpack.encode("batch") + _array_header(len(parts))
     return [head, *(msgpack_group(part) for part in parts)]
 
 
 def msgpack_group(part: Part) -> bytes:
-    """One group with all stock keys, as a map."""
+    """Return one group with all stock keys, as a map."""
     present, data = part
     keys = N_STOCK_FIELDS + (present >> N_STOCK_FIELDS & 1)
     header = bytes([0x80 | keys]) if keys < 16 else b"\xde" + keys.to_bytes(2, "big")
