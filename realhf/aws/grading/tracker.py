@@ -77,7 +77,7 @@ ROLLBACK_PAIRS: Mapping[str, str] = MappingProxyType(
 )
 """For each create, the delete that undoes it."""
 _POLICY_PAIR = "iam:DetachRolePolicy"
-"""Pairs in which the policy belongs to the identity of what is undone, beside the role."""
+"""The undo whose policy belongs to the identity of what is undone, beside the role."""
 _GENERATED_IDS: Mapping[str, str] = MappingProxyType({"apigateway:CreateRestApi": "id"})
 """Creates whose deletes name the resource by an id of the answer."""
 

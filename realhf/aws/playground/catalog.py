@@ -1,4 +1,4 @@
-"""The tasks as the playground's picker shows them."""
+"""Lists the tasks as the playground's picker shows them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _RUN_TIME = re.compile(r"\$\{setup[^}]*\}")
 
 
 def catalog() -> list[dict[str, Any]]:
-    """Easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for what only a seed or a set-up tells,
-    ``held_out``. Names of templates are left out: they tell the answer."""
+    """List the tasks, easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for what only a seed or a
+    set-up tells, ``held_out``. Names of templates are left out: they would reveal the answer."""
     found = []
     for template in load_templates():
         blank = _RUN_TIME.sub(BLANK, fill(template.descriptions[0], dict.fromkeys(template.params, BLANK)))

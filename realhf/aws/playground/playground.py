@@ -1,6 +1,7 @@
-"""One visitor at a time plays the playground's game; ten idle minutes set it free (docs/reference/environment.md 11).
+"""Gives the playground's session to one visitor at a time; after ten idle minutes others may play
+(docs/reference/environment.md 11).
 
-Who plays is decided on the event loop; the game runs on one thread of its own.
+Who plays is decided on the event loop; the session runs on one thread of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class Playground:
-    """``idle_release_s``: seconds without a request of the player after which others may play. All coroutines on
-    one event loop; ``close`` from any thread. What is refused raises ``Refused``."""
+    """Serves the playground's session to one visitor at a time. ``idle_release_s``: seconds without a request of the
+    player after which others may play. Call all coroutines on one event loop; ``close`` from any thread. Raises
+    ``Refused`` for a request that it does not serve."""
 
     def __init__(self, game: Game, idle_release_s: float = IDLE_RELEASE_S) -> None:
         self._game = game
@@ -34,7 +36,7 @@ class Playground:
         self._watch: asyncio.TimerHandle | None = None
 
     async def reset(self, visitor: str, order: dict[str, Any]) -> dict[str, Any]:
-        """The log of a new episode; the visitor is the player from now on, if nobody else is."""
+        """Start an episode and return its log; the visitor is the player from now on, if nobody else is."""
         self._refuse_others(visitor)
         newcomer, self._player = self._player is None, visitor
         begun = False
@@ -51,23 +53,23 @@ class Playground:
                 self._player = None
 
     async def step(self, visitor: str, command: str) -> dict[str, Any]:
-        """The entry of the log that a command makes."""
+        """Run a command and return its entry in the log."""
         self._refuse_idlers(visitor)
         return await self._play(lambda: self._game.step(command))
 
     async def solution(self, visitor: str) -> dict[str, Any]:
-        """The next canonical command."""
+        """Return the next canonical command."""
         self._refuse_idlers(visitor)
         return await self._play(self._game.solution)
 
     async def state(self, visitor: str) -> dict[str, Any]:
-        """``busy``: somebody else plays; ``free_in_s`` at the latest; ``log`` of the visitor's own episode."""
+        """Return ``busy``: somebody else plays; ``free_in_s`` at the latest; ``log`` of the visitor's own episode."""
         if self._player == visitor:
             return {"busy": False, "log": await self._play(lambda: self._game.log)}
         return {"busy": self._player is not None, "free_in_s": self._free_in_s(), "log": None}
 
     async def leave(self, visitor: str) -> None:
-        """The player makes room for others."""
+        """Make room for others, when the visitor is the player."""
         if self._player == visitor:
             await self._release()
 
@@ -114,7 +116,7 @@ class Playground:
             self._last_used = loop.time()
 
     def _look(self) -> None:
-        """The timer: release the idle player, or look again when the time may have come."""
+        """Release the idle player, or look again when the time may have come; the timer calls this."""
         self._watch = None
         if self._player is None:
             return

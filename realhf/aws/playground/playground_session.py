@@ -1,6 +1,6 @@
-"""The blocking side of the playground: its own simulator and the one episode that is played on it.
+"""Plays episodes on the playground's own simulator: its blocking side.
 
-Use from one thread only, and one that lives as long: the simulator's processes die with the thread that started
+Use it from one thread only, and one that lives as long: the simulator's processes die with the thread that started
 them. Source: docs/reference/environment.md 11.
 """
 
@@ -23,13 +23,13 @@ LOG_FORMAT = "realhf-episode-1"
 
 
 class NoEpisode(Exception):
-    """Nothing is being played."""
+    """No episode is being played."""
 
 
 class Game:
-    """``make_pool`` builds the simulator, a pool of one, when the first episode starts; a start that failed is tried
-    again by the next one. ``make_player`` plays on its slot; ``summed``: the score is the sum of the rewards, not the
-    last of them (see ``reward``)."""
+    """Plays one episode at a time. ``make_pool`` builds the simulator, a pool of one, when the first episode starts; a
+    start that failed is tried again by the next one. ``make_player`` plays on its slot; ``summed``: the score is the
+    sum of the rewards, not the last of them (see ``reward``)."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Game:
         return self._player.state()["infra_state"] if self._player is not None else {}
 
     def _follow(self, command: str, output: str) -> None:
-        """Outputs of the canonical commands that were run are what later ones capture from."""
+        """Keep the outputs of canonical commands: later ones capture from them."""
         following = self._next_canonical()
         if following is not None and following.split() == command.split():
             self._followed.append(output)
@@ -135,8 +135,8 @@ class Game:
         return resolve(self._solution[done], self._followed) if done < len(self._solution) else None
 
     def solution(self) -> dict[str, Any]:
-        """The first canonical command that was not run yet: ``command`` (None: all were), its ``position`` from 1,
-        ``total``. Raises NoEpisode."""
+        """Return the first canonical command that was not run yet: ``command`` (None: all were), its ``position`` from
+        1, ``total``. Raises NoEpisode."""
         if self.log is None:
             raise NoEpisode
         position = len(self._followed) + 1
@@ -151,7 +151,7 @@ class Game:
             self._pool.release(slot)
 
     def kill(self) -> None:
-        """From any thread: end the command in flight."""
+        """End the command in flight; may be called from any thread."""
         player = self._player
         if player is not None:
             player.kill()
@@ -186,7 +186,7 @@ class Game:
 
 
 def _names(task: Task, description: str) -> list[str]:
-    """What the seed drew and the description tells, longest first; a page sets it off from the prose."""
+    """Return what the seed drew and the description names, longest first; a page sets it off from the prose."""
     drawn = {str(value) for value in task.params.values()}
     told = sorted(name for name in drawn if len(name) > 2 and name in description)
     return sorted(told, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""The playground's routes below ``/web`` (docs/reference/environment.md 11)."""
+"""Serves the playground's routes below ``/web`` (docs/reference/environment.md 11)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from realhf.env.server.browser_auth import Door, Handler, Refused
 from realhf.env.server.config import ServerConfig
 
 _LARGEST_SEED = (1 << 53) - 1
-"""What JSON of a browser holds exactly."""
+"""Largest integer that a browser's JSON holds exactly."""
 
 
 def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RELEASE_S) -> Playground:
-    """Add the playground to an application. Nothing is started before somebody plays; ``close`` what is returned
+    """Add the playground to an application. Nothing is started before somebody plays; ``close`` the returned playground
     when the server ends."""
     playground = Playground(_game(config), idle_release_s)
     door = Door(config.token)
@@ -59,7 +59,7 @@ class _Handlers:
         self._config = config
 
     def table(self) -> list[tuple[str, str, Handler, bool]]:
-        """Method, path below /web, handler, and whether it is open before a login."""
+        """List method, path below /web, handler, and whether it is open before a login."""
         rows: list[tuple[str, str, Handler, bool]] = [
             ("GET", "", _static("index.html"), True),
             ("GET", "/session", self.session, True),
@@ -77,7 +77,7 @@ class _Handlers:
         return rows + [("GET", f"/{file.name}", _static(file.name), True) for file in files]
 
     async def session(self, request: Request) -> Response:
-        """What the page needs to begin; gives a new browser its cookie, unless it has to log in first."""
+        """Return what the page needs to begin; gives a new browser its cookie, unless it has to log in first."""
         known = self._door.visitor(request)
         if known is None and self._door.has_lock:
             return JSONResponse({"login": True})

@@ -1,8 +1,8 @@
-"""``BACKEND_TYPE=aws``: one session on a real account, for who knows what they do.
+"""Serves one session on a real account (``BACKEND_TYPE=aws``), for operators who know what they do.
 
-Starts only when the caller's account is the one that was written down as confirmation. The world is never emptied,
-set up or disturbed; every operation is logged; what is no default read of ``real_aws_permissions`` is refused unless
-a file names the operation.
+It starts only when the caller's account is the one that was written down as confirmation. The world is never emptied,
+set up or disturbed; every operation is logged; an operation that is not a default read of ``real_aws_permissions`` is
+refused unless a file names it.
 
 Source: docs/reference/environment.md 5, Real AWS.
 """
@@ -52,7 +52,7 @@ EXHAUSTED = "the account's only session is taken"
 
 
 def confirm_account(session: botocore.session.Session, expected: str) -> str:
-    """The account of the session's credentials. Raises RealAwsRefused unless it is ``expected``."""
+    """Return the account of the session's credentials. Raises RealAwsRefused unless it is ``expected``."""
     try:
         client = session.create_client("sts", region_name=REGION)
         found = str(client.get_caller_identity()["Account"])
@@ -87,12 +87,12 @@ class RealAwsExecutor:
 
     @property
     def worker_pid(self) -> int:
-        """The child that runs a command now, -1 when none does."""
+        """Pid of the child that runs a command now, -1 when none does."""
         process = self._process
         return process.pid if process is not None else -1
 
     def run(self, command: str) -> CommandResult:
-        """As ``CliExecutor.run``."""
+        """Run a command as ``CliExecutor.run`` does."""
         verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
             return CommandResult(252, "", verdict.message, refusal=verdict.rule)
@@ -139,7 +139,7 @@ class RealAwsExecutor:
         return reply.result
 
     def _order(self, verdict: Verdict) -> dict[str, Any]:
-        """What the child reads. Raises BotoCoreError, ValueError without credentials."""
+        """Return what the child reads. Raises BotoCoreError, ValueError without credentials."""
         found = self._session.get_credentials()
         if found is None:
             raise ValueError("none are configured")
@@ -173,7 +173,7 @@ class RealState:
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As ``StateClient.call``. Raises StateCallError for anything but a default read."""
+        """Call as ``StateClient.call`` does. Raises StateCallError for anything but a default read."""
         if not is_default_read(service, operation):
             raise StateCallError("AccessDenied", f"{service}:{operation} is no default read of a real account")
         if service not in self._clients:
@@ -190,7 +190,7 @@ class RealState:
 
 
 class RealAwsSlot:
-    """What an episode needs of a slot."""
+    """Is what an episode needs of a slot, on a real account."""
 
     index = 0
     simulated = False
@@ -205,26 +205,28 @@ class RealAwsSlot:
     ) -> None:
         self.account = account
         self.executor, self.own_executor = executor, own_executor
-        """The agent's, and that of checks, which has the default reads alone. Every command is a process of its own."""
+        """Executors of the agent and of checks; the latter has the default reads alone. Every command is a process of
+        its own."""
         self.files = self.own_files = files
         self.state = state
 
     @property
     def worker_pid(self) -> int:
+        """Pid of the child that runs the agent's command now, -1 when none does."""
         return self.executor.worker_pid
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Of the children that run a command now."""
+        """Pids of the children that run a command now."""
         return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
 
     def reset(self, seed: int = 0) -> None:
-        """Only the session's files are emptied; the account stays as it is."""
+        """Empty the session's files; the account stays as it is."""
         self.files.clear()
 
 
 class RealAwsPool:
-    """One slot on the confirmed account. Raises RealAwsRefused from ``start``."""
+    """Holds one slot on the confirmed account. ``start`` raises RealAwsRefused."""
 
     def __init__(
         self, expected_account: str, allow_file: str, limits: OutputLimits, endpoints: Mapping[str, str] | None = None
@@ -239,6 +241,8 @@ class RealAwsPool:
         self._folder = ""
 
     def start(self) -> None:
+        """Confirm the account and make the slot. Raises RealAwsRefused for another account or a bad allow file, OSError
+        when it cannot be read."""
         permissions = Permissions(read_allow_file(self._allow_file))
         session = botocore.session.Session()
         account = confirm_account(session, self._expected)
@@ -251,7 +255,7 @@ class RealAwsPool:
         self._slot = RealAwsSlot(account, agents, own, files, RealState(session))
 
     def acquire(self) -> RealAwsSlot:
-        """Raises RuntimeError when the session is taken."""
+        """Lease the slot. Raises RuntimeError when it is taken."""
         with self._lock:
             if self._slot is None or self._leased:
                 raise SimulatorLost(EXHAUSTED)
@@ -259,18 +263,22 @@ class RealAwsPool:
             return self._slot
 
     def release(self, slot: RealAwsSlot) -> None:
+        """Empty the session's files and give the slot back; the account stays as it is."""
         slot.files.clear()
         with self._lock:
             self._leased = False
 
     @property
     def free_count(self) -> int:
+        """1 when the slot is free, else 0."""
         return int(self._slot is not None and not self._leased)
 
     def metrics(self) -> dict[str, Any]:
+        """Return metrics for /metrics: size, free and leased slots."""
         return {"size": 1, "free": self.free_count, "leased": int(self._leased)}
 
     def containment(self) -> str:
+        """Say, for the log at start, what is done on the account and what is not."""
         account = self._slot.account if self._slot else self._expected
         return (
             f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; only reads "
@@ -278,7 +286,7 @@ class RealAwsPool:
         )
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Kill running commands and remove the session's files. Idempotent."""
         slot, self._slot = self._slot, None
         for pid in slot.worker_pids if slot is not None else ():
             with suppress(ProcessLookupError):

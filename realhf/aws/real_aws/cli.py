@@ -1,6 +1,6 @@
-"""One AWS CLI command on a real account, with an account of what was sent; the child process of ``real_aws``.
+"""Runs one AWS CLI command on a real account and reports what was sent; the child process of ``real_aws``.
 
-Reads its order from standard input, writes one JSON line: exit_code, stdout, stderr, requests. The order is
+It reads its order from standard input and writes one JSON line: exit_code, stdout, stderr, requests. The order is
 ``{"argv", "service", "operations", "credentials", "endpoints", "folder", "stdout_cap", "stderr_cap"}``: only requests
 of ``operations`` (of botocore's ``service``) are sent, and only to the endpoints of AWS. No parameter is loaded from a
 file or a URL, no program is started, and no file outside ``folder`` is written.
@@ -31,7 +31,7 @@ _ADDRESS_BYTES = 4 << 30
 
 
 class RealCli:
-    """The CLI's driver for one command. ``order``: see the module."""
+    """Drives the CLI for one command. ``order``: see the module."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._order = order
@@ -49,7 +49,7 @@ class RealCli:
         session.register("after-call", self._note)
 
     def contain(self) -> None:
-        """Take from this process what the command does not need. For good."""
+        """Take from this process, for good, what the command does not need."""
         sandbox.forbid_new_privileges()
         sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=_OPEN_FILES, address_bytes=_ADDRESS_BYTES)
         self._pin.watch()
@@ -57,7 +57,7 @@ class RealCli:
         sandbox.AuditGuard(sandbox.package_roots(), (folder,), egress=self._pin.allows_event).install()
 
     def run(self) -> dict[str, Any]:
-        """Execute; collect the CLI's words and its requests."""
+        """Run the command; returns the CLI's output and its requests."""
         out, err = CappedSink(self._order["stdout_cap"]), CappedSink(self._order["stderr_cap"])
         saved = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = text_stream(out), text_stream(err)
@@ -78,7 +78,8 @@ class RealCli:
         }
 
     def _pinned_client(self, service_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Whatever a command says, its requests go where the operator or botocore's own rules send them."""
+        """Make a client whose requests go where the operator or botocore's own rules send them, whatever a command
+        says."""
         kwargs["endpoint_url"] = self._order["endpoints"].get("AWS_ENDPOINT_URL")
         client = self._create_client(service_name, *args, **kwargs)
         self._pin.allow(client.meta.endpoint_url, with_subdomains=service_name == "s3")
@@ -110,7 +111,7 @@ class RealCli:
 
 
 def environment(order: Mapping[str, Any]) -> dict[str, str]:
-    """What botocore reads from the environment: no profile, no plugin and no provider that would call out."""
+    """Return what botocore reads from the environment: no profile, no plugin and no provider that would call out."""
     return {
         "AWS_ACCESS_KEY_ID": order["credentials"]["access_key"],
         "AWS_SECRET_ACCESS_KEY": order["credentials"]["secret_key"],
@@ -124,6 +125,7 @@ def environment(order: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
+    """Read the order, run it and print the reply."""
     order = json.load(sys.stdin)
     try:
         cli = RealCli(order)

@@ -1,8 +1,8 @@
-"""What may be done on a real account: reads that show no secret, and what the operator names besides.
+"""Lists what may be done on a real account: reads that show no secret, and what the operator names besides.
 
-An allow list, in both directions: an operation of the ``command_table`` that is not here does not run. What returns
-secrets or contents (secrets, parameters, objects, items, log events, environment and stage variables, user data, the
-input of targets, parameters and outputs of stacks, client secrets) is no default read.
+It is an allow list, in both directions: an operation of the ``command_table`` that is not here does not run. An
+operation that returns secrets or contents (secrets, parameters, objects, items, log events, environment and stage
+variables, user data, the input of targets, parameters and outputs of stacks, client secrets) is not a default read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _READS = {
 DEFAULT_READS: Mapping[str, frozenset[str]] = MappingProxyType(
     {service: frozenset(operations.split()) for service, operations in _READS.items()}
 )
-"""CLI service name -> CLI operation names that need no permission."""
+"""For each CLI service, the CLI operations that need no permission."""
 
 _TRANSFER = (
     "HeadObject", "GetObject", "PutObject", "CopyObject", "ListObjectsV2", "CreateMultipartUpload", "UploadPart",
@@ -112,40 +112,40 @@ _SENT_BY_S3: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _FINDS_THE_REGION = "HeadBucket"
-"""Sent by S3's clients to find out where a bucket is."""
+"""Operation that S3's clients send to find out where a bucket is."""
 
 
 class RealAwsRefused(RuntimeError):
-    """The account may not be used; the text says why."""
+    """The account must not be used; the text says why."""
 
 
 @dataclass(frozen=True)
 class Permissions:
-    """The default reads and ``named`` pairs of CLI service and operation."""
+    """Knows what may run: the default reads and the ``named`` pairs of CLI service and operation."""
 
     named: frozenset[tuple[str, str]] = frozenset()
 
     def permits(self, service: str, operation: str) -> bool:
-        """Whether a command may be run; names as the CLI writes them."""
+        """Return whether a command may be run; names as the CLI writes them."""
         return operation in DEFAULT_READS.get(service, ()) or (service, operation) in self.named
 
 
 def is_default_read(service: str, operation: str) -> bool:
-    """Whether checks and inventory may send this; names as botocore writes them. What was named for agents may be a
-    write or show a secret, and is for them alone."""
+    """Return whether checks and inventory may send this; names as botocore writes them. What was named for agents may
+    be a write or show a secret, and is for them alone."""
     return xform_name(operation, "-") in DEFAULT_READS.get("s3api" if service == "s3" else service, ())
 
 
 def operations_sent(service: str, operation: str) -> tuple[str, ...]:
-    """The API operations that a permitted command may send, as ``xform_name`` writes them."""
+    """Return the API operations that a permitted command may send, as ``xform_name`` writes them."""
     if service == "s3":
         return tuple(xform_name(name, "-") for name in (*_SENT_BY_S3[operation], _FINDS_THE_REGION))
     return (operation, *((xform_name(_FINDS_THE_REGION, "-"),) if service == "s3api" else ()))
 
 
 def read_allow_file(path: str) -> frozenset[tuple[str, str]]:
-    """``service operation`` lines; ``#`` starts a comment. Raises RealAwsRefused for another line, and for one that
-    names what no agent may run anyway."""
+    """Read ``service operation`` lines; ``#`` starts a comment. Raises RealAwsRefused for another line, and for one
+    that names what no agent may run anyway."""
     allowed = set()
     for number, line in enumerate(Path(path).read_text().splitlines() if path else (), start=1):
         words = line.partition("#")[0].split()

@@ -1,8 +1,8 @@
-"""A small HTTP/1.1 server for one ASGI application and few clients on the loopback.
+"""Serves HTTP/1.1 for one ASGI application and few clients on the loopback.
 
 MiniStack's own server spends more time in HTTP than in answering. Here a request costs one parse of its head and one
 write of its answer; bodies arrive whole. A client waits for each answer before it sends the next request: bytes that
-come earlier are an attempt to hide one request in another, and end the connection, as does all that the grammar
+come earlier are an attempt to hide one request in another, and end the connection, as does everything that the grammar
 does not allow.
 """
 
@@ -30,7 +30,8 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client connection, by the ``entrance`` that ``parsed`` notes. What is no request closes it."""
+    """Serves one client connection, by the ``entrance`` that ``parsed`` notes. Bytes that are not a request close
+    it."""
 
     def __init__(self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str) -> None:
         self._app = app
@@ -43,12 +44,15 @@ class HttpConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport of the new connection."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the transport; an answer under way is not sent any more."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
+        """Take bytes and start to answer once a request is whole; refuse everything that the grammar does not allow."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -89,7 +93,7 @@ class HttpConnection(asyncio.Protocol):
         return head
 
     def _refuse(self, reason: str) -> None:
-        """Say why, and close; an answer under way is not sent any more."""
+        """Answer with the reason, and close; an answer under way is not sent any more."""
         self._parsed.refuse(reason)
         self._buffer.clear()
         self._head = None
@@ -141,8 +145,8 @@ class _Response:
             self._parts.append(bytes(message.get("body", b"")))
 
     def to_bytes(self) -> bytes:
-        """The whole answer. Raises BadHttp for a header that could split it: what an agent asked to be answered with
-        (``--response-content-type``) is among them."""
+        """Return the whole answer. Raises BadHttp for a header that could split it: headers that an agent asks for
+        (``--response-content-type``) are among them."""
         body = b"".join(self._parts)
         head = [_REASONS.get(self._status) or f"HTTP/1.1 {self._status} Unknown\r\n".encode()]
         declared = b""

@@ -1,7 +1,7 @@
-"""The two ways into a simulator and what each may ask for.
+"""Separates the two ways into a simulator and what each may ask for.
 
-By the ``port`` come an agent's worker and whoever else finds it: AWS alone, from no browser. By a connection of the
-``owner`` come set-up, grading and control.
+An agent's worker, and any other process that finds it, comes in by the ``port``: AWS alone, from no browser. Set-up,
+grading and control come in by a connection of the ``owner``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
 
 
 def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
-    """``app`` without its control paths, and for hosts of this machine alone."""
+    """Return ``app`` without its control paths, and for hosts of this machine alone."""
 
     async def guarded(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         reason = _reason(scope)
@@ -48,7 +48,8 @@ def _reason(scope: dict[str, Any]) -> str:
 
 
 def owner_app(app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitches, parsed: ParsedRequests) -> AsgiApp:
-    """``app`` with its control paths and ours: reset to a seed, the account of requests, the modules' switches."""
+    """Return ``app`` with its control paths and ours: reset to a seed, the account of requests, the modules'
+    switches."""
 
     async def controlled(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         path, number = scope["path"], scope["query_string"] or b"0"

@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def back_off_s(failures: int) -> float:
-    """Seconds until the next attempt after so many failed ones in a row: 0, 0.5, 1, 2 .. 30."""
+    """Return the seconds until the next attempt after ``failures`` failed ones in a row: 0, 0.5, 1, 2 .. 30."""
     return min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (failures - 1)) if failures else 0.0
 
 
 class HealthLoop:
-    """A thread that asks every free slot every ``interval_s`` and respawns UNHEALTHY ones.
+    """Checks every free slot every ``interval_s`` on a thread, and respawns UNHEALTHY ones.
 
-    ``respawns`` counts replaced simulators, ``failures`` what could not be replaced."""
+    ``respawns`` counts replaced simulators, ``failures`` attempts that replaced none.
+    """
 
     def __init__(self, book: LeaseBook[Slot], slots: Sequence[Slot], interval_s: float = INTERVAL_S) -> None:
         self.respawns = 0
@@ -43,10 +44,11 @@ class HealthLoop:
         self._thread = threading.Thread(target=self._run, name="ministack-health", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """There is an unhealthy slot; do not wait for the next round."""
+        """Start the next round now: there is an unhealthy slot."""
         self._woken.set()
 
     def stop(self) -> None:
@@ -57,7 +59,7 @@ class HealthLoop:
             self._thread.join(_STOP_S)
 
     def sweep(self) -> None:
-        """One round: look at the free slots, then respawn what is due."""
+        """Run one round: check the free slots, then respawn what is due."""
         for index in self._book.in_state(SlotState.FREE):
             if not self._slots[index].ministack.answers(_ANSWER_S) and self._book.fail_if_free(index):
                 logger.warning("slot %d: its simulator does not answer and is replaced", index)

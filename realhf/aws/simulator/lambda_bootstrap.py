@@ -1,4 +1,5 @@
-"""The first code inside a Lambda sandbox: limits itself for good, then calls the handler. Needs only the stdlib.
+"""Is the first code inside a Lambda sandbox: it limits itself for good, then calls the handler. It needs only the
+stdlib.
 
 stdin: the broker's request; stdout: ``{"body", "error"}``; stderr: what the function printed.
 """
@@ -25,7 +26,7 @@ _LIMITS = {
 
 
 class Context:
-    """What a handler is given beside its event."""
+    """Is the context that a handler gets beside its event."""
 
     def __init__(self, name: str, timeout_s: int) -> None:
         self.function_name = name
@@ -34,10 +35,12 @@ class Context:
         self._timeout_ms = timeout_s * 1000
 
     def get_remaining_time_in_millis(self) -> int:
+        """Return the function's timeout; the clock of the sandbox does not count down."""
         return self._timeout_ms
 
 
 def main() -> None:
+    """Limit this process, call the handler and write its result."""
     for kind, value in _LIMITS.items():
         resource.setrlimit(kind, (value, value))
     request = json.load(sys.stdin)

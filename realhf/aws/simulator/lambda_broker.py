@@ -35,7 +35,7 @@ _CPU_EXCEEDED = (-24, -9, 137, 152)
 
 
 def sandbox_command(program: Path) -> list[str]:
-    """The whole command of one invocation; it reads its request on stdin."""
+    """Return the whole command of one invocation; it reads its request on stdin."""
     words = [
         str(program),
         "--unshare-all",
@@ -67,8 +67,8 @@ def sandbox_command(program: Path) -> list[str]:
 
 
 def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
-    """Words that hide ``package`` wherever one of the ``bound`` folders (place outside: place inside) shows it: an
-    installation without a virtual environment has the tasks and their answers beside the standard library."""
+    """Return the words that hide ``package`` wherever one of the ``bound`` folders (place outside: place inside) shows
+    it: an installation without a virtual environment has the tasks and their answers beside the standard library."""
     words: list[str] = []
     for outside, inside in bound.items():
         if os.path.realpath(package).startswith(f"{os.path.realpath(outside)}/"):
@@ -77,7 +77,7 @@ def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
 
 
 def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
-    """MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
+    """Run a function and return MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
     if not request["runtime"].startswith("python"):
         return _error("Runtime.NotAvailable", "only python runtimes are run here", "")
     wall_s = min(MAX_WALL_S, max(1, request["timeout_s"]))
@@ -108,7 +108,7 @@ def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes, str]:
-    """Both streams until they end; the third is why it was cut short, or empty."""
+    """Read both streams until they end; the third value says why that was cut short, or is empty."""
     assert process.stdout is not None and process.stderr is not None
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
@@ -135,6 +135,7 @@ def _error(kind: str, message: str, log: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the broker: fork a child per slot that answers invocations until its channel closes."""
     control, program = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     command = sandbox_command(program)
 

@@ -1,4 +1,5 @@
-"""The simulator's side of Lambda code: never run here, either answered with a fixed result or sent to the broker.
+"""Handles Lambda code on the simulator's side: it is never run here, but answered with a fixed result or sent to the
+broker.
 
 Source: docs/reference/environment.md 5, row 8.
 """
@@ -19,7 +20,7 @@ _ANSWER_S = 20.0
 
 
 class LambdaGate:
-    """Replaces every executor of MiniStack. Without a channel (LAMBDA=stub) no code is even looked at."""
+    """Replaces every executor of MiniStack. Without a channel (LAMBDA=stub) no code is even read."""
 
     def __init__(self) -> None:
         self._channel: socket.socket | None = None
@@ -27,7 +28,8 @@ class LambdaGate:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """Raises RuntimeError when this version of MiniStack has other executors than those known."""
+        """Replace the executors. Raises RuntimeError when this version of MiniStack has other executors than those
+        known."""
         module = importlib.import_module("ministack.services.lambda_svc")
         for executor in _EXECUTORS:
             if not hasattr(module, f"_execute_function_{executor}"):
@@ -40,7 +42,7 @@ class LambdaGate:
         self._stream = channel.makefile("rb")
 
     def execute(self, func: dict[str, Any], event: Any, *_: Any) -> dict[str, Any]:
-        """MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
+        """Return MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
         if self._channel is None:
             return {"body": {"statusCode": 200, "body": "stub"}, "log": "", "error": False}
         config = func.get("config") or func

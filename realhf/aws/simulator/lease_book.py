@@ -21,6 +21,8 @@ EXHAUSTED = "MiniStack pool exhausted"
 
 
 class SlotState(enum.StrEnum):
+    """Says where an item is between start, lease, scrub and respawn."""
+
     STARTING = "starting"
     FREE = "free"
     LEASED = "leased"
@@ -30,7 +32,7 @@ class SlotState(enum.StrEnum):
 
 
 class LeaseBook(Generic[Item]):
-    """``items`` (ports, slots), known by their index; all are STARTING at first. Thread-safe."""
+    """Tracks ``items`` (ports, slots) by their index; all are STARTING at first. Thread-safe."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._items = tuple(items)
@@ -40,9 +42,10 @@ class LeaseBook(Generic[Item]):
         self._lock = threading.Condition()
 
     def take(self, patience_s: float = 0.0) -> int:
-        """Index of the least recently used free item, which is LEASED from now on.
+        """Take the least recently used free item, which is LEASED from now on, and return its index.
 
-        Waits so long for one that is on its way back. Raises RuntimeError("MiniStack pool exhausted")."""
+        Waits ``patience_s`` for one that is on its way back. Raises RuntimeError("MiniStack pool exhausted").
+        """
         with self._lock:
             deadline = time.monotonic() + patience_s
             while not self._free:
@@ -55,12 +58,12 @@ class LeaseBook(Generic[Item]):
             return index
 
     def grant(self, index: int, lease: object) -> None:
-        """Note whose lease a taken item is."""
+        """Note to whom a taken item is leased."""
         with self._lock:
             self._leases[index] = lease
 
     def give_back(self, index: int, lease: object) -> None:
-        """The lease ends; the item is SCRUBBING. Raises ValueError when this very lease is not in force."""
+        """End a lease; the item is SCRUBBING. Raises ValueError when this very lease is not in force."""
         with self._lock:
             if index not in self._leases or self._leases[index] is not lease:
                 raise ValueError(f"slot {index} is not leased from this pool")
@@ -68,7 +71,7 @@ class LeaseBook(Generic[Item]):
             self._states[index] = SlotState.SCRUBBING
 
     def free(self, index: int) -> None:
-        """A started, scrubbed or respawned item may be taken again. Raises ValueError when it is free or leased."""
+        """Make a started, scrubbed or respawned item free. Raises ValueError when it is free or leased."""
         with self._lock:
             if self._states[index] in (SlotState.FREE, SlotState.LEASED):
                 raise ValueError(f"slot {index} is {self._states[index]}; it cannot become free")
@@ -77,12 +80,13 @@ class LeaseBook(Generic[Item]):
             self._lock.notify()
 
     def fail(self, index: int) -> None:
-        """The owner of the item found it dead or dirty."""
+        """Mark an item as unhealthy: its owner found it dead or dirty."""
         with self._lock:
             self._states[index] = SlotState.UNHEALTHY
 
     def fail_if_free(self, index: int) -> bool:
-        """An onlooker found the item dead. False when it was taken meanwhile: its holder will notice."""
+        """Mark an item as unhealthy if it is free: an onlooker found it dead. Returns False when it was taken
+        meanwhile: its holder will notice."""
         with self._lock:
             if self._states[index] is not SlotState.FREE:
                 return False
@@ -91,7 +95,7 @@ class LeaseBook(Generic[Item]):
             return True
 
     def begin_respawn(self, index: int) -> bool:
-        """True when the item was UNHEALTHY and the caller may respawn it."""
+        """Return whether the item was UNHEALTHY, so that the caller may respawn it."""
         with self._lock:
             if self._states[index] is not SlotState.UNHEALTHY:
                 return False
@@ -99,17 +103,18 @@ class LeaseBook(Generic[Item]):
             return True
 
     def adopt(self, index: int) -> None:
-        """A respawned item goes to the caller without having been free."""
+        """Lease a respawned item to the caller without having been free."""
         with self._lock:
             if self._states[index] is not SlotState.RESPAWNING:
                 raise ValueError(f"slot {index} is {self._states[index]}, not respawning")
             self._states[index] = SlotState.LEASED
 
     def in_state(self, state: SlotState) -> list[int]:
+        """Return the indices of the items in this state."""
         with self._lock:
             return [index for index, current in enumerate(self._states) if current is state]
 
     def counts(self) -> dict[str, int]:
-        """Number of items by state."""
+        """Return the number of items by state."""
         with self._lock:
             return {str(state): self._states.count(state) for state in SlotState}

@@ -1,4 +1,4 @@
-"""One simulator: a forked, contained MiniStack behind a port of the loopback."""
+"""Runs one simulator: a forked, contained MiniStack behind a port of the loopback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CREDENTIAL = (
 
 
 def zygote_environment(folder: Path) -> dict[str, str]:
-    """The whole environment of the simulators' zygote: nothing of ours is inherited."""
+    """Return the whole environment of the simulators' zygote: nothing of ours is inherited."""
     return {
         "PATH": "/nonexistent",
         "HOME": str(folder),
@@ -54,14 +54,14 @@ def _import_path() -> list[str]:
 
 
 def not_up(name: str, reason: object, log: str) -> str:
-    """The message about a process that did not come up: one line with the last of its log, then the log."""
+    """Return the message about a process that did not come up: one line with the last of its log, then the log."""
     said = log.strip()
     last = f"; its last words: {said.splitlines()[-1].strip()}\n{said}" if said else ""
     return f"{name} did not come up: {reason}{last}"
 
 
 class _OwnerHttp(http.client.HTTPConnection):
-    """The standard library's client over a connection of the owner."""
+    """Is the standard library's client over a connection of the owner."""
 
     def __init__(self, dial: Callable[[], socket.socket], timeout_s: float) -> None:
         super().__init__("localhost:4566", timeout=timeout_s)
@@ -73,9 +73,10 @@ class _OwnerHttp(http.client.HTTPConnection):
 
 
 class MiniStackProcess:
-    """Start, health, reset and end of one simulator. ``port`` 0 lets the kernel choose once and for all.
+    """Starts, checks, resets and ends one simulator. ``port`` 0 lets the kernel choose once and for all.
 
-    ``folder`` is its own, made by the process itself; ``broker`` runs its Lambda code, without one none runs."""
+    ``folder`` is its own, made by the process itself; ``broker`` runs its Lambda code, and without one no code runs.
+    """
 
     def __init__(self, port: int, zygote: ForkServer, folder: Path, broker: ForkServer | None = None) -> None:
         self.port = port
@@ -90,7 +91,7 @@ class MiniStackProcess:
         self._http: http.client.HTTPConnection | None = None
 
     def bind(self) -> None:
-        """Take the port. Raises OSError naming the port when somebody else has it."""
+        """Take the port. Raises OSError naming the port when another process has it."""
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -131,7 +132,7 @@ class MiniStackProcess:
         return ours
 
     def wait_healthy(self, timeout_s: float) -> None:
-        """Until /_ministack/health answers 200. Raises RuntimeError with the tail of its log."""
+        """Wait until /_ministack/health answers 200. Raises RuntimeError with the tail of its log."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -148,7 +149,7 @@ class MiniStackProcess:
             time.sleep(0.01)
 
     def healthy(self, timeout_s: float = 2.0) -> bool:
-        """True when it answers right now."""
+        """Return whether the simulator answers right now."""
         try:
             self._request("GET", "/_ministack/health", timeout_s)
         except OSError:
@@ -156,7 +157,8 @@ class MiniStackProcess:
         return True
 
     def answers(self, timeout_s: float) -> bool:
-        """Like ``healthy``, for an onlooker: over a connection of its own, while another thread may use the slot."""
+        """Return what ``healthy`` does, for an onlooker: over a connection of its own, while another thread may use the
+        slot."""
         connection = _OwnerHttp(self.connect_as_owner, timeout_s)
         try:
             connection.request("GET", "/_ministack/health")
@@ -167,7 +169,7 @@ class MiniStackProcess:
             connection.close()
 
     def leftovers(self, timeout_s: float = 2.0) -> str:
-        """What a reset left: bucket and table names as the simulator lists them, or nothing. Raises OSError."""
+        """Return what a reset left: bucket and table names as the simulator lists them, or "". Raises OSError."""
         buckets = self.ask("GET", "/", "s3", timeout_s)
         target = {"X-Amz-Target": "DynamoDB_20120810.ListTables", "Content-Type": "application/x-amz-json-1.0"}
         tables = self.ask("POST", "/", "dynamodb", timeout_s, target, b"{}")
@@ -184,7 +186,8 @@ class MiniStackProcess:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> bytes:
-        """The body of an answer to a request signed for ``service``. Raises OSError, also for other than 2xx."""
+        """Return the body of the answer to a request signed for ``service``. Raises OSError, also for other than
+        2xx."""
         return self._request(
             method, path, timeout_s, {"Authorization": _CREDENTIAL.format(service), **(headers or {})}, body
         )
@@ -194,21 +197,21 @@ class MiniStackProcess:
         self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
 
     def requests(self, after: int = 0, timeout_s: float = 2.0) -> dict[str, Any]:
-        """What the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
+        """Return what the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
         latest ``requests`` with a number above ``after`` (see ``ParsedRequest``). Raises OSError."""
         return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
 
     def switches(self, timeout_s: float = 2.0) -> dict[str, str]:
-        """The settings in the simulator's modules, as text by name. Raises OSError."""
+        """Return the settings in the simulator's modules, as text by name. Raises OSError."""
         return json.loads(self._request("GET", "/_realhf/switches", timeout_s))
 
     def connect_as_owner(self) -> socket.socket:
-        """A new connection that may use the control paths; never for a process that reads text of an agent. Raises
-        OSError."""
+        """Return a new connection that may use the control paths; never for a process that reads text of an agent.
+        Raises OSError."""
         return self._handed_over(OWNER)
 
     def connect_as_environment(self) -> socket.socket:
-        """A new connection for the worker that runs command lines of tasks. Raises OSError."""
+        """Return a new connection for the worker that runs command lines of tasks. Raises OSError."""
         return self._handed_over(ENVIRONMENT)
 
     def _handed_over(self, mark: bytes) -> socket.socket:
@@ -217,20 +220,23 @@ class MiniStackProcess:
         return self._owner.connect(mark)
 
     def connect(self, timeout_s: float = 2.0) -> socket.socket:
-        """A new connection to the simulator's port, as its agent has."""
+        """Return a new connection to the simulator's port, as its agent has."""
         connection = socket.create_connection((HOST, self.port), timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
         return connection
 
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._process is not None and self._process.alive()
 
     @property
     def pid(self) -> int:
+        """Pid of the process; -1 before ``start``."""
         return self._process.pid if self._process else -1
 
     def log_tail(self) -> str:
+        """Return the end of the simulator's log, "" before ``start``."""
         if self._log is None:
             return ""
         size = os.fstat(self._log.fileno()).st_size

@@ -1,8 +1,8 @@
-"""Zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
+"""Is the zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
 
 Run by ``ForkServer`` as ``python -m`` this module ``<control fd> <network> <root> <layers that may be missing>``. Every
 simulator believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot;
-its real port is that of the listening socket it is given, bound by the owner to 127.0.0.1.
+its real port is that of the listening socket it gets, bound by the owner to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ _OPEN_FILES = 1024
 
 
 class SeededRandomness:
-    """Everything MiniStack draws (ids, suffixes, secrets) comes from one generator, seeded at each reset."""
+    """Draws everything that MiniStack draws (ids, suffixes, secrets) from one generator, seeded at each reset."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
 
     def install(self) -> None:
-        """Before MiniStack's modules are imported, so that names they copy are ours too."""
+        """Replace the sources of randomness. Call it before MiniStack's modules are imported, so that names they copy
+        are ours too."""
         uuid.uuid4 = self._uuid4
         os.urandom = self._bytes
         random._urandom = self._bytes  # type: ignore[attr-defined]
 
     def seed(self, seed: int) -> None:
+        """Seed the generator and Python's ``random``."""
         self._random.seed(seed)
         random.seed(seed)
 
@@ -102,17 +104,19 @@ def _import_modules() -> list[threading.Thread]:
 
 
 def _start_after_fork(thread: threading.Thread) -> None:
-    """Start a thread that was made before the fork. From Python 3.13 on a fork marks the handles of all other threads
-    as done, those that never ran among them, so such a thread gets a new one; the object stays the one that its maker
-    asks whether it is alive."""
+    """Start a thread that was made before the fork.
+
+    From Python 3.13 on a fork marks the handles of all other threads as done, including those that never ran, so such a
+    thread gets a new one; the object stays the one that its maker asks whether it is alive.
+    """
     if hasattr(thread, "_handle"):
         thread._handle = type(thread._handle)()  # type: ignore[attr-defined]
     thread.start()
 
 
 def _keep_only_metadata(services: Sequence[str]) -> None:
-    """MiniStack looks up a service's protocol in botocore's full model, tens of megabytes and 0.1 s per service
-    in every simulator. Read the few words that matter of each once, before the fork."""
+    """Read the few words that matter of each service's model once, before the fork: MiniStack looks up a protocol in
+    botocore's full model, tens of megabytes and 0.1 s per service in every simulator."""
     responses = importlib.import_module("ministack.core.responses")
     original = responses._service_model.__wrapped__
     loader = botocore.session.get_session().get_component("data_loader")
@@ -134,8 +138,8 @@ def _keep_only_metadata(services: Sequence[str]) -> None:
 
 
 def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
-    """The ``metadata`` of botocore's model of ``service``; None where its file is not as expected. The rest of the
-    file, nearly all of it, is not parsed."""
+    """Return the ``metadata`` of botocore's model of ``service``; None where its file is not as expected. The rest of
+    the file, nearly all of it, is not parsed."""
     with contextlib.suppress(DataNotFoundError, OSError, ValueError):
         version = loader.determine_latest_version(service, "service-2")
         for root in loader.search_paths:
@@ -148,8 +152,8 @@ def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
 
 
 def _readable_app(app: AsgiApp) -> AsgiApp:
-    """Names that a policy made up must not break the answers of the services that speak XML. Not of S3, which answers
-    with objects of any content. The server sets the length."""
+    """Repair answers of the services that speak XML, which names that a policy made up must not break. S3 is left
+    alone: it answers with objects of any content. The server sets the length."""
 
     async def readable(scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not _XML_PATH.match(scope["path"]):
@@ -198,6 +202,7 @@ async def _serve(app: AsgiApp, randomness: SeededRandomness, listener: socket.so
 
 
 def main() -> None:
+    """Import everything, then fork contained simulators until the owner's end closes."""
     control, mode, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
     guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, _ADDRESS_BYTES, may_lack=frozenset(sys.argv[4].split(",")))
     randomness = SeededRandomness()

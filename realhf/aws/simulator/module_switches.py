@@ -1,7 +1,7 @@
-"""Settings that live in the modules of the simulator, and how a reset gets them back.
+"""Restores settings that live in the modules of the simulator.
 
-MiniStack's own reset empties its stores. What else its modules hold by name (switches that its configuration path
-sets, counters) survives it, and would tell one episode about another.
+MiniStack's own reset empties its stores. What else its modules hold by name (switches that its configuration path sets,
+counters) survives it, and would carry knowledge from one episode to another.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ _PACKAGE = "ministack"
 _PLAIN = (str, bytes, int, float, bool, type(None))
 _SWITCHES_THAT_ARE_OBJECTS = frozenset({("ministack.services.stepfunctions", "_sfn_mock_config")})
 _RUNNING = re.compile(r"_started$|^_inflight_total$|^_generation$")
-"""What tells of threads and waits that outlive a reset; to forget them would start them twice."""
+"""Names of threads and waits that outlive a reset; to forget them would start them twice."""
 
 
 class ModuleSwitches:
-    """The plain values (numbers, texts, flags) that MiniStack's modules hold at the moment this is made."""
+    """Remembers the plain values (numbers, texts, flags) that MiniStack's modules hold at the moment this is made."""
 
     def __init__(self) -> None:
         self._taken = dict(_settings())
 
     def restore(self) -> list[str]:
-        """Put back what changed; its names. Where there was nothing and is an object now (a thread, a lock), that was
-        made when first needed, and stays."""
+        """Put back what changed; returns its names. Where there was nothing and is an object now (a thread, a lock),
+        that was made when first needed, and stays."""
         changed = []
         for (module, name), value in self._taken.items():
             names = vars(sys.modules[module])
@@ -38,7 +38,7 @@ class ModuleSwitches:
         return changed
 
     def values(self) -> dict[str, str]:
-        """What they are now, as text, by name: for comparing two moments."""
+        """Return the present values, as text, by name: for comparing two moments."""
         return {f"{module}.{name}": repr(vars(sys.modules[module]).get(name))[:200] for module, name in self._taken}
 
 

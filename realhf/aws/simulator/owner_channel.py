@@ -1,8 +1,8 @@
-"""The owner's own ways into a simulator: connections that are handed over, not made.
+"""Gives the owner its own ways into a simulator: connections that are handed over, not made.
 
-The owner sends one end of a socket pair through a channel that only the two processes hold, with a mark that says
-whose it is. There is no port, no path and no secret that bytes of an agent could name: what comes in by the port is
-the agent's, for good. Control, set-up, grading and health checks use these connections.
+The owner sends one end of a socket pair through a channel that only the two processes hold, with a mark that says whose
+it is. There is no port, no path and no secret that bytes of an agent could name: what comes in by the port is the
+agent's, for good. Control, set-up, grading and health checks use these connections.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import socket
 from collections.abc import Callable, Mapping
 
 OWNER = b"o"
-"""Calls of the environment and its control paths."""
+"""Mark of a connection for calls of the environment and its control paths."""
 ENVIRONMENT = b"e"
-"""Command lines of tasks, in a worker of their own: AWS alone, as by the port."""
+"""Mark of a connection for command lines of tasks, in a worker of their own: AWS alone, as by the port."""
 
 
 class OwnerChannel:
-    """The owner's end; ``theirs`` goes to the simulator at its fork, and is closed here after it."""
+    """Is the owner's end; ``theirs`` goes to the simulator at its fork, and is closed here after it."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)  # a simulator that hangs does not empty its queue
 
     def connect(self, mark: bytes) -> socket.socket:
-        """A new connection with one of the marks above; what is sent waits until the simulator serves. Raises OSError
-        when it is gone."""
+        """Return a new connection with one of the marks above; what is sent waits until the simulator serves. Raises
+        OSError when the simulator is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -38,7 +38,7 @@ class OwnerChannel:
         return ours
 
     def close(self) -> None:
-        """Idempotent. Connections that were made stay."""
+        """Close the channel. Idempotent. Connections that were made stay."""
         self._ours.close()
         self.theirs.close()
 
@@ -46,8 +46,8 @@ class OwnerChannel:
 def serve_owner(
     loop: asyncio.AbstractEventLoop, channel: socket.socket, protocols: Mapping[bytes, Callable[[], asyncio.Protocol]]
 ) -> None:
-    """The simulator's end: serve every connection that comes through ``channel`` by the protocol of its mark, as long
-    as the loop runs."""
+    """Serve every connection that comes through ``channel`` by the protocol of its mark, as long as the loop runs; the
+    simulator's end."""
     tasks: set[asyncio.Task[object]] = set()
 
     def arrived() -> None:

@@ -1,4 +1,4 @@
-"""What a simulator understood as requests: the other half of the account that a worker gives of what it sent.
+"""Counts what a simulator understood as requests: the other half of the account that a worker gives of what it sent.
 
 The owner reads it over the control connection (``MiniStackProcess.requests``); an agent's worker cannot.
 """
@@ -14,7 +14,7 @@ from realhf.aws.cli.http_grammar import RequestHead
 
 KEPT = 2000
 TARGET_CHARS = 500
-"""Kept of a request's target."""
+"""Characters kept of a request's target."""
 _SCOPE = re.compile(rb"Credential=[^/,]*/[0-9]+/[^/,]*/([a-z0-9-]+)/aws4_request")
 _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
 _FORM_BYTES = 4096
@@ -22,9 +22,9 @@ _FORM_BYTES = 4096
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """``number`` counts from 1; ``entrance`` is ``port`` (the agent's worker, and who else finds it), ``environment``
-    (the worker for command lines of tasks) or ``owner``.
-    ``service`` is what the signature names, ``operation`` what JSON and query protocols say, "" for REST."""
+    """Describes one request. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's worker, or any other
+    process that finds it), ``environment`` (the worker for command lines of tasks) or ``owner``. ``service`` is what
+    the signature names, ``operation`` what JSON and query protocols say, "" for REST."""
 
     number: int
     entrance: str
@@ -60,12 +60,12 @@ class ParsedRequests:
         )
 
     def refuse(self, reason: str) -> None:
-        """Count bytes that are no request, or one that must not come from where it came."""
+        """Count bytes that are not a request, or one that must not come from where it came."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def report(self, after: int = 0) -> dict[str, Any]:
-        """``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above ``after``
-        that are kept."""
+        """Return ``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above
+        ``after`` that are kept."""
         recent = [asdict(request) for request in self._recent if request.number > after]
         return {
             "count": self.count,

@@ -1,4 +1,4 @@
-"""MiniStackPool: one simulator, one CLI worker and one virtual folder per session.
+"""Defines MiniStackPool: one simulator, one CLI worker and one virtual folder per session.
 
 Source: docs/reference/environment.md 1 and 3.
 """
@@ -32,7 +32,7 @@ from realhf.env.containment.process_guard import LAYERS
 __all__ = ["ACCOUNT", "MiniStackPool", "Slot", "worker_environment"]
 
 RETURN_WAIT_S = 1.0
-"""How long ``acquire`` waits for a slot that is being scrubbed or replaced."""
+"""Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced."""
 CONTAINED_PARTS = (
     "__init__.py",
     "base",
@@ -42,18 +42,18 @@ CONTAINED_PARTS = (
     "aws/cli",
     "aws/simulator",
 )
-"""What simulators and CLI workers see of this package: their own code, and neither tasks nor graders."""
+"""Parts of this package that simulators and CLI workers see: their own code, and neither tasks nor graders."""
 
 logger = logging.getLogger(__name__)
 
 
 class MiniStackPool:
-    """Slots to lease. ``base_port`` 0 lets the kernel choose the ports. Thread-safe.
+    """Leases slots. ``base_port`` 0 lets the kernel choose the ports. Thread-safe.
 
-    ``sandbox``: ``auto`` (bubblewrap where it works), ``bwrap`` (or do not start), ``plain`` (audit hooks, the
-    system call filter and resource limits alone). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``.
-    ``may_lack``: layers (``process_guard.LAYERS``) without which it starts all the same. Raises ValueError for other
-    words."""
+    ``sandbox``: ``auto`` (bubblewrap where it works), ``bwrap`` (or do not start), ``plain`` (audit hooks, the system
+    call filter and resource limits alone). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``. ``may_lack``:
+    layers (``process_guard.LAYERS``) without which it starts all the same. Raises ValueError for other words.
+    """
 
     def __init__(
         self,
@@ -183,16 +183,17 @@ class MiniStackPool:
             self._containment.no_network = greeting["isolated"]
 
     def containment(self) -> str:
-        """The layers that are active, for the log at start. Raises RuntimeError before ``start``."""
+        """Return the layers that are active, for the log at start. Raises RuntimeError before ``start``."""
         if self._containment is None:
             raise RuntimeError("the pool was not started")
         return self._containment.statement()
 
     def acquire(self) -> Slot:
-        """A slot that answers right now, least recently used first; give this very object back.
+        """Lease a slot that answers right now, the least recently used first; give this very object back.
 
-        Raises RuntimeError("MiniStack pool exhausted") when there is none, SimulatorLost when the only free ones
-        are dead and cannot be replaced."""
+        Raises RuntimeError("MiniStack pool exhausted") when there is none, SimulatorLost when the only free ones are
+        dead and cannot be replaced.
+        """
         sick = -1
         while True:
             try:
@@ -257,10 +258,11 @@ class MiniStackPool:
 
     @property
     def free_count(self) -> int:
+        """How many slots are free."""
         return len(self._book.in_state(SlotState.FREE))
 
     def metrics(self) -> dict[str, Any]:
-        """Figures for /metrics: slots by state, counters of leases, respawns, scrubs and commands."""
+        """Return metrics for /metrics: slots by state, counters of leases, respawns, scrubs and commands."""
         numbers: dict[str, Any] = {"size": self.size, **self._book.counts()}
         with self._lock:
             numbers.update(self._counters)
@@ -297,7 +299,7 @@ class MiniStackPool:
 
 
 def worker_environment() -> dict[str, str]:
-    """The whole environment of the CLI workers."""
+    """Return the whole environment of the CLI workers."""
     return {
         "PATH": "/nonexistent",
         "HOME": "/nonexistent",

@@ -1,4 +1,4 @@
-"""What a session leases: one simulator, the agent's CLI worker and folder, and the environment's own of both.
+"""Holds what a session leases: one simulator, the agent's CLI worker and folder, and the environment's own of both.
 
 Source: docs/reference/environment.md 1 and 3.
 """
@@ -24,15 +24,16 @@ ACCOUNT = "000000000000"
 START_TIMEOUT_S = 30.0
 _ANSWER_S = 1.0
 _CHECKED_BYTES = 1 << 20
-"""Kept of what a command of the environment's own prints: a check must see the whole answer."""
+"""Bytes kept of what a command of the environment's own prints: a check must see the whole answer."""
 
 
 class Slot:
-    """Use from one thread at a time.
+    """Holds one slot. Use it from one thread at a time.
 
-    The account id is the same in every slot and every lease: a slot has a simulator process of its own that is
-    emptied between leases, so the id separates nothing, and ids and ARNs in observations stay the same for the
-    same task and seed."""
+    The account id is the same in every slot and every lease: a slot has a simulator process of its own that is emptied
+    between leases, so the id separates nothing, and ids and ARNs in observations stay the same for the same task and
+    seed.
+    """
 
     simulated = True
     """The world may be emptied, set up and disturbed."""
@@ -66,32 +67,35 @@ class Slot:
 
     @property
     def port(self) -> int:
+        """Port of the simulator."""
         return self.ministack.port
 
     @property
     def endpoint(self) -> str:
+        """Address of the simulator in messages."""
         return self.state.endpoint
 
     @property
     def worker_pid(self) -> int:
-        """Of the agent's worker."""
+        """Pid of the agent's worker."""
         return self.executor.worker_pid
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Of every worker that may be busy with a command of this lease."""
+        """Pids of every worker that may be busy with a command of this lease."""
         return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
 
     def lease(self) -> Slot:
-        """Another handle of the same slot; what is leased is the handle, so that an old one gives nothing back."""
+        """Return another handle of the same slot; what is leased is the handle, so that an old one gives nothing
+        back."""
         return copy.copy(self)
 
     def start(self) -> None:
-        """Called once the simulator is healthy."""
+        """Start the agent's worker; called once the simulator is healthy."""
         self.executor.start()
 
     def usable(self) -> bool:
-        """Simulator and worker answer right now; a worker that does not is replaced."""
+        """Return whether simulator and worker answer right now; a worker that does not is replaced."""
         if not self.ministack.alive() or not self.ministack.healthy(_ANSWER_S):
             return False
         try:
@@ -103,9 +107,10 @@ class Slot:
         return True
 
     def reset(self, seed: int = 0) -> None:
-        """An empty world whose ids depend on ``seed`` alone; the warm worker is kept.
+        """Empty the world; its ids depend on ``seed`` alone from now on. The warm worker is kept.
 
-        A dead simulator is respawned. Raises SimulatorLost when that fails too."""
+        A dead simulator is respawned. Raises SimulatorLost when that fails too.
+        """
         self._clear_files()
         try:
             self.ministack.reset(seed)
@@ -114,8 +119,8 @@ class Slot:
             self.ministack.reset(seed)
 
     def scrub(self) -> None:
-        """Make a slot that was used indistinguishable from a new one. Simulator and worker are new forks where a
-        command reached them: a reset cannot vouch for all that a process holds. Raises SimulatorLost, OSError: it is
+        """Make a used slot indistinguishable from a new one. Simulator and worker are new forks where a command reached
+        them: a reset cannot vouch for all that a process holds. Raises SimulatorLost or OSError when the slot stays
         dirty."""
         if self._reached():
             self.respawn()
@@ -129,7 +134,7 @@ class Slot:
             raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
 
     def _reached(self) -> bool:
-        """Whether the simulator took anything but the environment's own calls since it was started."""
+        """Return whether the simulator took anything but the environment's own calls since it was started."""
         try:
             report = self.ministack.requests(after=sys.maxsize)
         except OSError:
@@ -149,6 +154,7 @@ class Slot:
             raise SimulatorLost(f"slot {self.index}: {error}") from error
 
     def stop(self) -> None:
+        """End the workers and the simulator."""
         self._stop_workers()
         self.state.close()
         self.ministack.stop()

@@ -1,6 +1,6 @@
-"""Before a pool serves: code is uploaded, invoked and event-triggered, and must have no effect on the host.
+"""Checks a pool before it serves: code is uploaded, invoked and event-triggered, and must have no effect on the host.
 
-Speaks plain HTTP to one simulator; all others are forks of the same zygote. Source: docs/reference/environment.md 5.
+It speaks plain HTTP to one simulator; all others are forks of the same zygote. Source: docs/reference/environment.md 5.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _ROLE = "arn:aws:iam::000000000000:role/self-test"
 _FUNCTION = "/2015-03-31/functions"
 _EFFECT_S = 0.1
 _ANSWER_S = 30.0
-"""A simulator answers in milliseconds; on a machine that starts many things at once it may take seconds."""
+"""Seconds to wait for an answer. A simulator answers in milliseconds, but on a machine that starts many things at once
+it may take seconds."""
 _CODE = """
 import os, socket
 def touch(path):
@@ -46,9 +47,10 @@ def handler(event, context):
 
 
 def self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
-    """What was tried without effect. Raises NotContained, TimeoutError when the simulator does not answer.
+    """Return what was tried without effect. Raises NotContained, and TimeoutError when the simulator does not answer.
 
-    ``root`` is the pool's folder; markers would appear there, in the simulator's own folder and in /tmp."""
+    ``root`` is the pool's folder; markers would appear there, in the simulator's own folder and in /tmp.
+    """
     with socket.create_server(("127.0.0.1", 0)) as canary:
         port = canary.getsockname()[1]
         marker = root / "self-test-marker"
@@ -84,7 +86,7 @@ def _patience() -> Iterator[None]:
 
 
 def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: int) -> str:
-    """The invocation's answer, after a direct call, an event and calls out over HTTP."""
+    """Invoke the function directly, by an event and with calls out over HTTP; returns the answer of the direct call."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("index.py", _CODE.format(paths=markers, port=port))

@@ -1,4 +1,4 @@
-"""Answers of the simulator that are not XML: it writes names into its XML as they were given.
+"""Repairs answers of the simulator that are not XML: it writes names into its XML as they were given.
 
 A policy may call a user ``<|x|>`` or put a control character into a name. AWS escapes the one and refuses the other;
 the simulator's answer would be readable neither to the AWS CLI nor to the grader, for the rest of the episode.
@@ -18,13 +18,14 @@ _NO_CHARACTER = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 @dataclass
 class _Piece:
-    """A tag or the text between two; a tag that has no counterpart is text, too."""
+    """Is a tag or the text between two; a tag that has no counterpart is text, too."""
 
     text: str
     tag: re.Match[str] | None = None
 
 
 def well_formed(body: bytes) -> bool:
+    """Return whether the body is XML."""
     try:
         expat.ParserCreate().Parse(body, True)
     except expat.ExpatError:
@@ -33,8 +34,9 @@ def well_formed(body: bytes) -> bool:
 
 
 def repaired(body: bytes) -> bytes:
-    """The body if it is XML. Otherwise with what does not belong to a pair of tags escaped and what XML has no
-    character for replaced by U+FFFD; as it was where that does not help."""
+    """Return the body if it is XML. Otherwise everything that does not belong to a pair of tags is escaped, and
+    characters that XML does not have are replaced by U+FFFD; where that does not help, the body comes back as it was.
+    """
     if well_formed(body):
         return body
     text = _NO_CHARACTER.sub("\ufffd", body.decode("utf-8", "replace"))
@@ -53,7 +55,7 @@ def _pieces(text: str) -> list[_Piece]:
 
 
 def _unpair(pieces: list[_Piece]) -> None:
-    """Tags without their counterpart become text."""
+    """Turn tags without their counterpart into text."""
     opened: list[tuple[str, _Piece]] = []
     depth: Counter[str] = Counter()
     for piece in pieces:

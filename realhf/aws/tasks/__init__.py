@@ -1,4 +1,4 @@
-"""Task templates of the environment, one YAML file per tier, and their loader."""
+"""Holds the task templates of the environment, one YAML file per tier, and their loader."""
 
 from realhf.aws.tasks.loader import (
     Mistake,

@@ -22,16 +22,16 @@ from realhf.aws.validation.static_checks import collection_problems, kind_of, te
 from realhf.aws.validation.validation import validate
 
 _FILE_COLUMNS = 160
-"""Width of the tables where no terminal tells one."""
+"""Width of the tables where there is no terminal."""
 
 
 def choose(ids: Sequence[int] | None, tiers: Sequence[str] | None) -> list[Template]:
-    """The templates with these ids, or of these tiers. Raises TaskError."""
+    """Return the templates with these ids, or of these tiers. Raises TaskError."""
     return [get_template(task_id) for task_id in ids] if ids else load_templates(tiers)
 
 
 def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Table:
-    """One row per template."""
+    """Return a table with one row per template."""
     table = Table("id", "tier", "split", "strategy", "task", "commands", "verdict")
     for template in templates:
         wrong = found[template.task_id]
@@ -71,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when every verdict is good, 1 when one is not, 130 after an interrupt."""
+    """Run the program. Returns the exit status: 0 when every verdict is good, 1 when one is not, 130 after an
+    interrupt."""
     parser = _parser()
     options = parser.parse_args(argv)
     for name in ("seeds", "pool_size"):

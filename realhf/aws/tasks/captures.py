@@ -1,7 +1,8 @@
-"""Values that only exist at run time: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}`` anywhere in a task.
+"""Fills in values that only exist at run time: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}`` anywhere in a
+task.
 
-The text after the colon is a JMESPath expression (a leading ``$.`` is accepted) over the JSON output of that
-command, or the response of that set-up call, counted from 1. Source: docs/reference/environment.md 6.
+The text after the colon is a JMESPath expression (a leading ``$.`` is accepted) over the JSON output of that command,
+or the response of that set-up call, counted from 1. Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _SETUP = re.compile(r"\$\{setup(\d+):([^}]+)\}")
 
 
 class CaptureError(ValueError):
-    """A capture that finds nothing; the text shows it."""
+    """A capture finds nothing; the text shows it."""
 
 
 def resolve(command: str, outputs: Sequence[str]) -> str:
-    """``command`` with the captures of the list it belongs to filled from the outputs so far. One that finds nothing
-    (its command failed) stays as it is written: the command then fails as a person's would."""
+    """Return ``command`` with the captures of the list it belongs to filled from the outputs so far. One that finds
+    nothing (its command failed) stays as it is written: the command then fails as a person's would."""
 
     def value(match: re.Match[str]) -> str:
         try:
@@ -36,7 +37,7 @@ def resolve(command: str, outputs: Sequence[str]) -> str:
 
 
 def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
-    """``value`` (texts, lists and maps) with every set-up capture filled. A text that is one capture takes the
+    """Return ``value`` (texts, lists and maps) with every set-up capture filled. A text that is one capture takes the
     value's type. Raises CaptureError."""
     if isinstance(value, str):
         whole = _SETUP.fullmatch(value)
@@ -51,7 +52,7 @@ def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def has_setup_captures(value: Any) -> bool:
-    """Whether ``fill_setup`` would change anything."""
+    """Return whether ``fill_setup`` would change anything."""
     return "${setup" in repr(value)
 
 

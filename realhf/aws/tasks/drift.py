@@ -1,4 +1,4 @@
-"""Drift: after set-up, a few of a task's possible changes really happen, and have to be found and undone.
+"""Chooses drifts: after set-up, a few of a task's possible changes really happen, and have to be found and undone.
 
 Source: docs/reference/environment.md 7 (Drift).
 """
@@ -16,12 +16,12 @@ FEWEST, MOST = 2, 3
 
 
 def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
-    """Two or three of them (fewer where there are not so many), in their order, decided by ``seed``."""
+    """Choose two or three of them (fewer where there are not so many), in their order, decided by ``seed``."""
     rng = random.Random(f"drift:{seed}")
     count = min(rng.randint(FEWEST, MOST), len(possible))
     return [possible[i] for i in sorted(rng.sample(range(len(possible)), count))]
 
 
 def repairs(drifts: Iterable[SetupCommand]) -> list[str]:
-    """The commands that undo these drifts, in their order."""
+    """Return the commands that undo these drifts, in their order."""
     return [command for drift in drifts for command in drift.repair]

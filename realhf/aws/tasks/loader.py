@@ -1,4 +1,4 @@
-"""Templates from the YAML files beside this module, and instances drawn from them.
+"""Loads templates from the YAML files beside this module, and draws instances from them.
 
 A template's texts hold ``{parameter}`` places. A parameter is ``words`` (a drawn name) or a closed list of values;
 ``{account}`` is always there. A value that is nothing but one place keeps its type. The seed decides name, values and
@@ -26,11 +26,11 @@ from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setu
 
 SPLITS = ("train", "heldout")
 STARTER = "starter"
-"""Tag of what the built-in policy can learn."""
+"""Tag of the templates that the built-in policy can learn."""
 _SEED_SHARE = 10
 """One seed in this many is held out."""
 _FOLDERS = {"drift": "expert"}
-"""Files and folders are named after their tier, but for these."""
+"""Files and folders that are not named after their tier."""
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _KEYS = frozenset(
     {"task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution"}
@@ -40,7 +40,8 @@ _KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong habit: commands that do not solve the task, and those that repair it (none: no way back)."""
+    """Describes a wrong habit: commands that do not solve the task, and those that repair it (none: there is no way
+    back)."""
 
     commands: tuple[str, ...]
     recovery: tuple[str, ...]
@@ -48,9 +49,9 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Template:
-    """One task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` as written there.
-    ``solution`` of a drift task applies its whole desired state, without a look at what drifted. ``split`` "heldout":
-    never served to training. ``tags``: topics; "starter" marks what the built-in policy learns."""
+    """Describes one task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` are as written
+    there. ``solution`` of a drift task applies its whole desired state, without a look at what drifted. ``split``
+    "heldout": never served to training. ``tags``: topics; "starter" marks what the built-in policy learns."""
 
     task_id: int
     name: str
@@ -73,8 +74,8 @@ class Template:
 def load_templates(
     tiers: Iterable[str] | None = None, *, tags: Iterable[str] = (), split: str | None = None
 ) -> list[Template]:
-    """Templates ordered by id: of these tiers (None: of all), with any of these tags (none: whatever their tags),
-    of this split of the templates (None: both). Raises TaskError for an unknown tier, tag or split."""
+    """Return the templates ordered by id: of these tiers (None: of all), with any of these tags (none: whatever their
+    tags), of this split of the templates (None: both). Raises TaskError for an unknown tier, tag or split."""
     everything = _all_templates().values()
     wanted = _known("tier", TIERS if tiers is None else tiers, TIERS)
     tagged = _known("tag", tags, sorted({tag for template in everything for tag in template.tags}))
@@ -87,8 +88,8 @@ def load_templates(
 
 
 def training_tags(tiers: Sequence[str], tags: Sequence[str] | None) -> list[str]:
-    """The tags to train on in these tiers: those given, or for None STARTER where every tier has such templates and
-    else none, which takes all. Raises TaskError for an unknown name, and when a tier gives no template."""
+    """Return the tags to train on in these tiers: those given, or for None STARTER where every tier has such templates
+    and else none, which takes all. Raises TaskError for an unknown name, and when a tier gives no template."""
     if tags is None:
         starters = {template.tier for template in load_templates(tiers, tags=[STARTER], split="train")}
         return [STARTER] if starters >= set(tiers) else []
@@ -106,7 +107,7 @@ def _known(kind: str, names: Iterable[str], known: Iterable[str]) -> set[str]:
 
 
 def get_template(template_id: int) -> Template:
-    """Raises TaskError for an unknown id."""
+    """Return the template with this id. Raises TaskError for an unknown id."""
     try:
         return _all_templates()[template_id]
     except KeyError:
@@ -114,18 +115,19 @@ def get_template(template_id: int) -> Template:
 
 
 def load_tasks(split: str = "train") -> list[Task]:
-    """One instance of every template of a split, with names of the same split, ordered by id. Raises TaskError."""
+    """Return one instance of every template of a split, with names of the same split, ordered by id. Raises
+    TaskError."""
     return [instantiate(template.task_id, 0, split) for template in load_templates(split=split)]
 
 
 def is_heldout_seed(template_id: int, seed: int) -> bool:
-    """Whether training never plays this instance of a template."""
+    """Return whether training never plays this instance of a template."""
     return zlib.crc32(f"{template_id}:{seed}".encode()) % _SEED_SHARE == _SEED_SHARE - 1
 
 
 def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
-    """The instance of a template that ``seed`` draws in ``split``; the same arguments give the same task. In training
-    a held-out seed stands for the next one that is not (``Task.seed``)."""
+    """Return the instance of a template that ``seed`` draws in ``split``; the same arguments give the same task. In
+    training a held-out seed stands for the next one that is not (``Task.seed``)."""
     if split not in SPLITS:
         raise TaskError(f"split is {split!r}; known: {', '.join(SPLITS)}")
     template = get_template(template_id)
@@ -155,30 +157,31 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
 
 
 def solve(task: Task) -> list[str]:
-    """The canonical commands of a task."""
+    """Return the canonical commands of a task."""
     return list(task.solution)
 
 
 def with_drifts(task: Task, places: Iterable[int]) -> Task:
-    """The task with the solution for the drifts at these places of ``possible_drifts``, whatever its seed draws."""
+    """Return the task with the solution for the drifts at these places of ``possible_drifts``, whatever its seed
+    draws."""
     found = repairs([task.possible_drifts[place] for place in places])
     return replace(task, solution=tuple(found)) if found else task
 
 
 def whole_state(task: Task) -> list[str]:
-    """The commands that apply the whole desired state of a drift task; other tasks: the solution."""
+    """Return the commands that apply the whole desired state of a drift task; for other tasks the solution."""
     return list(fill(list(get_template(task.task_id).solution), task.params))
 
 
 def partial_solutions(task: Task) -> list[list[str]]:
-    """Command lists that must not solve the task, proper prefixes of its solution included."""
+    """Return command lists that must not solve the task, including proper prefixes of its solution."""
     prefixes = [list(task.solution[:length]) for length in range(1, len(task.solution))]
     written = [fill(list(commands), task.params) for commands in get_template(task.task_id).partial_solutions]
     return prefixes + written
 
 
 def mistakes(task: Task) -> list[Mistake]:
-    """The wrong habits written for this task; the default way back is the canonical solution."""
+    """Return the wrong habits written for this task; the default way back is the canonical solution."""
     found = []
     for entry in get_template(task.task_id).mistakes:
         recovery = fill(entry["recovery"], task.params) if "recovery" in entry else task.solution
@@ -187,7 +190,7 @@ def mistakes(task: Task) -> list[Mistake]:
 
 
 def fill(value: Any, params: Mapping[str, Any]) -> Any:
-    """``value`` with the places of all its strings filled; a string that is one place takes the value's type.
+    """Return ``value`` with the places of all its strings filled; a string that is one place takes the value's type.
     Braces around anything that is not a parameter stay as they are."""
     if isinstance(value, str):
         if "{" not in value:
@@ -220,7 +223,7 @@ def _all_templates() -> dict[int, Template]:
 
 
 def _files() -> Iterator[tuple[str, Traversable]]:
-    """(tier, YAML file) of ``<tier>.yaml`` and ``<tier>/*.yaml`` beside this module."""
+    """Yield (tier, YAML file) of ``<tier>.yaml`` and ``<tier>/*.yaml`` beside this module."""
     for entry in sorted(resources.files("realhf.aws.tasks").iterdir(), key=lambda entry: entry.name):
         name = entry.name.removesuffix(".yaml")
         tier = _FOLDERS.get(name, name)

@@ -1,7 +1,7 @@
-"""Names of resources: ``adjective-noun-suffix``, drawn from three word lists.
+"""Draws names of resources, ``adjective-noun-suffix``, from three word lists.
 
-Held-out names are unseen *pairs*: an adjective and a noun that no training name combines, decided by a
-stable hash of the pair. Every word occurs in training names, so a policy must copy, not recall.
+Held-out names are unseen *pairs*: an adjective and a noun that no training name combines, decided by a stable hash of
+the pair. Every word occurs in training names, so a policy must copy, not recall.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SUFFIXES = _words(
 
 
 def is_heldout_pair(adjective: str, noun: str) -> bool:
-    """Whether names with this pair are kept for evaluation."""
+    """Return whether names with this pair are kept for evaluation."""
     return zlib.crc32(f"{adjective} {noun}".encode()) % HELDOUT_SHARE == 0
 
 
 def draw_name(rng: random.Random, split: str) -> str:
-    """A name of the split, ``"train"`` or ``"heldout"``; the suffix is drawn freely in both."""
+    """Draw a name of the split, ``"train"`` or ``"heldout"``; the suffix is drawn freely in both."""
     wanted = split == "heldout"
     while True:
         adjective, noun = rng.choice(ADJECTIVES), rng.choice(NOUNS)
@@ -49,11 +49,11 @@ def draw_name(rng: random.Random, split: str) -> str:
 
 
 def is_name(text: object) -> bool:
-    """Whether a parameter's value is a drawn name."""
+    """Return whether a parameter's value is a drawn name."""
     parts = str(text).split("-")
     return len(parts) == 3 and parts[0] in ADJECTIVES and parts[1] in NOUNS and parts[2] in SUFFIXES
 
 
 def words() -> tuple[str, ...]:
-    """Every word a name can hold: what a tokenizer should keep whole."""
+    """Return every word a name can hold: what a tokenizer should keep whole."""
     return ADJECTIVES + NOUNS + SUFFIXES

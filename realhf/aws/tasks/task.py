@@ -1,4 +1,4 @@
-"""A task instance: what the agent is asked, how its world is set up, and what counts as success.
+"""Describes a task instance: what the agent is asked, how its world is set up, and what counts as success.
 
 The wire form (``to_json``) uses the field names of docs/reference/environment.md 6; unknown keys are ignored and
 missing optional ones tolerated, so that full task objects of other clients parse.
@@ -16,20 +16,20 @@ ACCOUNT_ID = "000000000000"
 """The account of every simulator slot; ARNs in task texts are written with it."""
 MAX_SETUP_COMMANDS = 40
 MAX_COMMAND_CHARS = 65536
-"""Of one set-up command, as text or as parameters in JSON."""
+"""Longest set-up command, in characters as text or as parameters in JSON."""
 MAX_CRITERIA_CHARS = 65536
 MAX_ASSETS = 16
 MAX_ASSET_CHARS = 65536
 
 
 class TaskError(ValueError):
-    """A task object or template that cannot be used; the text names the field."""
+    """A task object or template cannot be used; the text names the field."""
 
 
 @dataclass(frozen=True)
 class SetupCommand:
-    """One request of the environment's own that makes, disturbs or clutters the world: ``operation`` of ``service``
-    with ``params`` as botocore takes them, or ``command``, a line as an agent would write it. With
+    """Describes one request of the environment's own that makes, disturbs or clutters the world: ``operation`` of
+    ``service`` with ``params`` as botocore takes them, or ``command``, a line as an agent would write it. With
     ``ignore_failure`` the world counts as built even if it fails. ``repair``: the commands that undo a drift."""
 
     service: str = ""
@@ -44,7 +44,7 @@ class SetupCommand:
         return self.command or f"{self.service}:{self.operation}"
 
     def to_json(self) -> dict[str, Any]:
-        """The command as ``parse_setup`` reads it; what is not set is left out."""
+        """Return the command as ``parse_setup`` reads it; what is not set is left out."""
         request = {"service": self.service, "operation": self.operation, "params": dict(self.params)}
         found: dict[str, Any] = {"command": self.command} if self.command else request
         if self.description:
@@ -56,14 +56,16 @@ class SetupCommand:
 
 @dataclass(frozen=True)
 class Task:
-    """One instance. ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names;
-    ``success`` holds the criteria as plain data (see ``criteria.parse_criteria``), ``solution`` the canonical
-    commands (of a drift task: those that repair what its seed draws), ``possible_drifts`` the disturbances of which a
-    reset draws some, ``decoys`` resources that are only in
-    the way, ``assets`` the files of the session's folder. Only ``task_id``, ``tier``, ``description`` and
-    ``desired_state_spec`` may ever be shown to an agent.
+    """Describes one instance.
 
-    Texts may hold ``${setup1:path}``: filled from what the set-up calls answered (see ``captures``)."""
+    ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names; ``success`` holds the
+    criteria as plain data (see ``grader.parse_criteria``), ``solution`` the canonical commands (of a drift task: those
+    that repair what its seed draws), ``possible_drifts`` the disturbances of which a reset draws some, ``decoys``
+    resources that are only in the way, ``assets`` the files of the session's folder. Only ``task_id``, ``tier``,
+    ``description`` and ``desired_state_spec`` may ever be shown to an agent.
+
+    Texts may hold ``${setup1:path}``: filled from the answers to the set-up's calls (see ``captures``).
+    """
 
     task_id: int
     template: str
@@ -80,7 +82,8 @@ class Task:
     assets: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The task as JSON-able data, the ``task`` of a wire reset. Optional fields appear where they are set."""
+        """Return the task as JSON-able data, the ``task`` of a wire reset. Optional fields appear where they are
+        set."""
         optional = {
             "desired_state_spec": self.desired_state_spec,
             "possible_drifts": [command.to_json() for command in self.possible_drifts],
@@ -101,7 +104,7 @@ class Task:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | str) -> Task:
-        """The task in a map or its JSON text. Raises TaskError naming the field that is wrong."""
+        """Parse the task in a map or its JSON text. Raises TaskError naming the field that is wrong."""
         if isinstance(data, str):
             try:
                 data = json.loads(data)
@@ -133,7 +136,7 @@ class Task:
 
 
 def parse_setup(commands: Any, where: str = "setup_commands") -> tuple[SetupCommand, ...]:
-    """Commands from plain data, each a command line, ``{"command": line}`` or a request; ``where`` is the field's
+    """Parse commands from plain data, each a command line, ``{"command": line}`` or a request; ``where`` is the field's
     name in messages. Raises TaskError."""
     if not isinstance(commands, list) or len(commands) > MAX_SETUP_COMMANDS:
         raise TaskError(f"task.{where} is not a list of at most {MAX_SETUP_COMMANDS} commands")

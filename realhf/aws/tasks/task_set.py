@@ -1,4 +1,4 @@
-"""The AWS tasks as a set that a curriculum draws from."""
+"""Offers the AWS tasks as a set that a curriculum draws from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from realhf.aws.tasks.task import TIERS, Task
 
 
 class AwsTaskSet:
-    """Training templates of these ``tiers`` (None: of all) with any of these ``tags`` (none: whatever their tags).
-    Held-out templates are never in it. Raises TaskError for an unknown tier or tag."""
+    """Holds the training templates of these ``tiers`` (None: of all) with any of these ``tags`` (none: whatever their
+    tags). Held-out templates are never in it. Raises TaskError for an unknown tier or tag."""
 
     def __init__(self, tiers: Iterable[str] | None = None, tags: Iterable[str] = ()) -> None:
         templates = load_templates(tiers, tags=tags, split="train")
@@ -18,5 +18,5 @@ class AwsTaskSet:
         self.groups: Sequence[str] = TIERS
 
     def instantiate(self, template_id: int, seed: int) -> Task:
-        """The instance that ``seed`` draws among the names that training may see."""
+        """Return the instance that ``seed`` draws among the names that training may see."""
         return instantiate(template_id, seed)

@@ -32,17 +32,17 @@ CANONICAL, CONTINUATION, RECOVERY = "canonical", "continuation", "recovery"
 VERIFICATION, HINT, HABIT = "verification", "hint", "habit"
 KINDS = (RECOVERY, HABIT, VERIFICATION, HINT, CONTINUATION, CANONICAL)
 DEFAULT_MIX: Mapping[str, float] = MappingProxyType({CONTINUATION: 0.2, RECOVERY: 0.15, VERIFICATION: 0.05, HINT: 0.05})
-"""Shares of the five trajectory types; what is left over is canonical."""
+"""Shares of the trajectory types; the rest is canonical."""
 SHORTENED_SHARE = 0.6
-"""Part of the mistakes that shorten a name; the others are the template's."""
+"""Share of the mistakes that shorten a name; the others are the template's."""
 PERSISTENCE = 3
-"""Commands of a habit episode, at least: its last command is sent again."""
+"""Least number of commands of a habit episode: its last command is sent again."""
 _SEED_BITS = 31
 
 
 @dataclass(frozen=True)
 class Line:
-    """One command. ``number`` is its place (from 1) in the list that its captures refer to, 0 for one of no list;
+    """Is one command. ``number`` is its place (from 1) in the list that its captures refer to, 0 for one of no list;
     ``learned``: whether a trainer should imitate it."""
 
     command: str
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Script:
-    """One episode to be played: the task and the lines of the scripted agent."""
+    """Is one episode to be played: the task and the lines of the scripted agent."""
 
     task: Task
     kind: str
@@ -60,6 +60,7 @@ class Script:
 
     @property
     def commands(self) -> tuple[str, ...]:
+        """The command lines alone."""
         return tuple(line.command for line in self.lines)
 
 
@@ -73,10 +74,13 @@ def write_scripts(
     mix: Mapping[str, float] = MappingProxyType({}),
     learn_mistakes: bool = False,
 ) -> list[Script]:
-    """The episodes to play, shuffled, decided by ``seed``: per template exactly the rounded shares of each kind in
-    ``mix``, the rest canonical. A template to which a kind cannot be applied (continuation of one step) gets
-    canonical ones instead. ``split`` chooses templates, never rows. ``learn_mistakes``: the mistakes that are
-    recovered from are to be imitated too. Raises ValueError for an impossible mix."""
+    """Return the episodes to play, shuffled, decided by ``seed``.
+
+    Each template has exactly the rounded shares of each kind in ``mix``, the rest canonical. A template to which a kind
+    cannot be applied (continuation of one step) gets canonical ones instead. ``split`` chooses templates, never rows.
+    ``learn_mistakes``: the mistakes that are recovered from are to be imitated too. Raises ValueError for an impossible
+    mix.
+    """
     unknown = set(mix) - set(KINDS)
     if unknown:
         raise ValueError(f"unknown kind {sorted(unknown)[0]!r} in the mix; known: {', '.join(sorted(KINDS))}")
@@ -95,7 +99,7 @@ def write_scripts(
 
 
 def write_script(task: Task, kind: str, rng: random.Random, *, learn_mistakes: bool = False) -> Script:
-    """One episode of this kind, or a canonical one where the task does not allow the kind."""
+    """Return one episode of this kind, or a canonical one where the task does not allow the kind."""
     solution = numbered(task.solution)
     if kind == HABIT:
         wrong, _ = _mistake(task, rng, any_way_back=False)
@@ -114,12 +118,12 @@ def write_script(task: Task, kind: str, rng: random.Random, *, learn_mistakes: b
 
 
 def numbered(commands: Sequence[str], *, learned: bool = True) -> tuple[Line, ...]:
-    """The lines of one list, whose captures refer to each other."""
+    """Return the lines of one list, whose captures refer to each other."""
     return tuple(Line(command, number, learned) for number, command in enumerate(commands, start=1))
 
 
 def _mistake(task: Task, rng: random.Random, *, any_way_back: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Commands of a wrong way, and of the way back."""
+    """Return the commands of a wrong way, and of the way back."""
     written = [mistake for mistake in mistakes(task) if mistake.recovery or not any_way_back]
     if rng.random() < SHORTENED_SHARE or not written:
         short = with_short_names(task)
@@ -129,7 +133,7 @@ def _mistake(task: Task, rng: random.Random, *, any_way_back: bool) -> tuple[tup
 
 
 def with_short_names(task: Task) -> tuple[str, ...]:
-    """The solution with the last word of every drawn name left out; in a task without drawn names, with the last
+    """Return the solution with the last word of every drawn name left out; in a task without drawn names, with the last
     letter of its operations left out."""
     drawn = [value for value in task.params.values() if is_name(value)]
     commands = task.solution
@@ -144,7 +148,7 @@ def _misspelt(command: str) -> str:
 
 
 def look_command(task: Task) -> str:
-    """A listing of the service that the task's last step is about, or its help where the listing is the task."""
+    """Return a listing of the service that the task's last step is about, or its help where the listing is the task."""
     service = task.solution[-1].split()[1]
     listing = _listing("s3api" if service == "s3" else service)
     return listing if listing and listing not in task.solution else f"aws {service} help"
@@ -152,7 +156,7 @@ def look_command(task: Task) -> str:
 
 @functools.cache
 def _listing(service: str) -> str:
-    """A command of this CLI service that lists something and needs no argument, "" where there is none."""
+    """Return a command of this CLI service that lists something and needs no argument, "" where there is none."""
     model: Any = Session().get_service_model("s3" if service == "s3api" else service)
     needs: dict[str, Any] = {
         xform_name(name, "-"): model.operation_model(name).input_shape for name in model.operation_names

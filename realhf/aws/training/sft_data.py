@@ -31,10 +31,12 @@ from realhf.aws.training.demonstrations import DEFAULT_MIX, HABIT, KINDS, Script
 
 
 def play(episode: Episode, script: Script) -> dict[str, Any]:
-    """One row: task_id, template, tier, seed, kind, achieved, reward and messages. Roles: ``user`` the
-    description, ``assistant`` a command (``"train": false`` where it is context, not to be imitated), ``tool`` what
-    came of it; user and tool messages carry the whole observation as well, so that a reader can render it as a
-    rollout does."""
+    """Play one script and return its row: task_id, template, tier, seed, kind, achieved, reward and messages.
+
+    Roles: ``user`` the description, ``assistant`` a command (``"train": false`` where it is context, not to be
+    imitated), ``tool`` what came of it; user and tool messages carry the whole observation as well, so that a reader
+    can render it as a rollout does.
+    """
     step = episode.reset(script.task)
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": step.observation["task"]["description"], "observation": _lasting(step.observation)}
@@ -67,7 +69,7 @@ def play(episode: Episode, script: Script) -> dict[str, Any]:
 
 
 def play_all(scripts: Sequence[Script], pool: MiniStackPool) -> Iterator[dict[str, Any]]:
-    """Rows in the order of the scripts, played on all free slots of a started pool. Raises RuntimeError when an
+    """Yield rows in the order of the scripts, played on all free slots of a started pool. Raises RuntimeError when an
     episode of a kind that must succeed did not."""
     episodes: SimpleQueue[Episode] = SimpleQueue()
     slots = [pool.acquire() for _ in range(pool.free_count)]
@@ -94,22 +96,23 @@ def play_all(scripts: Sequence[Script], pool: MiniStackPool) -> Iterator[dict[st
 
 
 def _lasting(observation: dict[str, Any]) -> dict[str, Any]:
-    """The observation without the random episode id: the file depends on the seed alone."""
+    """Return the observation without the random episode id: the file depends on the seed alone."""
     return {key: value for key, value in observation.items() if key != "episode_id"}
 
 
 class Statistics:
-    """What a file holds, by tier and kind."""
+    """Counts what a file holds, by tier and kind."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], list[tuple[int, bool, float]]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """Count a row."""
         turns = sum(message["role"] == "assistant" for message in row["messages"])
         self._rows.setdefault((row["tier"], row["kind"]), []).append((turns, row["achieved"], row["reward"]))
 
     def groups(self) -> list[dict[str, Any]]:
-        """One map per tier and kind: rows, achieved, and the means of turns and reward."""
+        """Return one map per tier and kind: rows, achieved, and the means of turns and reward."""
         return [
             {
                 "tier": tier,
@@ -123,6 +126,7 @@ class Statistics:
         ]
 
     def table(self) -> Table:
+        """Return the groups as a table to print."""
         found = Table("tier", "kind", "rows", "achieved", "turns", "reward")
         for group in self.groups():
             found.add_row(
@@ -137,7 +141,7 @@ class Statistics:
 
 
 def _mix(texts: Sequence[str]) -> dict[str, float]:
-    """``kind=share`` words. Raises ValueError."""
+    """Parse ``kind=share`` words. Raises ValueError."""
     mix = {}
     for text in texts:
         kind, _, share = text.partition("=")
@@ -149,6 +153,7 @@ def _mix(texts: Sequence[str]) -> dict[str, float]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
     found = argparse.ArgumentParser(
         prog="python -m realhf.aws.training.sft_data",
         description=__doc__,
@@ -174,6 +179,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the exit status; argparse exits on wrong options."""
     command_line = parser()
     options = command_line.parse_args(argv)
     try:

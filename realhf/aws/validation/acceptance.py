@@ -1,4 +1,4 @@
-"""Does a task hold what it promises? Played against a real simulator, for the tests and for ``validate``.
+"""Checks whether a task holds what it promises, against a real simulator, for the tests and for ``validate``.
 
 Source: acceptance rule of docs/reference/environment.md 6.
 """
@@ -16,7 +16,7 @@ from realhf.aws.tasks.names import is_name
 from realhf.aws.tasks.task import Task, TaskError
 
 BLIND_RETURN = 0.9
-"""What applying a desired state earns at most, on average, without a look at what drifted."""
+"""Most that applying a desired state may earn, on average, without a look at what drifted."""
 _HARMLESS = "aws sts get-caller-identity"
 
 
@@ -24,7 +24,8 @@ def play(
     episode: Episode, task: Task, commands: Iterable[str], drifts: Sequence[int] | None = None, then: Iterable[str] = ()
 ) -> tuple[bool, float]:
     """Set the task up, with these drifts (None: those that its seed draws), and send the commands until it is done,
-    ``then`` those of a second list; (achieved, return). Captures refer to a list's own commands. There is no chaos."""
+    ``then`` those of a second list; returns (achieved, return). Captures refer to a list's own commands. There is no
+    chaos."""
     achieved, total = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"], 0.0
     for script in (commands, then):
         outputs: list[str] = []
@@ -38,7 +39,7 @@ def play(
 
 
 def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[str]:
-    """What is wrong with an instance, in words; empty for a sound one. ``thorough``: its wrong habits and their ways
+    """Say in words what is wrong with an instance; empty for a sound one. ``thorough``: its wrong habits and their ways
     back are played too, and every set of drifts that could happen."""
     found = []
     achieved, total = play(episode, task, solve(task))
@@ -58,7 +59,8 @@ def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[st
 
 
 def wrong_names(task: Task) -> Iterator[list[str]]:
-    """The solution with each drawn name in turn followed by ``-2``: it does the right thing to the wrong resource."""
+    """Yield the solution with each drawn name in turn followed by ``-2``: it does the right thing to the wrong
+    resource."""
     for name in task.params.values():
         if is_name(name) and any(name in command for command in task.solution):
             yield [command.replace(name, f"{name}-2") for command in task.solution]
@@ -80,8 +82,8 @@ def _mistake_problems(episode: Episode, task: Task) -> list[str]:
 
 
 def _drift_problems(episode: Episode, task: Task) -> list[str]:
-    """Every drift breaks something, the repairs of every set that a reset may draw mend it, and who applies the whole
-    desired state without a look at what drifted earns less."""
+    """Check that every drift breaks something, that the repairs of every set that a reset may draw mend it, and that
+    applying the whole desired state without a look at what drifted earns less."""
     if not task.possible_drifts:
         return []
     found, unseen = [], []

@@ -20,13 +20,13 @@ from realhf.aws.validation.static_checks import kind_of
 from realhf.aws.validation.validation import Failure, played
 
 MAX_STEPS = 64
-"""Of an episode with a play: to build a second set-up takes more commands than an agent has."""
+"""Largest number of steps of an episode with a play: to build a second set-up takes more commands than an agent has."""
 
 
 @dataclass
 class Report:
-    """What the plays of one template earned. ``without``: classes without a play, with the reason ("": none is known,
-    which is a problem); ``broken``: plays that could not be played, with the error."""
+    """Reports what the plays of one template earned. ``without``: classes without a play, with the reason ("": none is
+    known, which is a problem); ``broken``: plays that could not be played, with the error."""
 
     template: Template
     outcomes: list[Outcome] = field(default_factory=list)
@@ -35,14 +35,15 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """Everything outside the bounds, in words."""
+        """Return everything outside the bounds, in words."""
         found = [f"{one.play.kind}, {one.play.name}: {one.problem}" for one in self.outcomes if one.problem]
         found += [f"{play.kind}, {play.name}: {error}" for play, error in self.broken]
         return found + [f"{kind}: no play and no reason why" for kind, reason in self.without.items() if not reason]
 
 
 def play_against(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> list[Report]:
-    """One report per template, with the plays of ``seeds`` instances. Raises TaskError for a malformed written play."""
+    """Play against the grader; returns one report per template, with the plays of ``seeds`` instances. Raises TaskError
+    for a malformed written play."""
     reports = {template.task_id: Report(template) for template in templates}
     turns: list[tuple[Task, Play]] = []
     for template in templates:
@@ -62,7 +63,7 @@ def play_against(templates: Sequence[Template], seeds: int, pool_size: int, cons
 
 
 def play_table(reports: Sequence[Report]) -> Table:
-    """One row per play, and per class that a template has no play of."""
+    """Return a table with one row per play, and per class that a template has no play of."""
     table = Table("id", "tier", "class", "play", "origin", "score", "asked", "verdict")
     for report in reports:
         head = (str(report.template.task_id), kind_of(report.template))
@@ -85,7 +86,7 @@ def _play_cells(play: Play) -> tuple[str, str, str]:
 
 
 def summary_table(reports: Sequence[Report]) -> Table:
-    """One row per class: how many plays, of which origin, and how many outside the bounds."""
+    """Return a table with one row per class: how many plays, of which origin, and how many outside the bounds."""
     table = Table("class", "asked", "plays", "generated", "written", "skipped", "templates without", "outside")
     for kind in KINDS:
         outcomes = [one for report in reports for one in report.outcomes if one.play.kind == kind]

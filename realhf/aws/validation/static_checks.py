@@ -1,4 +1,4 @@
-"""What can be wrong with templates on paper, before anything is played. Source: loader validation of
+"""Finds what can be wrong with templates on paper, before anything is played. Source: loader validation of
 docs/reference/environment.md 6."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DRIFT = "drift"
 COUNTS: Mapping[str, int] = MappingProxyType(
     {"warmup": 25, "beginner": 25, "intermediate": 25, "advanced": 25, "expert": 24, DRIFT: 9}
 )
-"""Templates of each kind, at least; drift tasks are of the tier expert."""
+"""Least number of templates of each kind; drift tasks are of the tier expert."""
 HELDOUT_SHARE = (0.15, 0.25)
 FEWEST_SERVICES, FEWEST_WARMUP_SERVICES = 24, 20
 
@@ -34,17 +34,17 @@ _SHAPES: Mapping[str, tuple[str, Range, Range, Range]] = MappingProxyType(
         DRIFT: ("state_checks", (0, 0), (4, 6), (1, 8)),
     }
 )
-"""Strategy, and how many steps, state checks and commands of the solution."""
+"""For each kind, the strategy, and how many steps, state checks and commands of the solution there may be."""
 _PLACE = re.compile(r"(?<!\$)\{[a-z_]+\}")
 
 
 def kind_of(template: Template) -> str:
-    """The tier, or "drift"."""
+    """Return the tier, or "drift"."""
     return DRIFT if template.possible_drifts else template.tier
 
 
 def template_problems(template: Template) -> list[str]:
-    """What is wrong with one template, in words."""
+    """Say in words what is wrong with one template."""
     if template.split not in SPLITS:
         return [f"split is {template.split!r}"]
     try:
@@ -120,7 +120,8 @@ def _services_of(commands: Iterable[str]) -> Iterator[str]:
 
 
 def collection_problems(templates: Sequence[Template]) -> list[str]:
-    """What is wrong with all templates together: how many there are, how many held out, over how many services."""
+    """Say in words what is wrong with all templates together: how many there are, how many held out, over how many
+    services."""
     found = []
     for kind, count in COUNTS.items():
         own = [template for template in templates if kind_of(template) == kind]

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def instances_of(templates: Sequence[Template], seeds: int) -> list[Instance]:
-    """``seeds`` training instances of each template and one with held-out names."""
+    """Return ``seeds`` training instances of each template and one with held-out names."""
     return [
         (template.task_id, seed, split)
         for template in templates
@@ -34,7 +34,7 @@ def instances_of(templates: Sequence[Template], seeds: int) -> list[Instance]:
 
 @contextmanager
 def _episodes(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
-    """Episodes in ``pool_size`` simulators of their own, which end with the context."""
+    """Give episodes in ``pool_size`` simulators of their own, which end with the context."""
     pool = MiniStackPool(pool_size)
     try:
         pool.start()
@@ -48,7 +48,7 @@ def _episodes(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result, in words."""
+    """Says in words why there is no result."""
 
     text: str
 
@@ -60,8 +60,9 @@ def played(
     console: Console,
     max_steps: int = DEFAULT_MAX_STEPS,
 ) -> Iterator[Result | Failure]:
-    """The result of ``work`` for each item, in their order, ``pool_size`` at a time, with a bar of progress. What a
-    busy machine did not answer in time is asked again. An interrupt ends it after the items that are being played."""
+    """Yield the result of ``work`` for each item, in their order, ``pool_size`` at a time, with a progress bar. An item
+    that a busy machine did not answer in time is tried again. An interrupt ends it after the items that are being
+    played."""
 
     def turn(item: Item) -> Result | Failure:
         episode = episodes.get()
@@ -89,7 +90,7 @@ def _attempted(work: Callable[[], Result], attempts: int = 3) -> Result | Failur
 
 
 def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
-    """Problems by template; its first instance is played thoroughly."""
+    """Return problems by template; its first instance is played thoroughly."""
     instances = instances_of(templates, seeds)
     found: dict[int, list[str]] = {template.task_id: [] for template in templates}
     results = played(instances, _check, pool_size, console)

@@ -1,4 +1,4 @@
-"""All plays of a task, generated and written, and why a class has none."""
+"""Collects all plays of a task, generated and written, and why a class has none."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from realhf.aws.validation.plays.written import reasons_against, written_plays
 
 
 def instance_to_play(template_id: int, seed: int) -> Task:
-    """The instance that plays are made of: a drift task with every drift that it may have, and their repairs."""
+    """Return the instance that plays are made of: a drift task with every drift that it may have, and their repairs."""
     task = instantiate(template_id, seed)
     return with_drifts(task, range(len(task.possible_drifts)))
 
 
 def plays_of(task: Task) -> list[Play]:
-    """Every play of an ``instance_to_play``, in the order of the classes."""
+    """Return every play of an ``instance_to_play``, in the order of the classes."""
     generated = [
         *nothing_plays(task),
         *unrelated_plays(task),
@@ -32,7 +32,7 @@ def plays_of(task: Task) -> list[Play]:
 
 
 def reason_without(task: Task, kind: Kind) -> str:
-    """Why no play of this class exists for the task; "" where nobody has said so."""
+    """Return why no play of this class exists for the task; "" where no reason is written."""
     written = reasons_against(task).get(kind)
     if written:
         return written

@@ -1,6 +1,7 @@
-"""Command lines as data: words, options and values, and the lines that send the requests of a set-up.
+"""Handles command lines as data: words, options and values, and the lines that send the requests of a set-up.
 
-Captures (``${step1:Items[0].Id}``) are whole words here, whatever blanks and quotes they hold."""
+Captures (``${step1:Items[0].Id}``) are whole words here, whatever blanks and quotes they hold.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ _STEP = re.compile(r"\$\{step(\d+):")
 _SETUP = re.compile(r"\$\{setup(\d+):")
 _MARK = "__capture{}__"
 _API_SERVICES: Mapping[str, str] = MappingProxyType({"s3api": "s3", "s3": "s3 of many requests"})
-"""Services whose name on the command line is another one in the API, or none there."""
+"""Services that have another name on the command line than in the API, or none in the API."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """``aws SERVICE OPERATION`` with bare words (``arguments``) and options, each a name and its values in order."""
+    """Is ``aws SERVICE OPERATION`` with bare words (``arguments``) and options, each a name and its values in order."""
 
     service: str
     operation: str
@@ -40,7 +41,7 @@ class CommandLine:
 
     @classmethod
     def parse(cls, line: str) -> CommandLine:
-        """The parts of a line. Raises ValueError for one with open quotes or without an operation."""
+        """Parse a line. Raises ValueError for one with open quotes or without an operation."""
         captures = _CAPTURE.findall(line)
         for number, capture in enumerate(captures):
             line = line.replace(capture, _MARK.format(number), 1)
@@ -66,23 +67,24 @@ class CommandLine:
         return " ".join(["aws", self.service, self.operation, *words])
 
     def value(self, option: str) -> str | None:
-        """The only value of an option, None where it is not given or has another number of values."""
+        """Return the only value of an option, None where it is not given or has another number of values."""
         values = next((values for name, values in self.options if name == option), ())
         return values[0] if len(values) == 1 else None
 
     def with_value(self, option: str, *values: str) -> CommandLine:
-        """The same line with other values of an option."""
+        """Return the same line with other values of an option."""
         return replace(self, options=tuple((name, values if name == option else old) for name, old in self.options))
 
     @property
     def api_operation(self) -> str:
-        """The canonical name, "s3:CreateBucket"; "" for a command that is more than one request, such as ``s3 mb``."""
+        """Return the canonical name, "s3:CreateBucket"; "" for a command that is more than one request, such as ``s3
+        mb``."""
         model = operation_model(self.service, self.operation)
         return f"{model.service_model.service_name}:{model.name}" if model else ""
 
 
 def quoted(word: str) -> str:
-    """The word as a shell takes it; captures in it stay as they are."""
+    """Return the word as a shell takes it; captures in it stay as they are."""
     captures = _CAPTURE.findall(word)
     for number, capture in enumerate(captures):
         word = word.replace(capture, _MARK.format(number), 1)
@@ -97,7 +99,7 @@ def _restore(text: str, captures: Sequence[str]) -> str:
 
 @functools.cache
 def _service(service: str) -> tuple[ServiceModel | None, Mapping[str, str]]:
-    """The model of a service and its operations by the names that the command line gives them."""
+    """Return the model of a service and its operations by the names that the command line gives them."""
     loader = botocore.session.Session()
     try:
         model = loader.get_service_model(_API_SERVICES.get(service, service))
@@ -107,14 +109,15 @@ def _service(service: str) -> tuple[ServiceModel | None, Mapping[str, str]]:
 
 
 def operation_model(service: str, operation: str) -> OperationModel | None:
-    """The model of an operation as the command line calls it ("s3api", "create-bucket"), None where there is none."""
+    """Return the model of an operation as the command line calls it ("s3api", "create-bucket"), None where there is
+    none."""
     model, names = _service(service)
     return None if model is None or operation not in names else model.operation_model(names[operation])
 
 
 @functools.lru_cache(maxsize=512)
 def option_shapes(service: str, operation: str) -> Mapping[str, Shape]:
-    """The shape of what each option of an operation takes."""
+    """Return the shape of what each option of an operation takes."""
     model = operation_model(service, operation)
     shape = cast(StructureShape | None, model.input_shape) if model else None
     members = cast(Mapping[str, Shape], shape.members) if shape else {}
@@ -129,7 +132,7 @@ def _option(service: str, operation: str, member: str) -> str:
 
 
 def line_of(command: SetupCommand) -> str:
-    """The line by which an agent sends what a set-up command sends. An object's content is left out."""
+    """Return the line by which an agent sends what a set-up command sends. An object's content is left out."""
     if command.command:
         return command.command
     service = "s3api" if command.service == "s3" else command.service
@@ -153,20 +156,20 @@ def _words(service: str, option: str, value: Any) -> list[str]:
 
 
 def moved(text: str, by: int) -> str:
-    """A command with its captures of other commands moved down the list by this many."""
+    """Return a command with its captures of other commands moved down the list by this many."""
     return _STEP.sub(lambda match: f"${{step{int(match[1]) + by}:", text)
 
 
 def as_steps(text: str) -> str:
-    """A command whose captures of the set-up refer to the commands of its own list."""
+    """Return a command whose captures of the set-up refer to the commands of its own list."""
     return _SETUP.sub(lambda match: f"${{step{match[1]}:", text)
 
 
 def captured_steps(text: str) -> set[int]:
-    """The numbers of the commands whose outputs this one uses."""
+    """Return the numbers of the commands whose outputs this one uses."""
     return {int(number) for number in _STEP.findall(text)}
 
 
 def renumbered(text: str, places: Mapping[int, int]) -> str:
-    """A command whose captures follow the commands to their new places."""
+    """Return a command whose captures follow the commands to their new places."""
     return _STEP.sub(lambda match: f"${{step{places[int(match[1])]}:", text)

@@ -1,4 +1,5 @@
-"""JSON in the values of options, documents inside documents included: a queue's policy is a text in its attributes."""
+"""Finds JSON in the values of options, including documents inside documents: a queue's policy is a text in its
+attributes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 
 def parsed(text: str) -> Any:
-    """The object or list that a text holds, None for any other text."""
+    """Return the object or list that a text holds, None for any other text."""
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:
@@ -18,7 +19,7 @@ def parsed(text: str) -> Any:
 
 
 def each_document(text: str) -> Iterator[Mapping[str, Any]]:
-    """Every policy-like map in a value: the value itself, and texts inside it that hold one."""
+    """Yield every policy-like map in a value: the value itself, and texts inside it that hold one."""
     document = parsed(text)
     if isinstance(document, Mapping):
         yield document
@@ -28,7 +29,7 @@ def each_document(text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def rewritten(text: str, change: Callable[[Any], Any]) -> str:
-    """The value with ``change`` applied to each policy in it."""
+    """Return the value with ``change`` applied to each policy in it."""
     document = parsed(text)
     if not isinstance(document, Mapping):
         return text

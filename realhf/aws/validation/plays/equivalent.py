@@ -39,7 +39,7 @@ _MAKES = ("create-", "put-parameter", "register-")
 
 
 def equivalent_plays(task: Task) -> Iterator[Play]:
-    """The solution in each other spelling that changes at least one of its commands, and in other orders."""
+    """Yield the solution in each other spelling that changes at least one of its commands, and in other orders."""
     lines = list(task.solution)
     spellings: tuple[tuple[str, Rewrite, Needs], ...] = (
         ("--option=value", _with_equals, "all"),
@@ -63,14 +63,15 @@ def equivalent_plays(task: Task) -> Iterator[Play]:
 
 
 def _rewritten(line: str, rewrite: Rewrite) -> str:
-    """The line in the one spelling that all rewritten lines have, so that only what ``rewrite`` changes differs."""
+    """Return the line in the one spelling that all rewritten lines have, so that only what ``rewrite`` changes
+    differs."""
     command = CommandLine.parse(line)
     return str(rewrite(command) or command)
 
 
 def _other_orders(task: Task) -> Iterator[Play]:
-    """Two neighbours exchanged, unless one uses the other's output or the task says that their order counts. Where the
-    simulator refuses the new order, it is none."""
+    """Exchange two neighbours, unless one uses the other's output or the task says that their order counts. An order
+    that the simulator refuses is left out."""
     steps = criteria_of(task).steps if not task.possible_drifts else ()
     if any(step.ordered for step in steps):
         return
@@ -135,7 +136,8 @@ def _json_for_shorthand(command: CommandLine) -> CommandLine | None:
 
 
 def _as_json(shape: Shape, values: Sequence[str]) -> tuple[str, ...]:
-    """The values of one option as one JSON text; unchanged where they are JSON, files or the output of a command."""
+    """Return the values of one option as one JSON text; unchanged where they are JSON, files or the output of a
+    command."""
     if values[0].startswith(("{", "[", "file://")) or any(value.startswith("${") for value in values):
         return tuple(values)
     if isinstance(shape, ListShape) and cast(Shape, shape.member).type_name not in ("structure", "list", "map"):
@@ -150,7 +152,7 @@ def _as_json(shape: Shape, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def _policies(change: Callable[[Any], Any]) -> Rewrite:
-    """A rewrite of the policies in a command's options, embedded ones included."""
+    """Return a rewrite of the policies in a command's options, embedded ones included."""
 
     def rewrite(command: CommandLine) -> CommandLine | None:
         options = []
@@ -164,12 +166,12 @@ def _policies(change: Callable[[Any], Any]) -> Rewrite:
 
 
 def _lists(policy: Any) -> Any:
-    """Every action, resource and principal as a list."""
+    """Turn every action, resource and principal into a list."""
     return _with_statements(policy, lambda part: part if isinstance(part, list) else [part])
 
 
 def _singles(policy: Any) -> Any:
-    """Lists of one as what they hold, the statements included."""
+    """Turn lists of one into what they hold, the statements included."""
 
     def single(part: Any) -> Any:
         return part[0] if isinstance(part, list) and len(part) == 1 else part
@@ -184,7 +186,8 @@ def _reordered(policy: Any) -> Any:
 
 
 def _with_statements(policy: Any, change: Callable[[Any], Any]) -> Any:
-    """The policy with the actions, resources and principals of its statements changed. A wildcard principal stays."""
+    """Return the policy with the actions, resources and principals of its statements changed. A wildcard principal
+    stays."""
     statements = []
     for statement in policy["Statement"]:
         new = {key: change(part) if key in ("Action", "Resource") else part for key, part in statement.items()}

@@ -74,19 +74,20 @@ _UNDONE: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "stepfunctions:CreateStateMachine": ("DeleteStateMachine", ("stateMachineArn@stateMachineArn",)),
     }
 )
-"""What undoes a set-up request, and its parameters: "name" as in the request, "name=path" another parameter of it,
-"name@path" out of its answer; "name[]=path" a list of one. What is missing goes with what it belongs to."""
+"""For each set-up request, the request that undoes it, and its parameters: "name" as in the request, "name=path"
+another parameter of it, "name@path" out of its answer; "name[]=path" a list of one. Requests that are missing here need
+none: what they make goes with what it belongs to."""
 
 
 def harmful_plays(task: Task) -> Iterator[Play]:
-    """Deletes what the set-up made, last things first. What depends on something else may refuse."""
+    """Delete what the set-up made, last things first. A resource that something else depends on may refuse."""
     undone = [line for number, command in enumerate(task.setup, 1) if (line := _undoing(number, command))]
     if undone:
         yield Play("harmful", "deletes what the set-up made", tuple(reversed(undone)), needs="one")
 
 
 def _undoing(number: int, command: SetupCommand) -> str:
-    """The line that undoes this command of the set-up; "" where nothing of its own does."""
+    """Return the line that undoes this command of the set-up; "" where it has none of its own."""
     operation, names = _UNDONE.get(f"{command.service}:{command.operation}", ("", ()))
     if not operation:
         return ""

@@ -28,7 +28,7 @@ _IDENTITIES: Mapping[str, str] = MappingProxyType(
 
 
 def overdone_plays(task: Task) -> Iterator[Play]:
-    """Each way to overdo one of the solution's commands, and rights that nobody asked for."""
+    """Yield each way to overdo one of the solution's commands, and rights that nobody asked for."""
     yield from _wider_policies(task)
     yield from _wider_ranges(task)
     yield from _more_rights(task)
@@ -47,7 +47,7 @@ def _wider_policies(task: Task) -> Iterator[Play]:
 
 
 def _with_policies(line: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> str:
-    """The command with the statements of its policies changed."""
+    """Return the command with the statements of its policies changed."""
     command = CommandLine.parse(line)
     for option, values in command.options:
         if len(values) == 1 and any("Statement" in document for document in each_document(values[0])):
@@ -77,7 +77,8 @@ def _whole_service(statement: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any_resource(statement: dict[str, Any]) -> dict[str, Any]:
-    """In an identity's policy any resource, in a bucket's the whole bucket. A queue's policy is about this queue."""
+    """Allow any resource in an identity's policy, the whole bucket in a bucket's. A queue's policy is about this
+    queue."""
     resource = statement.get("Resource")
     if resource is None or not isinstance(resource, str):
         return statement
@@ -88,7 +89,8 @@ def _any_resource(statement: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anybody(statement: dict[str, Any]) -> dict[str, Any]:
-    """Where a condition names the source, whoever it is, no more is allowed; the condition goes in another play."""
+    """Open a statement to anybody. One with a condition stays as it is: the condition names the source, so nobody else
+    would be let in; another play removes the condition."""
     return statement | ({"Principal": "*"} if "Principal" in statement and "Condition" not in statement else {})
 
 
@@ -137,7 +139,7 @@ _PUBLIC = frozenset({"anybody", "a statement that allows everything"})
 
 
 def _wider_ranges(task: Task) -> Iterator[Play]:
-    """Rules of security groups: open to everybody, on all ports, for all protocols; and one more rule."""
+    """Widen rules of security groups: open to everybody, on all ports, for all protocols; and add one more rule."""
     for place, line in enumerate(task.solution):
         command = CommandLine.parse(line)
         if command.operation != "authorize-security-group-ingress":
@@ -157,7 +159,7 @@ def _wider_ranges(task: Task) -> Iterator[Play]:
 
 
 def _more_rights(task: Task) -> Iterator[Play]:
-    """Every identity that the solution makes becomes an administrator; not where nothing follows its making, for the
+    """Make every identity that the solution makes an administrator; not where nothing follows its making, for the
     episode ends there."""
     for place, line in enumerate(task.solution[:-1]):
         command = CommandLine.parse(line)
@@ -176,15 +178,15 @@ def _more_rights(task: Task) -> Iterator[Play]:
 
 
 def _inserted(task: Task, place: int, extra: str) -> list[str]:
-    """The solution with one more command before the one at ``place``; captures follow the commands."""
+    """Return the solution with one more command before the one at ``place``; captures follow the commands."""
     places = {number: number + (number > place) for number in range(1, len(task.solution) + 1)}
     lines = [renumbered(line, places) for line in task.solution]
     return [*lines[:place], extra, *lines[place:]]
 
 
 def _other_values(task: Task) -> Iterator[Play]:
-    """Each value that the task draws, exchanged for another one that it could have drawn: what the text demands has to
-    be looked at."""
+    """Exchange each value that the task draws for another one that it could have drawn: a grader has to check what the
+    text demands."""
     kinds = get_template(task.task_id).params
     for key, value in task.params.items():
         others = [other for other in kinds[key] if other != value] if isinstance(kinds[key], list) else []

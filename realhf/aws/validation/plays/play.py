@@ -1,4 +1,4 @@
-"""A play, the score that its class may earn, and what came of it when it was played."""
+"""Describes a play, the score that its class may earn, and what came of it when it was played."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ KINDS: tuple[Kind, ...] = ("nothing", "unrelated", "harmful", "overdone", "equiv
 ASKED: Mapping[Kind, str] = MappingProxyType(
     {"nothing": "0", "unrelated": "0", "harmful": "at most 0", "overdone": "below 1", "equivalent": "1"}
 )
-"""The score that each class of plays must earn."""
+"""For each class of plays, the score that it must earn."""
 
 Needs = Literal["all", "one", "none", "all or skip"]
 
 
 @dataclass(frozen=True)
 class Play:
-    """A command list with the class that its score is judged by. Captures refer to its own commands and to the set-up.
+    """Holds a command list with the class that its score is judged by. Captures refer to its own commands and to the
+    set-up.
 
-    ``needs`` says how many of the commands must succeed for the play to prove anything: "all", "one" or "none";
-    "all or skip" is for a variant that the simulator may not know: where a command fails, the play counts as skipped.
-    ``written``: a person wrote it; the other plays are generated from the canonical solution and the set-up."""
+    ``needs`` says how many of the commands must succeed for the play to prove anything: "all", "one" or "none"; "all or
+    skip" is for a variant that the simulator may not know: where a command fails, the play counts as skipped.
+    ``written``: a person wrote it; the other plays are generated from the canonical solution and the set-up.
+    """
 
     kind: Kind
     name: str
@@ -38,7 +40,8 @@ class Play:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a play earned. ``failures`` are the commands that failed, with their errors; ``sent`` counts commands."""
+    """Records what a play earned. ``failures`` are the commands that failed, with their errors; ``sent`` counts
+    commands."""
 
     play: Play
     achieved: bool
@@ -48,12 +51,12 @@ class Outcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the play is void, because the simulator does not know the variant that it tries."""
+        """Return whether the play is void, because the simulator does not know the variant that it tries."""
         return self.play.needs == "all or skip" and bool(self.failures)
 
     @property
     def problem(self) -> str:
-        """What is wrong, "" for an outcome within the bounds of its class."""
+        """Say what is wrong, "" for an outcome within the bounds of its class."""
         if self.skipped:
             return ""
         if not self._within_bounds():

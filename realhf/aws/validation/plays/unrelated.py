@@ -1,4 +1,4 @@
-"""Generates what does nothing for the task: a harmless look, the set-up once more, and the whole task done well on
+"""Generates plays that do nothing for the task: a harmless look, the set-up once more, and the whole task done well on
 resources of the agent's own, made for it with other names."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ LOOK = "aws sts get-caller-identity"
 
 
 def nothing_plays(task: Task) -> Iterator[Play]:
-    """A look; and, where the set-up is not what the task wants, every request of the set-up again and then a look."""
+    """Yield a look; and, where the set-up is not what the task wants, every request of the set-up again and then a
+    look."""
     yield Play("nothing", "looks", (LOOK,))
     if task.setup and not task.possible_drifts:
         again = tuple(as_steps(line_of(command)) for command in task.setup)
@@ -23,7 +24,7 @@ def nothing_plays(task: Task) -> Iterator[Play]:
 
 
 def unrelated_plays(task: Task) -> Iterator[Play]:
-    """The canonical solution on resources of the agent's own. What the set-up and the drifts do to the task's
+    """Yield the canonical solution on resources of the agent's own. What the set-up and the drifts do to the task's
     resources is done to those first."""
     own = own_names(task)
     world = [*task.setup, *task.possible_drifts]
@@ -33,7 +34,7 @@ def unrelated_plays(task: Task) -> Iterator[Play]:
 
 
 def own_names(task: Task) -> dict[str, str]:
-    """A name of the agent's own for each drawn name of the task."""
+    """Return a name of the agent's own for each drawn name of the task."""
     rng = random.Random(f"own resources:{task.task_id}:{task.seed}")
     return {name: draw_name(rng, "train") for name in map(str, task.params.values()) if is_name(name)}
 
@@ -45,7 +46,8 @@ def _renamed(line: str, own: dict[str, str]) -> str:
 
 
 def _own_line(command: SetupCommand, own: dict[str, str]) -> str:
-    """A set-up command as a line about own resources. An agent has no file to upload, so it copies the set-up's."""
+    """Return a set-up command as a line about own resources. An agent has no file to upload, so it copies the
+    set-up's."""
     if (command.service, command.operation) == ("s3", "PutObject") and "Body" in command.params:
         bucket, key = str(command.params["Bucket"]), str(command.params["Key"])
         return f"aws s3api copy-object --bucket {_renamed(bucket, own)} --key {key} --copy-source {bucket}/{key}"

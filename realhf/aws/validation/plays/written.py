@@ -1,4 +1,4 @@
-"""The plays that a person wrote, in ``<tier>.yaml`` beside this module, by the task's number.
+"""Reads the plays that a person wrote, in ``<tier>.yaml`` beside this module, by the task's number.
 
     413:
       harmful:
@@ -30,7 +30,7 @@ _KEYS = frozenset({"name", "commands", "needs"})
 
 
 def written_plays(task: Task) -> list[Play]:
-    """The plays written for this task, places filled. Raises TaskError for a malformed entry."""
+    """Return the plays written for this task, places filled. Raises TaskError for a malformed entry."""
     found = []
     for kind in KINDS:
         for entry in _entries().get(task.task_id, {}).get(kind, ()):
@@ -43,17 +43,17 @@ def written_plays(task: Task) -> list[Play]:
 
 
 def reasons_against(task: Task) -> Mapping[str, str]:
-    """The classes for which nothing makes sense in this task, each with the reason."""
+    """Return the classes for which nothing makes sense in this task, each with the reason."""
     return _entries().get(task.task_id, {}).get("none", {})
 
 
 def ordered_places(task: Task) -> Mapping[int, str]:
-    """The commands of the solution, counted from 1, that may not come before the one above them, and why."""
+    """Return the commands of the solution, counted from 1, that may not come before the one above them, and why."""
     return _entries().get(task.task_id, {}).get("order", {})
 
 
 def written_ids() -> frozenset[int]:
-    """The tasks that have an entry."""
+    """Return the tasks that have an entry."""
     return frozenset(_entries())
 
 
