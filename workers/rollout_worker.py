@@ -113,7 +113,7 @@ class RolloutWorker:
         model = self._plan.spec.models[self._spec.role]
         check_context(model.path, self._spec.role, args["max_total_tokens"])
         chat = TemplateChat(load_tokenizer(model.path, self._spec.role), template_kwargs=model.chat_template_kwargs)
-        agent = make_agent(self._spec.agent, chat, args)
+        agent = make_agent(self._spec.agent, chat, args, self._spec.agent_args)
         return [
             GroupPlayer(
                 GrpoPool(

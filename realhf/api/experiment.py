@@ -110,13 +110,15 @@ class EnvironmentSpec:
 class RolloutSpec:
     """What rollout workers do in place of the graph (docs/reference/dataflow.md 9). ``calls``: the calls that left it,
     the generating one first; ``role``: the model role whose weights generate; ``sessions``: environment sessions of
-    each rollout worker; ``agent``: the agent that plays ("" is the built-in one, else ``module:function``)."""
+    each rollout worker; ``agent``: the agent that plays ("" is the built-in one, else ``module:function``), which is
+    called with ``agent_args``, its own options as plain values."""
 
     role: str
     calls: tuple[MFCDef, ...]
     options: AsyncConfig
     sessions: int
     agent: str = ""
+    agent_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ import importlib
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from realhf.api.aws_models import AwsStepResult
@@ -44,8 +45,9 @@ RunCommand = Callable[[str], Awaitable[CommandOutput]]
 AgentFunction = Callable[[str, str, RunCommand], Awaitable[float | None]]
 
 
-def load_agent(name: str) -> AgentFunction:
-    """Import the function that ``module:function`` names. Raises ValueError."""
+def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunction:
+    """Import the function that ``module:function`` names; it is called with ``options`` as keyword arguments. Raises
+    ValueError."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
@@ -53,7 +55,13 @@ def load_agent(name: str) -> AgentFunction:
         raise ValueError(f"{name!r} names no agent (module:function): {error}") from error
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{name!r} is not an async function")
-    return found
+    if not options:
+        return found
+    try:
+        inspect.signature(found).bind("task", "url", None, **options)
+    except TypeError as error:
+        raise ValueError(f"{name!r} cannot be called with the options {', '.join(options)}: {error}") from error
+    return partial(found, **options)
 
 
 class BlackBoxAgent:

@@ -12,17 +12,22 @@ from realhf.rollout.agents.episode_agent import EpisodeAgent, TurnAgent
 from realhf.rollout.episode.rollout_state import Limits
 
 
-def make_agent(name: str, chat: TemplateChat, args: Mapping[str, Any]) -> EpisodeAgent:
-    """``args`` are those of the ``env_rollout`` interface. Raises ValueError for an agent that cannot be had."""
+def make_agent(
+    name: str, chat: TemplateChat, args: Mapping[str, Any], options: Mapping[str, Any] | None = None
+) -> EpisodeAgent:
+    """Return the agent ``name``. ``args`` are those of the ``env_rollout`` interface; ``options`` are the agent's own,
+    which its function takes as keyword arguments. Raises ValueError for an agent that cannot be had."""
     gen = GenConfig(**args["gen"])
     check_whole_distribution(gen)
     limits = Limits(args["max_turns"], args["max_total_tokens"], gen.max_new_tokens, OBSERVATION_CHARS)
+    if not name and options:
+        raise ValueError(f"the built-in agent has no options of its own: {', '.join(options)} would do nothing")
     if not name:
         return TurnAgent(chat, limits)
     from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 
     try:
-        return BlackBoxAgent(load_agent(name), chat, limits)
+        return BlackBoxAgent(load_agent(name, options), chat, limits)
     except ValueError as error:
         raise ValueError(f"rollout.agent={error}") from error
 

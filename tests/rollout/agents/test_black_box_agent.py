@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -158,6 +160,26 @@ def test_the_option_makes_the_agent() -> None:
     assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), args), BlackBoxAgent)
     with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
         make_agent("a:b", chat(), args)
+
+
+async def patient(task_text: str, base_url: str, run_command: RunCommand, *, patience: int = 1) -> float | None:
+    """An agent with an option of its own."""
+    del task_text, base_url, run_command
+    return float(patience)
+
+
+async def test_an_agent_is_called_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "own_agent", SimpleNamespace(patient=patient))
+    assert await load_agent("own_agent:patient", {"patience": 3})("task", "url", None) == 3.0  # type: ignore[arg-type]
+    assert await load_agent("own_agent:patient")("task", "url", None) == 1.0  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'own_agent:patient' cannot be called with the options patients"):
+        load_agent("own_agent:patient", {"patients": 3})
+
+
+def test_the_built_in_agent_has_no_options_of_its_own() -> None:
+    args = {"gen": {"max_new_tokens": 8}, "max_turns": 2, "max_total_tokens": 100}
+    with pytest.raises(ValueError, match=r"the built-in agent has no options of its own: patience would do nothing"):
+        make_agent("", chat(), args, {"patience": 3})
 
 
 @pytest.mark.parametrize("name", ["nowhere:solve", "experiments.agents.openai_agent:nobody", "json:dumps", "solve", ""])
