@@ -1,4 +1,4 @@
-"""The built-in policy: a small Qwen3 transformer and a BPE tokenizer trained on demonstrations.
+"""Builds the built-in policy: a small Qwen3 transformer and a BPE tokenizer trained on demonstrations.
 
     python -m realhf.backends.builtin_policy --demonstrations demos.jsonl --out DIR
 

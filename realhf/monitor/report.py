@@ -1,4 +1,4 @@
-"""``report.html``: one file about a run that can be sent to somebody: metrics, pictures, tables, configuration.
+"""Writes ``report.html``, one file about a run that can be sent around: metrics, pictures, tables, configuration.
 
 python -m realhf.monitor.report RUN_DIR       # of any run, also of one that goes on or was killed
 """

@@ -1,4 +1,4 @@
-"""The trace of a run: who did what when, one file per process while it runs, one for Perfetto at its end.
+"""Writes the trace of a run, what ran when: one file per process while it runs, one for Perfetto at its end.
 
 python -m realhf.monitor.trace RUN_DIR        # trace.json out of what is there
 """

@@ -1,4 +1,4 @@
-"""First code of a local worker: tie its life to the parent's, then become the module it was started for.
+"""Runs first in a local worker: ties its life to the parent's, then becomes the module it was started for.
 
     python -m realhf.scheduler.child PARENT_PID NICENESS MODULE ARGUMENT...
 

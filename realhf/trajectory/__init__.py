@@ -1,4 +1,4 @@
-"""The trajectory server: a durable, Atropos-compatible buffer between environments and trainers.
+"""Serves trajectories: a durable, Atropos-compatible buffer between environments and trainers.
 
 Vocabulary (docs/reference/trajectory.md 1): a *sequence* is one trajectory; a *group* is one pushed object of n
 sequences and is never split; a *batch* is a list of groups whose sizes sum to exactly ``batch_size`` sequences; the

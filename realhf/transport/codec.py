@@ -1,4 +1,4 @@
-"""Samples as frames (docs/reference/dataflow.md 2, wire encoding).
+"""Encodes samples as frames and back (docs/reference/dataflow.md 2, wire encoding).
 
 Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame, lens_offset,
 sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths travel as int64
@@ -193,7 +193,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     try:
         array: Any = tensor.numpy()
-    except (TypeError, RuntimeError):  # not on the CPU, of a dtype that numpy has not, or part of a gradient's graph
+    except (TypeError, RuntimeError):  # not on the CPU, of a dtype that numpy lacks, or part of a gradient's graph
         array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if not array.size:
         return memoryview(b"")

@@ -98,7 +98,7 @@ class ContinuousGenerator:
         self._parked = False
         self._closing = False
         self._busy_s = self._weight_pause_ms = 0.0
-        self._stopped = 0  # wall-clock nanoseconds since when new weights keep requests waiting
+        self._stopped = 0  # wall-clock ns at which new weights began to keep requests waiting
         self._span: _Span | None = None
         self._thread = threading.Thread(target=self._serve, name="generation", daemon=True)
         self._thread.start()
@@ -164,7 +164,7 @@ class ContinuousGenerator:
                 taken, self._weights = self._weights is not update, None if self._weights is update else self._weights
             if not taken:
                 raise TimeoutError(f"the generation engine's step did not end within {self._pause_timeout_s:g} s")
-            update.over.wait()  # being copied, which needs nobody else
+            update.over.wait()  # the engine is copying, which needs no other thread
         if update.error is not None:
             raise update.error
 

@@ -20,7 +20,7 @@ from realhf.backends.embedded.row_attention import row_decoding
 
 _PASS_TOKENS = 4096
 """Largest number of padded tokens of one pass over pieces. It bounds the memory of the mask and the activations."""
-_PADDING_TOKENS = 768  # computing so many padded tokens costs a small model about as much as another pass
+_PADDING_TOKENS = 768  # computing this many padded tokens costs a small model as much as another pass
 
 
 @dataclass(frozen=True)

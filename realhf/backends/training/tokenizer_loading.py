@@ -24,7 +24,7 @@ def load_tokenizer(path: str, role: str) -> Any:
 
 
 def check_context(path: str, role: str, max_total_tokens: int) -> None:
-    """Raise ModelLoadError when the model there cannot hold an episode of so many tokens."""
+    """Raise ModelLoadError when the model there cannot hold an episode of ``max_total_tokens``."""
     from transformers import AutoConfig
 
     check_folder(path, role)

@@ -171,7 +171,7 @@ class AsyncTrajectoryClient:
         """See ``TrajectoryClient``."""
         await self._run(self._calls.set_policy_version(version))
 
-    # ---- anybody
+    # ---- everyone
 
     async def info(self) -> dict[str, Any]:
         """See ``TrajectoryClient``."""

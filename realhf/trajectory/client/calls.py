@@ -113,7 +113,7 @@ class Calls:
         }
         began, told = clock(), clock()
         while True:
-            # A key of its own for each question: the answer "wait" must not be repeated for ever.
+            # A key of its own for each question: a replayed answer "wait" would come for ever.
             response = yield from self._post("/register-env", wanted, **{"Idempotency-Key": uuid.uuid4().hex})
             body = json_object(response, url)
             if body.get("status") == "success":

@@ -51,7 +51,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Pause:
-    """Asks the driver to wait so many seconds."""
+    """Asks the driver to wait this many seconds."""
 
     seconds: float
 

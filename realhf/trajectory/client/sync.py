@@ -28,7 +28,7 @@ def described(error: Exception) -> str:
 
 
 class TrajectoryClient:
-    """A producer, a trainer, or both. Use as a context manager, or ``close``; one thread at a time.
+    """Acts as a producer, a trainer, or both. Use it as a context manager, or ``close`` it; one thread at a time.
 
     Args:
         url: of the server.
@@ -196,7 +196,7 @@ class TrajectoryClient:
         """Announce which version of the weights rollouts are made with from now on."""
         self._run(self._calls.set_policy_version(version))
 
-    # ---- anybody
+    # ---- everyone
 
     def info(self) -> dict[str, Any]:
         """Return ``batch_size`` and ``max_token_len``; -1 without a trainer."""

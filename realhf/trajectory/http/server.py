@@ -66,7 +66,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
         keep_buffers()
         try:
             await service.open()
-            gc.freeze()  # a full collection through all imported modules makes everybody wait 30 ms and more
+            gc.freeze()  # a full collection through all imported modules makes every request wait 30 ms and more
             yield
         finally:
             gc.unfreeze()

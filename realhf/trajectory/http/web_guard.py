@@ -1,4 +1,4 @@
-"""Limits whom a server without tokens serves: this machine, and of the pages in its browsers only the server's own.
+"""Limits a server without tokens to this machine, and among the pages in its browsers to the server's own.
 
 A browser carries out what any web page asks of ``http://127.0.0.1``, and a page may give its own name that address (DNS
 rebinding). Programs that are not browsers send neither Origin nor Sec-Fetch-Site and notice nothing of this.

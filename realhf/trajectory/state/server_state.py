@@ -124,7 +124,7 @@ class TrajectoryState:
         if isinstance(record, GroupRecord):
             if old is not None:
                 self._leave(old)
-                self._changes.rows.pop((table, key), None)  # who follows must see groups in the order they entered
+                self._changes.rows.pop((table, key), None)  # followers must get groups in the order they entered
             self._enter(record)
         elif isinstance(record, RunRecord):
             self._run_changed(old or RunRecord(), record)

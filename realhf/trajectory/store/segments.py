@@ -110,7 +110,7 @@ class Segments:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-            self._new_names = False  # not before the flush has succeeded: the next try has to make it otherwise
+            self._new_names = False  # only after the flush: after a failure the next try has to flush
 
     def written(self, staged: dict[int, bytes]) -> None:
         """Drop these payloads from memory, because they are written."""

@@ -21,8 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoryStreamInterface:
-    """``generate`` pulls a batch. Its lease is acknowledged when a checkpoint that was made after its train step is
-    complete (``committed``): a crash before that brings the batch again, one after it does not.
+    """Pulls a batch at every ``generate``.
+
+    The lease of a batch is acknowledged when a checkpoint that was made after its train step is complete
+    (``committed``): a crash before that brings the batch again, one after it does not.
 
     Args:
         group, project: names of the run; batch_size: sequences of a batch; num_steps: of the run.

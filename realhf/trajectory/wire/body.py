@@ -130,7 +130,7 @@ def gunzip(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
                 pieces.add(part)
                 if pieces.size > max_bytes:
                     return None
-                step = _STEP  # what was said is not all of it
+                step = _STEP  # the stated length was not all of it
             fed = member.unused_data
             _count(members)
     except _BAD_GZIP as error:

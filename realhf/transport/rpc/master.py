@@ -1,4 +1,4 @@
-"""The master's end of the request-reply protocol (docs/reference/dataflow.md 6).
+"""Implements the master's end of the request-reply protocol (docs/reference/dataflow.md 6).
 
 One ROUTER socket lives on the event loop's thread; there is no polling and no thread between a call and the
 wire. ``call`` enqueues before it returns, so the order of calls is the order of the code, on every worker.

@@ -1,4 +1,4 @@
-"""A worker's end of the request-reply protocol (docs/reference/dataflow.md 6).
+"""Implements a worker's end of the request-reply protocol (docs/reference/dataflow.md 6).
 
 Ordered handlers run on the thread that calls ``run``, which owns the ordered lane's socket: no thread lies
 between the wire and the computation. Immediate handlers, the roster and cancellations have a socket and a

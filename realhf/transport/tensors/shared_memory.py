@@ -86,7 +86,7 @@ class Segment:
         return SegmentRef(os.getpid(), self._descriptor, inode, self._filling, offsets, sizes)
 
     def _write(self, offset: int, view: memoryview) -> None:
-        # The first filling allocates pages, which is faster by pwrite; later ones find them mapped.
+        # The first filling allocates pages, which is faster by pwrite; later ones write to the mapping.
         if self._filling > 1:
             if self._map is None:
                 self._map = mmap.mmap(self._descriptor, self.capacity)

@@ -1,4 +1,4 @@
-"""Small messages between the publisher of a broadcast and one receiver: length (u32) and a msgpack map, over TCP.
+"""Carries messages between the publisher of a broadcast and a receiver: length (u32) and a msgpack map, over TCP.
 
 Receiver: ``{checksum, name}``, then per broadcast ``{address}`` (its gloo address) and ``{end: got | broke}``.
 Publisher: ``{gone}``, or per broadcast ``{seat: [rank, size]}`` and ``{addresses}`` (of all members, by rank) or
