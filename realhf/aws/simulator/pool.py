@@ -20,7 +20,7 @@ from realhf.aws.simulator.health_loop import HealthLoop
 from realhf.aws.simulator.lease_book import EXHAUSTED, LeaseBook, SlotState
 from realhf.aws.simulator.ministack_process import MiniStackProcess, not_up, zygote_environment
 from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Slot
-from realhf.aws.simulator.startup_check import self_test
+from realhf.aws.simulator.startup_check import startup_check
 from realhf.base.paths import IMPORT_ROOT
 from realhf.env.containment.bubblewrap import housekept, sandboxed
 from realhf.env.containment.fork_server import ForkServer
@@ -116,7 +116,7 @@ class MiniStackPool:
             slot.ministack.wait_healthy(START_TIMEOUT_S)
             slot.start()
         # All slots are forks of the zygotes, and each proves its own hooks at its start: one of each is enough.
-        contained.tested = self_test(self.slots[0].ministack, root, contained.lambda_mode)
+        contained.tested = startup_check(self.slots[0].ministack, root, contained.lambda_mode)
         if self._modes[0] == "auto" and contained.program is None:
             logger.warning(
                 "bubblewrap does not work here: simulators and CLI workers see the host's files and are "

@@ -46,7 +46,7 @@ def handler(event, context):
 """
 
 
-def self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
+def startup_check(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
     """Return what was tried without effect. Raises NotContained, and TimeoutError when the simulator does not answer.
 
     ``root`` is the pool's folder; markers would appear there, in the simulator's own folder and in /tmp.
