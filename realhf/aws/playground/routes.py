@@ -23,7 +23,7 @@ from realhf.aws.simulator.configured_pool import simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.task import TIERS
 from realhf.env.server import wire
-from realhf.env.server.browser_auth import Door, Handler, Refused
+from realhf.env.server.browser_auth import BrowserAuth, Handler, Refused
 from realhf.env.server.config import ServerConfig
 
 _LARGEST_SEED = (1 << 53) - 1
@@ -34,10 +34,10 @@ def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RE
     """Add the playground to an application. Nothing is started before somebody plays; ``close`` the returned playground
     when the server ends."""
     playground = Playground(_game(config), idle_release_s)
-    door = Door(config.token)
-    handlers = _Handlers(playground, door, config)
+    auth = BrowserAuth(config.token)
+    handlers = _Handlers(playground, auth, config)
     for method, path, handler, open_to_all in handlers.table():
-        endpoint = door.guarded(handler, open_to_all=open_to_all)
+        endpoint = auth.guarded(handler, open_to_all=open_to_all)
         app.router.routes.append(Route(f"/web{path}", endpoint, methods=[method], include_in_schema=False))
     return playground
 
@@ -53,9 +53,9 @@ def _game(config: ServerConfig) -> Game:
 
 
 class _Handlers:
-    def __init__(self, playground: Playground, door: Door, config: ServerConfig) -> None:
+    def __init__(self, playground: Playground, auth: BrowserAuth, config: ServerConfig) -> None:
         self._playground = playground
-        self._door = door
+        self._auth = auth
         self._config = config
 
     def table(self) -> list[tuple[str, str, Handler, bool]]:
@@ -78,14 +78,14 @@ class _Handlers:
 
     async def session(self, request: Request) -> Response:
         """Return what the page needs to begin; gives a new browser its cookie, unless it has to log in first."""
-        known = self._door.visitor(request)
-        if known is None and self._door.has_lock:
+        known = self._auth.visitor(request)
+        if known is None and self._auth.needs_login:
             return JSONResponse({"login": True})
-        visitor = known or self._door.newcomer()
+        visitor = known or self._auth.new_visitor()
         response = JSONResponse(
             {
                 "login": False,
-                "csrf": self._door.csrf_token(visitor),
+                "csrf": self._auth.csrf_token(visitor),
                 "tiers": TIERS,
                 "solutions": self._config.web_solutions,
                 "chaos": self._config.enable_chaos,
@@ -94,15 +94,15 @@ class _Handlers:
             }
         )
         if known is None:
-            self._door.admit(visitor, request, response)
+            self._auth.admit(visitor, request, response)
         return response
 
     async def login(self, request: Request) -> Response:
         token = (await _body(request)).get("token")
-        if not isinstance(token, str) or not self._door.has_lock or not self._door.knows(token):
+        if not isinstance(token, str) or not self._auth.needs_login or not self._auth.knows(token):
             raise Refused(401, "WRONG_TOKEN", "this is not the server's token")
         response = JSONResponse({})
-        self._door.admit(self._door.newcomer(), request, response)
+        self._auth.admit(self._auth.new_visitor(), request, response)
         return response
 
     async def tasks(self, request: Request) -> Response:
@@ -139,8 +139,8 @@ class _Handlers:
         return JSONResponse({})
 
     def _visitor(self, request: Request) -> str:
-        visitor = self._door.visitor(request)
-        assert visitor is not None, "the door let somebody in without a cookie"
+        visitor = self._auth.visitor(request)
+        assert visitor is not None, "a request passed without a cookie"
         return visitor
 
 

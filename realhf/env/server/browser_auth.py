@@ -37,7 +37,7 @@ class Refused(Exception):
         self.body = {"code": code, "message": message, **more}
 
 
-class Door:
+class BrowserAuth:
     """Lets browsers in. With ``token`` "" nobody logs in, but nobody from elsewhere is served. The signing key lives as
     long as the process."""
 
@@ -111,7 +111,7 @@ class Door:
         return self._sign(f"csrf:{visitor}")
 
     @property
-    def has_lock(self) -> bool:
+    def needs_login(self) -> bool:
         """Whether visitors have to log in."""
         return bool(self._token)
 
@@ -119,7 +119,7 @@ class Door:
         """Return whether this is the server's token; compares in constant time."""
         return hmac.compare_digest(token.encode("utf-8", "replace"), self._token.encode())
 
-    def newcomer(self) -> str:
+    def new_visitor(self) -> str:
         """Return a new visitor, who has no cookie yet."""
         return secrets.token_urlsafe(18)
 

@@ -129,8 +129,8 @@ def _add_guard(app: FastAPI, config: ServerConfig) -> None:
         """Check token, size and kind of every request that changes or plays something. The playground has checks of its
         own."""
         if request.method == "POST":
-            is_game = request.url.path.startswith("/web")
-            if not is_game and not authorized(request.headers.raw, config.token):
+            is_playground = request.url.path.startswith("/web")
+            if not is_playground and not authorized(request.headers.raw, config.token):
                 return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
             length = request.headers.get("content-length", "")
             if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
