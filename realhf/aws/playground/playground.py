@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
-from realhf.aws.playground.playground_session import Game, NoEpisode
+from realhf.aws.playground.playground_session import NoEpisode, PlaygroundSession
 from realhf.env.server.browser_auth import Refused
 
 T = TypeVar("T")
@@ -26,8 +26,8 @@ class Playground:
     player after which others may play. Call all coroutines on one event loop; ``close`` from any thread. Raises
     ``Refused`` for a request that it does not serve."""
 
-    def __init__(self, game: Game, idle_release_s: float = IDLE_RELEASE_S) -> None:
-        self._game = game
+    def __init__(self, session: PlaygroundSession, idle_release_s: float = IDLE_RELEASE_S) -> None:
+        self._session = session
         self._idle_release_s = idle_release_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="playground")
         self._player: str | None = None
@@ -41,7 +41,7 @@ class Playground:
         newcomer, self._player = self._player is None, visitor
         begun = False
         try:
-            log = await self._play(lambda: self._game.reset(order))
+            log = await self._play(lambda: self._session.reset(order))
             begun = True
             return log
         except (OSError, RuntimeError) as error:
@@ -55,17 +55,17 @@ class Playground:
     async def step(self, visitor: str, command: str) -> dict[str, Any]:
         """Run a command and return its entry in the log."""
         self._refuse_idlers(visitor)
-        return await self._play(lambda: self._game.step(command))
+        return await self._play(lambda: self._session.step(command))
 
     async def solution(self, visitor: str) -> dict[str, Any]:
         """Return the next canonical command."""
         self._refuse_idlers(visitor)
-        return await self._play(self._game.solution)
+        return await self._play(self._session.solution)
 
     async def state(self, visitor: str) -> dict[str, Any]:
         """Return ``busy``: somebody else plays; ``free_in_s`` at the latest; ``log`` of the visitor's own episode."""
         if self._player == visitor:
-            return {"busy": False, "log": await self._play(lambda: self._game.log)}
+            return {"busy": False, "log": await self._play(lambda: self._session.log)}
         return {"busy": self._player is not None, "free_in_s": self._free_in_s(), "log": None}
 
     async def leave(self, visitor: str) -> None:
@@ -75,9 +75,9 @@ class Playground:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the simulator; a command in flight is killed. Idempotent."""
-        self._game.kill()
+        self._session.kill()
         try:
-            self._thread.submit(self._game.close).result(timeout_s)
+            self._thread.submit(self._session.close).result(timeout_s)
         except NoAnswer:
             _LOG.error("the playground's simulator did not end within %g s", timeout_s)
         except RuntimeError:
@@ -133,6 +133,6 @@ class Playground:
 
     def _released(self) -> None:
         try:
-            self._game.release()
+            self._session.release()
         except (OSError, RuntimeError, ValueError) as error:
             _LOG.warning("the playground's account was not emptied: %s", error)

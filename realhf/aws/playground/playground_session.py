@@ -26,7 +26,7 @@ class NoEpisode(Exception):
     """No episode is being played."""
 
 
-class Game:
+class PlaygroundSession:
     """Plays one episode at a time. ``make_pool`` builds the simulator, a pool of one, when the first episode starts; a
     start that failed is tried again by the next one. ``make_player`` plays on its slot; ``summed``: the score is the
     sum of the rewards, not the last of them (see ``reward``)."""

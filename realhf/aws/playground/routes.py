@@ -18,7 +18,7 @@ from realhf.aws.episode.player import EpisodePlayer
 from realhf.aws.grading.reward import HINT_FACTOR
 from realhf.aws.playground.catalog import catalog
 from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground
-from realhf.aws.playground.playground_session import Game
+from realhf.aws.playground.playground_session import PlaygroundSession
 from realhf.aws.simulator.configured_pool import simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.task import TIERS
@@ -33,7 +33,7 @@ _LARGEST_SEED = (1 << 53) - 1
 def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RELEASE_S) -> Playground:
     """Add the playground to an application. Nothing is started before somebody plays; ``close`` the returned playground
     when the server ends."""
-    playground = Playground(_game(config), idle_release_s)
+    playground = Playground(_playground_session(config), idle_release_s)
     auth = BrowserAuth(config.token)
     handlers = _Handlers(playground, auth, config)
     for method, path, handler, open_to_all in handlers.table():
@@ -42,14 +42,14 @@ def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RE
     return playground
 
 
-def _game(config: ServerConfig) -> Game:
+def _playground_session(config: ServerConfig) -> PlaygroundSession:
     def make_pool() -> MiniStackPool:
         return simulator_pool(config, 1, config.web_ministack_port)
 
     def make_player(slot: Any) -> EpisodePlayer:
         return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos)
 
-    return Game(make_pool, make_player, summed=config.reward_mode == "potential")
+    return PlaygroundSession(make_pool, make_player, summed=config.reward_mode == "potential")
 
 
 class _Handlers:

@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 
 from realhf.aws.episode.player import EpisodePlayer
 from realhf.aws.playground.playground import Playground
-from realhf.aws.playground.playground_session import Game
+from realhf.aws.playground.playground_session import PlaygroundSession
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
 from realhf.env.server.browser_auth import Refused
@@ -176,7 +176,9 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         made.append(MiniStackPool(1, port))
         return made[-1]
 
-    playground = Playground(Game(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True), idle_release_s=1.0)
+    playground = Playground(
+        PlaygroundSession(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True), idle_release_s=1.0
+    )
     try:
         with socket.socket() as occupant:
             occupant.bind(("127.0.0.1", port))
