@@ -31,7 +31,7 @@ from realhf.aws.validation.validation import validate
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
 from realhf.launch import processes
-from realhf.rollout.agents.black_box_agent import BlackBoxAgent
+from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.resuming_env import ResumingEnv
 from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
@@ -277,15 +277,18 @@ def test_the_addition_that_the_page_shows_makes_the_scheduler_known(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("limits", "speech", "status", "reward", "turns"),
+    ("options", "max_turns", "speech", "status", "reward", "turns"),
     [
-        (5, ["aws s3 ls", "aws s3api list-buckets"], "achieved", 1.0, 2),
-        (5, ["ok"], "finished", -0.1, 3),
-        (2, ["ok"], "max_turns", 0.0, 2),
+        ({}, 5, ["aws s3 ls", "aws s3api list-buckets"], "achieved", 1.0, 2),
+        ({}, 5, ["ok"], "finished", -0.1, 3),
+        ({"attempts": 1, "given_up": -0.5}, 5, ["ok"], "finished", -0.5, 1),
+        ({}, 2, ["ok"], "max_turns", 0.0, 2),
     ],
-    ids=["achieved", "gave up", "ran out of turns"],
+    ids=["achieved", "gave up", "gave up by its options", "ran out of turns"],
 )
-async def test_the_agent_plays(limits: int, speech: list[str], status: str, reward: float, turns: int) -> None:
+async def test_the_agent_plays(
+    options: dict[str, float], max_turns: int, speech: list[str], status: str, reward: float, turns: int
+) -> None:
     """The environment's reward counts, unless the agent gives up; an episode that ran out of turns is valid data."""
 
     def speak(prompt: str) -> str:
@@ -296,7 +299,8 @@ async def test_the_agent_plays(limits: int, speech: list[str], status: str, rewa
         failure = {"code": "VALIDATION_ERROR", "message": "no command", "errors": []}
         return json.dumps({"type": "error", "data": failure}) if wrong else None
 
-    agent = BlackBoxAgent(example("patient_agent").solve, chat(), Limits(limits, 600, 40, 100), timeout_s=20)
+    solve = load_agent("docs.extend.examples.patient_agent:solve", options)
+    agent = BlackBoxAgent(solve, chat(), Limits(max_turns, 600, 40, 100), timeout_s=20)
     with FakeEnvServer(refuse) as server:
         env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
         try:

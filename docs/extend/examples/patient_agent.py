@@ -8,17 +8,21 @@ from typing import Any
 
 import httpx
 
-ATTEMPTS = 3
-GIVEN_UP = -0.1
 
-
-async def solve(task_text: str, base_url: str, run_command: Callable[[str], Awaitable[Any]]) -> float | None:
+async def solve(
+    task_text: str,
+    base_url: str,
+    run_command: Callable[[str], Awaitable[Any]],
+    *,
+    attempts: int = 3,
+    given_up: float = -0.1,
+) -> float | None:
     """Play one episode. Returns its reward, or None for the one that the environment gave."""
     messages = [{"role": "user", "content": task_text}]
     # The model is on this machine, so neither proxies nor certificates have a part in it.
     local = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     async with httpx.AsyncClient(base_url=base_url, timeout=None, trust_env=False, verify=local) as model:
-        for _ in range(ATTEMPTS):
+        for _ in range(attempts):
             answer = await model.post("chat/completions", json={"model": "policy", "messages": messages})
             if answer.status_code == 400:  # turn_limit or context_length_exceeded: a truncated episode is valid
                 return None
@@ -28,4 +32,4 @@ async def solve(task_text: str, base_url: str, run_command: Callable[[str], Awai
             if result.done:
                 return None
             messages.append({"role": "user", "content": result.output})
-    return GIVEN_UP
+    return given_up
