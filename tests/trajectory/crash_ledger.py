@@ -59,24 +59,32 @@ class ServerProcess:
         self.kills = 0
         self.forgetful = store == "original"
         self.restart_s: list[float] = []
+        self.failed_starts = 0
         self.start()
 
     def start(self) -> None:
-        """Start, and wait until the server is ready."""
+        """Start, and wait until the server is ready. One whose store fails while it starts ends at once, as it should,
+        and is started again, as a supervisor would."""
         began = time.monotonic()
+        self._spawn()
+        while not self._ready():
+            if self._process.poll() is not None:
+                assert self._fault_rate, f"the server ended: {self._log.read_text()[-2000:]}"
+                self.failed_starts += 1
+                self._spawn()
+            assert time.monotonic() - began < 60, "the server does not come up"
+            time.sleep(0.02)
+        self.restart_s.append(time.monotonic() - began)
+
+    def _spawn(self) -> None:
         command = [sys.executable, "-m", "realhf.trajectory", "--store", self._store]
         if self._fault_rate:
-            faults = ["--fault-rate", str(self._fault_rate), "--fault-seed", str(self.kills)]
+            faults = ["--fault-rate", str(self._fault_rate), "--fault-seed", str(self.kills + self.failed_starts)]
             command[2:3] = ["tests.trajectory.faulty_server", *faults]
         if self.forgetful:
             command = [str(PEER_PYTHON), "-m", "uvicorn", "atroposlib.api.server:app"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([*command, "--port", str(self.port)], stdout=log, stderr=log)
-        while not self._ready():
-            assert self._process.poll() is None, f"the server ended: {self._log.read_text()[-2000:]}"
-            assert time.monotonic() - began < 60, "the server does not come up"
-            time.sleep(0.02)
-        self.restart_s.append(time.monotonic() - began)
 
     def said(self, text: str) -> int:
         """How often its log says something."""
@@ -291,7 +299,11 @@ async def run(
     harm = [redis.restart] if redis else [server.kill_and_start for server in servers]
     killer = asyncio.create_task(_harm(harm, kill_every_s, random.Random(seed + 1)))
     try:
-        await asyncio.gather(pushing, *training)
+        work = asyncio.gather(pushing, *training)
+        await asyncio.wait({work, killer}, return_when=asyncio.FIRST_COMPLETED)
+        if killer.done():
+            await killer  # it ends by an error only: without this everybody would wait for a server that is no more
+        await work
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
         if redis:
