@@ -46,7 +46,7 @@ def graph(batch: int) -> DataFlowGraph:
     generated = "packed_input_ids loss_mask packed_logprobs packed_versions env_rewards"
     return build_graph(
         [
-            mfc("actor_gen", kinds.GENERATE, "task_ids", generated),
+            mfc("actor_gen", kinds.GENERATE, "packed_prompts", generated),
             mfc("ref_inf", kinds.INFERENCE, "packed_input_ids", "packed_ref_logprobs"),
             mfc("rew_inf", kinds.INFERENCE, "env_rewards", "rewards"),
             mfc(
@@ -55,7 +55,7 @@ def graph(batch: int) -> DataFlowGraph:
                 "packed_input_ids loss_mask packed_logprobs packed_versions packed_ref_logprobs rewards",
             ),
         ],
-        ["task_ids"],
+        ["packed_prompts"],
     )
 
 
@@ -69,7 +69,7 @@ class Cycle:
         self.longest = 0.0
         self._next_put = 0
         self._ids = [tuple(f"task-{n}@{i}" for i in range(batch)) for n in range(resident // batch + 1 + cycles)]
-        self._inputs = [self._meta(ids, ("task_ids",)) for ids in self._ids]
+        self._inputs = [self._meta(ids, ("packed_prompts",)) for ids in self._ids]
         self._outputs = {
             m.name: [self._meta(ids, m.output_keys) for ids in self._ids] if m.output_keys else []
             for m in self.graph.mfcs

@@ -1,9 +1,9 @@
 """GRPO on AWS tasks.
 
-task_ids ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
-                         ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term,
-                         ├─ packed_input_ids ───► actor_inf ─┤    actor_inf only for a proximal policy)
-                         └─ tokens, masks, logprobs ─────────┘
+(tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
+                       ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term,
+                       ├─ packed_input_ids ───► actor_inf ─┤    actor_inf only for a proximal policy)
+                       └─ tokens, masks, logprobs ─────────┘
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def policy_options(config: Config) -> ResolvedOptions:
 
 
 def actor_gen(config: Config) -> MFCDef:
-    """Groups of episodes, played by the actor."""
+    """Groups of episodes, played by the actor. The task of a sample is metadata, so there are no input keys."""
     return _call(
         config,
         "actor_gen",
@@ -79,7 +79,6 @@ def actor_gen(config: Config) -> MFCDef:
         InterfaceType.GENERATE,
         "env_rollout",
         rollout_args(config),
-        inputs=("task_ids",),
         outputs=EPISODE_KEYS,
     )
 
@@ -192,7 +191,7 @@ def aws_experiment(
         "group_success": dataset.group_success,
         "priority": to_plain(dataset.priority),
     }
-    source = SourceSpec("task_curriculum", tasks, keys=("task_ids",), worker=models["actor"].workers[0])
+    source = SourceSpec("task_curriculum", tasks, worker=models["actor"].workers[0])
     return ExperimentSpec(
         name=name,
         models=models,
@@ -231,7 +230,7 @@ def _call(
     interface: str,
     args: dict[str, Any],
     *,
-    inputs: tuple[str, ...],
+    inputs: tuple[str, ...] = (),
     outputs: tuple[str, ...] = (),
 ) -> MFCDef:
     return MFCDef(

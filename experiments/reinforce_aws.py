@@ -1,7 +1,7 @@
 """REINFORCE with a leave-one-out baseline on AWS tasks: no ratio, no clipping, no reference model.
 
-task_ids ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
-                         └─ tokens, masks ───────────────────┘
+(tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
+                       └─ tokens, masks ───────────────────┘
 """
 
 from __future__ import annotations

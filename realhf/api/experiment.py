@@ -149,7 +149,6 @@ class ExperimentSpec:
     total_train_steps: int
     seed: int
     run_dir: Path
-    save_freq_steps: int = 0
     evaluation: EvaluationSpec | None = None
     environment: EnvironmentSpec | None = None
     services: tuple[ServiceSpec, ...] = ()

@@ -87,7 +87,7 @@ class DataFlowGraph:
         return [sorted(level) for level in nx.topological_generations(calls)]
 
     def roots(self) -> list[str]:
-        """Calls that need nothing but the data source."""
+        """Calls that need nothing but the data source: keys of it, or (no input keys) a sample's metadata alone."""
         return [n for n in self._by_name if all(p == DATASET for p in self.nx.predecessors(n))]
 
     def leaves(self) -> list[str]:
@@ -120,7 +120,7 @@ class DataFlowGraph:
         return "\n".join(line.rstrip() for line in lines)
 
     def _merged_edges(self) -> list[tuple[str, str, str]]:
-        merged: dict[tuple[str, str], list[str]] = {}
+        merged = {(DATASET, mfc.name): ["metadata"] for mfc in self.mfcs if not self._inputs[mfc.name]}
         for source, target, key in sorted(self.nx.edges(keys=True)):
             merged.setdefault((source, target), []).append(key)
         return [(source, target, ", ".join(keys)) for (source, target), keys in merged.items()]

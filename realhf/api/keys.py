@@ -73,7 +73,6 @@ class KeySpec:
 
 STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("packed_prompts", "i64", "free"),
-    KeySpec("task_ids", "i64", "free"),
     KeySpec("packed_input_ids", "i64", "L"),
     KeySpec("prompt_mask", "bool", "L"),
     KeySpec("loss_mask", "bool", "L"),
@@ -93,7 +92,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("kl_rewards", "f32", "L-1"),
     KeySpec("outcome", "u8", "1"),
 )
-"""The keys of docs/reference/dataflow.md 2; ``task_ids`` is one value per sample, hence free of sequence lengths."""
+"""The keys of docs/reference/dataflow.md 2."""
 
 
 class KeyTable:

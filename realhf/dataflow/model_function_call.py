@@ -127,7 +127,6 @@ class ModelFunctionCall:
             self._storage.record(meta.ids, meta.keys, shard.worker)
         order = inverse_perm([i for part in parts for i in part])
         self._buffer.complete(lease, SequenceSample.gather(metas).reorder(order) if metas else None)
-        costs = [shard.cost for shard in shards]
         return CallReport(
             self.mfc.name,
             lease.ids,
@@ -136,8 +135,7 @@ class ModelFunctionCall:
             time.monotonic() - sent,
             max(r["compute_s"] for r in replies),
             max(r["fetch_s"] for r in replies),
-            sum(costs),
-            max(costs) * len(costs) / max(1, sum(costs)),
+            sum(shard.cost for shard in shards),
         )
 
     def _split(self, meta: SequenceSample) -> list[list[int]]:

@@ -12,8 +12,7 @@ from realhf.api.source import SampleResult
 @dataclass(frozen=True)
 class CallReport:
     """One call of a model function call: times in seconds. ``queue_s``: waiting for its batch; ``call_s``: from
-    sending to the last reply; ``compute_s`` and ``fetch_s``: the longest among its workers; ``imbalance``:
-    the largest shard's cost over the mean."""
+    sending to the last reply; ``compute_s`` and ``fetch_s``: the longest among its workers."""
 
     mfc: str
     ids: tuple[str, ...]
@@ -23,7 +22,6 @@ class CallReport:
     compute_s: float
     fetch_s: float
     n_tokens: int
-    imbalance: float
 
 
 @dataclass(frozen=True)

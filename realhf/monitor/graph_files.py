@@ -62,6 +62,8 @@ def draw_graph(graph: DataFlowGraph, path: Path) -> None:
 def _edges(graph: DataFlowGraph) -> dict[tuple[str, str], list[str]]:
     edges: dict[tuple[str, str], list[str]] = {}
     for name in (name for level in graph.topological_levels() for name in level):
+        if not graph.inputs(name):
+            edges["dataset", name] = ["metadata"]
         for key in graph.inputs(name):
             for source in graph.producers(key):
                 edges.setdefault((source if source in _names(graph) else "dataset", name), []).append(key)

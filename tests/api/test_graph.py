@@ -29,7 +29,7 @@ def mfc(name: str, kind: InterfaceType, inputs: str = "", outputs: str = "", **m
 
 def grpo(**more) -> list[MFCDef]:
     return [
-        mfc("actor_gen", GEN, "task_ids", "packed_input_ids packed_logprobs env_rewards"),
+        mfc("actor_gen", GEN, "packed_prompts", "packed_input_ids packed_logprobs env_rewards"),
         mfc("ref_inf", INF, "packed_input_ids", "packed_ref_logprobs", role="ref", n_seqs=8),
         mfc("rew_inf", INF, "env_rewards", "rewards"),
         mfc("actor_train", TRAIN, "packed_input_ids packed_logprobs packed_ref_logprobs rewards", **more),
@@ -44,14 +44,14 @@ def problems(mfcs: list[MFCDef], keys: list[str], **more) -> list[str]:
 
 
 def test_the_grpo_graph_follows_from_its_keys() -> None:
-    graph = build_graph(grpo(), ["task_ids", "unused"])
+    graph = build_graph(grpo(), ["packed_prompts", "unused"])
     assert graph.topological_levels() == [["actor_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
     assert graph.n_seqs == 16
     assert graph.roots() == ["actor_gen"] and graph.leaves() == ["actor_train"]
     assert graph.producers("packed_input_ids") == ("actor_gen",)
-    assert graph.producers("task_ids") == (DATASET,) and graph.producers("nothing") == ()
+    assert graph.producers("packed_prompts") == (DATASET,) and graph.producers("nothing") == ()
     assert graph.consumers("packed_input_ids") == ("ref_inf", "actor_train")
-    assert graph.required_dataset_keys() == ["task_ids"]
+    assert graph.required_dataset_keys() == ["packed_prompts"]
     assert isinstance(graph.nx, nx.MultiDiGraph)
     assert sorted(key for _, _, key in graph.nx.out_edges("actor_gen", keys=True)) == [
         "env_rewards",
@@ -92,7 +92,7 @@ def test_two_producers_of_a_key() -> None:
 def test_a_missing_key_names_the_call_and_a_close_key() -> None:
     calls = grpo()
     calls[1] = mfc("ref_inf", INF, "packed_inptu_ids", "packed_ref_logprobs")
-    assert problems(calls, ["task_ids"]) == [
+    assert problems(calls, ["packed_prompts"]) == [
         "'ref_inf' needs key 'packed_inptu_ids', which no call and no dataset produces; did you mean "
         "'packed_input_ids'?"
     ]
@@ -118,13 +118,13 @@ def test_training_cannot_produce_keys_that_are_read() -> None:
 
 
 def test_n_seqs_must_divide_the_step() -> None:
-    assert problems(grpo(n_seqs=6), ["task_ids"]) == [
+    assert problems(grpo(n_seqs=6), ["packed_prompts"]) == [
         "'actor_train' takes n_seqs=6 samples, which does not divide the step's 16"
     ]
 
 
 def test_a_role_without_a_model() -> None:
-    assert problems(grpo(), ["task_ids"], roles=["actor"]) == [
+    assert problems(grpo(), ["packed_prompts"], roles=["actor"]) == [
         "'ref_inf' runs on model role 'ref', which has no model (models: actor)"
     ]
 
@@ -132,9 +132,9 @@ def test_a_role_without_a_model() -> None:
 def test_unread_outputs_warn_or_fail() -> None:
     calls = [*grpo(), mfc("extra", INF, "packed_input_ids", "values")]
     text = "'extra' produces key 'values', which nobody reads and which is not in log_keys"
-    assert build_graph(calls, ["task_ids"]).warnings == (text,)
-    assert build_graph(calls, ["task_ids"], log_keys=["values"]).warnings == ()
-    assert problems(calls, ["task_ids"], strict=True) == [text]
+    assert build_graph(calls, ["packed_prompts"]).warnings == (text,)
+    assert build_graph(calls, ["packed_prompts"], log_keys=["values"]).warnings == ()
+    assert problems(calls, ["packed_prompts"], strict=True) == [text]
 
 
 def test_all_problems_come_at_once() -> None:
@@ -173,12 +173,12 @@ def test_a_call_that_cannot_be_right(change: dict, message: str) -> None:
 
 
 def drawn() -> DataFlowGraph:
-    return build_graph(grpo(), ["task_ids"])
+    return build_graph(grpo(), ["packed_prompts"])
 
 
 def test_drawings_show_every_call_and_every_key() -> None:
     for text in (drawn().to_mermaid(), drawn().to_dot(), drawn().summary()):
-        for word in ("actor_gen", "ref_inf", "rew_inf", "actor_train", "packed_ref_logprobs", "task_ids"):
+        for word in ("actor_gen", "ref_inf", "rew_inf", "actor_train", "packed_ref_logprobs", "packed_prompts"):
             assert word in text
     assert '  actor_gen -- "packed_input_ids, packed_logprobs" --> actor_train' in drawn().to_mermaid()
     assert '"rew_inf" -> "actor_train" [label="rewards"];' in drawn().to_dot()

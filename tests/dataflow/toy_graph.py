@@ -67,7 +67,7 @@ class ToyGen(ToyInterface):
 
     def generate(self, model: Model, sample: SequenceSample, context: CallContext) -> Any:
         self._note("generate", sample, model)
-        tasks = sample["task_ids"].tolist()
+        tasks = sample["packed_prompts"].tolist()
         noise = torch.rand(1).item()
         lens = [[(2 + task % 3) * self.scale] * GROUP for task in tasks]
         ids = torch.cat([torch.full((sum(n),), task) for task, n in zip(tasks, lens, strict=True)])

@@ -26,7 +26,7 @@ def toy_mfcs(n: int = 4, **n_seqs: int) -> list[MFCDef]:
         )
 
     return [
-        mfc("gen", "actor", InterfaceType.GENERATE, "task_ids", "ids logprobs"),
+        mfc("gen", "actor", InterfaceType.GENERATE, "packed_prompts", "ids logprobs"),
         mfc("ref", "ref", InterfaceType.INFERENCE, "ids", "ref_logprobs"),
         mfc("rew", "actor", InterfaceType.INFERENCE, "ids", "rewards"),
         mfc("train", "actor", InterfaceType.TRAIN_STEP, "ids logprobs ref_logprobs rewards"),
@@ -34,7 +34,7 @@ def toy_mfcs(n: int = 4, **n_seqs: int) -> list[MFCDef]:
 
 
 def toy_graph(n: int = 4, **n_seqs: int) -> DataFlowGraph:
-    return build_graph(toy_mfcs(n, **n_seqs), ["task_ids"])
+    return build_graph(toy_mfcs(n, **n_seqs), ["packed_prompts"])
 
 
 class ToySource:
@@ -49,7 +49,7 @@ class ToySource:
     def next_batch(self, n: int) -> list[SourceItem]:
         n = min(n, self.limit - self.count)
         items = [
-            SourceItem(f"t{i}", {"task": f"task {i}"}, {"task_ids": [i + self.offset]})
+            SourceItem(f"t{i}", {"task": f"task {i}"}, {"packed_prompts": [i + self.offset]})
             for i in range(self.count, self.count + n)
         ]
         self.count += n

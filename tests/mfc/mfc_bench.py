@@ -106,9 +106,11 @@ class MfcBench:
     def call(self, sample: SequenceSample, *, step: int = 0, seed: int = 1) -> Reply:
         """Offer ``sample`` to the worker, as another worker would, and have it run the call."""
         self._store.clear(sample.ids)
-        self._store.put(sample.select(self._mfc.input_keys))
         roster = self._master.roster
         ids, keys = list(sample.ids), list(self._mfc.input_keys)
+        if keys:
+            self._store.put(sample.select(keys))
+        fetches = [{"endpoint": self._plane.endpoint, "ids": ids, "keys": keys}] if keys else []
         reply = self.ask(
             "call",
             {
@@ -119,7 +121,7 @@ class MfcBench:
                 "metadata": dict(sample.metadata),
                 "step": step,
                 "seed": seed,
-                "fetches": [{"worker": PEER, "endpoint": self._plane.endpoint, "ids": ids, "keys": keys}],
+                "fetches": fetches,
                 "endpoints": {"env": [roster[ENV].endpoints["env"]]} if ENV in roster else {},
             },
         )

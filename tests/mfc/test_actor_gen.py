@@ -46,10 +46,7 @@ def tasks(task: Task) -> list[Task]:
 def drawn(tasks: list[Task], name: str) -> SequenceSample:
     """What the curriculum sends: a task each."""
     metadata = {"task": [json.dumps(task.to_json()) for task in tasks], "task_seed": [task.seed for task in tasks]}
-    ids = torch.tensor([task.task_id for task in tasks])
-    return SequenceSample.from_tensors(
-        [f"{name}{i}" for i in range(len(tasks))], {"task_ids": ids}, {"task_ids": [[1]] * len(tasks)}, metadata
-    )
+    return SequenceSample.from_tensors([f"{name}{i}" for i in range(len(tasks))], {}, {}, metadata)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from realhf.env.curriculum.factory import make_curriculum
 
 class TaskCurriculumSource:
     """Endless. Ids are ``<template>-<seed>@<n>`` with n counting from 0; metadata holds the task as JSON text and
-    ``task_id``, ``template``, ``tier``, ``task_seed``; the value ``task_ids`` is the template's number."""
+    ``task_id``, ``template``, ``tier``, ``task_seed``. There are no values: the task travels as metadata."""
 
     def __init__(
         self,
@@ -65,5 +65,4 @@ def _item(task: Task, number: int) -> SourceItem:
             "tier": task.tier,
             "task_seed": task.seed,
         },
-        values={"task_ids": [task.task_id]},
     )
