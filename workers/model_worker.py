@@ -111,7 +111,7 @@ class ModelWorker:
         if self._host is None:
             raise RuntimeError("publish_weights before initialize")
         with self._tracer.span(f"{WEIGHTS}/publish", version=payload["version"]):
-            tensors = self._host.weights(payload["role"])
+            tensors = self._host.weights(payload["role"], payload["version"])
             manifest = self._publisher.publish(payload["version"], tensors, receivers=payload["receivers"])
         return {"manifest": manifest.to_map()}
 

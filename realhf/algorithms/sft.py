@@ -23,12 +23,11 @@ class SFTInterface:
         self._guard = NonFiniteGuard(max_nonfinite_steps)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
-        """One step; advances ``model.engine.version``. Stats ``loss, nll, grad_norm, lr, n_tokens, skipped``, and
-        ``stop`` after ``max_nonfinite_steps`` updates in a row without a finite gradient."""
+        """One step. Stats ``loss, nll, grad_norm, lr, n_tokens, skipped``, and ``stop`` after ``max_nonfinite_steps``
+        updates in a row without a finite gradient."""
         batch = self._weighted(sample)
         result = model.engine.train_batch(batch, self.loss, temperature=1.0, mb_spec=context.mb_spec)
         self._guard.observe(result)
-        model.engine.version += 1
         stats = dict(result.stats)
         stats["nll"] = stats["nll"] / max(1.0, stats["n_tokens"])
         return {**stats, "grad_norm": result.grad_norm, "skipped": float(result.skipped), **self._guard.verdict()}

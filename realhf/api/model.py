@@ -95,9 +95,9 @@ class TrainResult:
 class Engine(Protocol):
     """The weights of one model role on one worker. Raises on a wrong batch, never trains silently less.
 
-    ``version`` counts committed train steps; the train interface advances it once per step, and the
-    learning rate follows it. Setting it frees all rows of the generation engine. An engine may also have
-    ``use_threads(threads: ComputeThreads)``: then these compute for it (``realhf.backends``)."""
+    ``version`` is the policy version: committed train steps, which the learning rate follows. Only the model host
+    sets it, before and after the calls of a step. Setting it frees all rows of the generation engine. An engine
+    may also have ``use_threads(threads: ComputeThreads)``: then these compute for it (``realhf.backends``)."""
 
     version: int
 

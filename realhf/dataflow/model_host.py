@@ -45,8 +45,10 @@ class Dataset(Protocol):
 
 
 class ModelHost:
-    """Holds the models of one worker by role, and the interface of every model function call it may get.
-    ``given_up`` tells whether the master has cancelled the call that is running; ``RpcWorker.given_up`` is one."""
+    """Holds the models of one worker by role, and the interface of every model function call it may get. It owns the
+    policy version: it alone sets ``Engine.version``, to the step's number before every call and to the next one after
+    a train call. ``given_up`` tells whether the master has cancelled the call that is running;
+    ``RpcWorker.given_up`` is one."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class ModelHost:
         sample = self._inputs(mfc, payload)
         fetched = time.perf_counter()
         context = self._context(payload, mfc.mb_spec)
-        model.engine.version = context.step
+        model.engine.version = context.step  # a step begins with the version of its number and makes the next one
         with self._tracer.span(_traced_as(mfc), step=context.step):
             result = getattr(interface, mfc.interface_type.value)(model, sample, context)
         if mfc.interface_type is InterfaceType.TRAIN_STEP:
@@ -176,9 +178,13 @@ class ModelHost:
             raise KeyError(f"this worker has no model role {role!r} (it has {', '.join(sorted(self._models))})")
         return self._models[role]
 
-    def weights(self, role: str) -> Mapping[str, Any]:
-        """The parameters of a role by name, as they are: copy what has to stay."""
-        return self._model(role).engine.weights()
+    def weights(self, role: str, version: int) -> Mapping[str, Any]:
+        """The parameters of a role by name, as they are: copy what has to stay. Raises RuntimeError where they are of
+        another policy version than the caller believes."""
+        engine = self._model(role).engine
+        if engine.version != version:
+            raise RuntimeError(f"{role} has weights of version {engine.version}, not of version {version}")
+        return engine.weights()
 
     # ---- data
 

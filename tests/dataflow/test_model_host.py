@@ -130,6 +130,19 @@ def test_a_skipped_train_step_is_passed_on(tmp_path: Path) -> None:
     assert reply["stats"]["skipped"] == 1.0 and reply["stats"]["grad_norm"] == 3.0
 
 
+def test_the_host_owns_the_policy_version(tmp_path: Path) -> None:
+    """A step begins with the version of its number and makes the next, whatever the interface does; and weights are
+    given away only as what they are."""
+    host = Host(tmp_path)
+    host.store.put(sample(["s1"]))
+    host.call(["s1"], mfc="train")
+    assert host.model.engine.version == 5, "also where the update was skipped"
+    host.model.engine.weights = lambda: {"w": 1}  # pyright: ignore
+    assert host.host.weights("actor", 5) == {"w": 1}
+    with pytest.raises(RuntimeError, match="actor has weights of version 5, not of version 4"):
+        host.host.weights("actor", 4)
+
+
 def test_an_unknown_role_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="no model role 'critic'"):
         Host(tmp_path).call(["s1"], role="critic")

@@ -64,6 +64,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory, task: Task) -> Path:
     sample = ChatDataset(str(demonstrations), engine.tokenizer).load(["a", "b", "c"], [0, 1, 2])
     teacher, model = SFTInterface(), Model("actor", engine, engine.tokenizer)
     for step in range(TEACHING_STEPS):
+        engine.version = step
         teacher.train_step(model, sample, CallContext(step, step, MicroBatchSpec(), folder))
     engine.export_hf(folder / "taught")
     return folder / "taught"

@@ -57,8 +57,8 @@ class PolicyGradientInterface:
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
-        """One step; advances ``model.engine.version`` by one. Raises ValueError on a missing key. After
-        ``max_nonfinite_steps`` updates in a row without a finite gradient the statistic ``stop`` tells so."""
+        """One step. Raises ValueError on a missing key. After ``max_nonfinite_steps`` updates in a row without a finite
+        gradient the statistic ``stop`` tells so."""
         _require(sample, self._needed_keys())
         stats = self._staleness(sample, context.step)
         if self._kl_of_proximal and not self.options.needs_actor_inf:
@@ -80,7 +80,6 @@ class PolicyGradientInterface:
             results.append(result)
             if not self._guard.observe(result):
                 break
-        model.engine.version += 1
         return {**batch_stats, **stats, **_summary(results), **self._guard.verdict()}
 
     @property
