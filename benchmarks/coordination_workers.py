@@ -109,7 +109,7 @@ def rollout_worker(args: argparse.Namespace) -> None:
 
         def _players(self, generation: Any, env_urls: Sequence[str]) -> Any:
             del generation, env_urls
-            groups = fake_groups(int(self._spec.calls[0].interface_args["group_size"]))
+            groups = fake_groups(self._spec.episodes.group_size)
             flight = FakeImmediateFlight(args.in_flight)
             return [FakeImmediatePlayer(flight, groups) for _ in range(args.in_flight)]
 

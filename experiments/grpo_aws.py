@@ -20,6 +20,7 @@ from realhf.api.config import run_folder
 from realhf.api.config.option import section
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
 from realhf.aws.options import environment_server
 from realhf.aws.tasks.loader import load_templates, training_tags
@@ -78,7 +79,7 @@ def actor_gen(config: Config) -> MFCDef:
         "actor",
         InterfaceType.GENERATE,
         "env_rollout",
-        rollout_args(config),
+        rollout_options(config).to_args(),
         outputs=EPISODE_KEYS,
     )
 
@@ -158,21 +159,22 @@ def actor_model(config: Config, path: str) -> ModelSpec:
     )
 
 
-def rollout_args(config: Config) -> dict[str, Any]:
+def rollout_options(config: Config) -> RolloutOptions:
+    """How training and evaluation play their episodes."""
     rollout = config.rollout
-    return {
-        "group_size": config.ppo.group_size,
-        "sessions": config.env.pool_size,
-        "gen": to_plain(config.gen),
-        "max_turns": rollout.max_turns,
-        "max_total_tokens": rollout.max_total_tokens,
-        "min_group_size": rollout.min_group_size,
-        "message_timeout_s": rollout.message_timeout_s,
-        "on_failure": rollout.on_failure,
-        "chaos": config.env.chaos,
-        "seed": config.seed,
-        "transcripts": config.monitor.episodes_per_step,
-    }
+    return RolloutOptions(
+        group_size=config.ppo.group_size,
+        sessions=config.env.pool_size,
+        gen=config.gen,
+        max_turns=rollout.max_turns,
+        max_total_tokens=rollout.max_total_tokens,
+        min_group_size=rollout.min_group_size,
+        message_timeout_s=rollout.message_timeout_s,
+        on_failure=rollout.on_failure,
+        chaos=config.env.chaos,
+        seed=config.seed,
+        transcripts=config.monitor.episodes_per_step,
+    )
 
 
 def aws_experiment(
@@ -213,13 +215,14 @@ def held_out(config: Config) -> EvaluationSpec:
     """Every template on names that training never sees, at the training temperature and greedy."""
     evaluation, tiers = config.evaluation, list(config.env.tiers)
     templates = load_templates(tiers, tags=training_tags(tiers, config.env.tags), split="train")
-    args = {
-        "tasks": [(template.task_id, template.tier) for template in templates],
-        "split": "heldout",
-        "episodes_per_task": evaluation.episodes_per_task,
-        "greedy_episodes_per_task": evaluation.greedy_episodes_per_task,
-    }
-    return EvaluationSpec("actor", "env_rollout", rollout_args(config), args, every_steps=evaluation.every_steps)
+    held_out = HeldOutOptions(
+        tuple((template.task_id, template.tier) for template in templates),
+        "heldout",
+        evaluation.episodes_per_task,
+        evaluation.greedy_episodes_per_task,
+    )
+    played = rollout_options(config).to_args()
+    return EvaluationSpec("actor", "env_rollout", played, held_out.to_args(), every_steps=evaluation.every_steps)
 
 
 def _call(

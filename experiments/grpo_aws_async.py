@@ -39,7 +39,9 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     for option in () if options.engine == "vllm" else ("vllm_url", "vllm_executable"):
         if getattr(options, option) != getattr(AsyncConfig, option):
             raise ConfigError(f"async_rl.{option}: has no effect with async_rl.engine={options.engine}")
-    rollout = RolloutSpec("actor", tuple(leaving), options, sessions, agent=config.rollout.agent)
+    rollout = RolloutSpec(
+        "actor", tuple(leaving), grpo_aws.rollout_options(config), options, sessions, agent=config.rollout.agent
+    )
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}
     return replace(

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from realhf.api.chat import TemplateChat
-from realhf.api.config import GenConfig
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import GenOutput
@@ -106,7 +105,7 @@ class GenerationWorker:
         name = f"generation/{index}"
         self._tracer = self._stack.enter_context(open_trace(plan.spec.run_dir, name))
         model = plan.spec.models[spec.role]
-        self._gen = GenConfig(**spec.calls[0].interface_args["gen"])
+        self._gen = spec.episodes.gen
         chat = TemplateChat(load_tokenizer(model.path, spec.role), template_kwargs=model.chat_template_kwargs)
         self._stop_ids = chat.stop_ids
         self._engine: StreamingGenerator = self._stack.enter_context(

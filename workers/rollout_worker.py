@@ -108,18 +108,18 @@ class RolloutWorker:
             await client.request("stopped", {}, timeout_s=timeout_s)
 
     def _players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
-        args = self._spec.calls[0].interface_args
-        group = int(args["group_size"])
+        options = self._spec.episodes
+        group = options.group_size
         model = self._plan.spec.models[self._spec.role]
-        check_context(model.path, self._spec.role, args["max_total_tokens"])
+        check_context(model.path, self._spec.role, options.max_total_tokens)
         chat = TemplateChat(load_tokenizer(model.path, self._spec.role), template_kwargs=model.chat_template_kwargs)
-        agent = make_agent(self._spec.agent, chat, args, self._spec.agent_args)
+        agent = make_agent(self._spec.agent, chat, options, self._spec.agent_args)
         return [
             GroupPlayer(
                 GrpoPool(
                     env_urls[number % len(env_urls)],
                     group,
-                    message_timeout_s=args["message_timeout_s"],
+                    message_timeout_s=options.message_timeout_s,
                     retry_capacity_s=self._plan.rpc.connect_timeout_s,
                     on_failure="drop",
                 ),
@@ -127,21 +127,21 @@ class RolloutWorker:
                 generation,
                 first_slot=number * group,
                 run_seed=self._plan.spec.seed,
-                policy=failure_policy(self._spec.options.on_failure, args["min_group_size"]),
-                chaos=args["chaos"],
+                policy=failure_policy(self._spec.options.on_failure, options.min_group_size),
+                chaos=options.chaos,
                 patience_s=self._plan.rpc.connect_timeout_s,
             )
             for number in range(max(1, self._spec.sessions // group))
         ]
 
     def _encoder(self) -> SampleEncoder:
-        args, spec = self._spec.calls[0].interface_args, self._plan.spec
+        options, spec = self._spec.episodes, self._plan.spec
         context = CallContext(0, spec.seed, MicroBatchSpec(), spec.run_dir)
         return SampleEncoder(
             self._spec.calls[1:],
             context,
-            min_group_size=args["min_group_size"],
-            transcripts=args["transcripts"],
+            min_group_size=options.min_group_size,
+            transcripts=options.transcripts,
             batch_size=spec.n_seqs,
         )
 

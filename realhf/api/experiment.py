@@ -24,6 +24,7 @@ from realhf.api.config import (
     RpcConfig,
 )
 from realhf.api.mfc import MFCDef
+from realhf.api.rollout import RolloutOptions
 from realhf.base.dataclass_json import from_plain, to_plain
 
 PLAN_FILE = "plan.json"
@@ -109,12 +110,13 @@ class EnvironmentSpec:
 @dataclass(frozen=True)
 class RolloutSpec:
     """What rollout workers do in place of the graph (docs/reference/dataflow.md 9). ``calls``: the calls that left it,
-    the generating one first; ``role``: the model role whose weights generate; ``sessions``: environment sessions of
-    each rollout worker; ``agent``: the agent that plays ("" is the built-in one, else ``module:function``), which is
-    called with ``agent_args``, its own options as plain values."""
+    the generating one first; ``role``: the model role whose weights generate; ``episodes``: how they are played;
+    ``sessions``: environment sessions of each rollout worker; ``agent``: the agent that plays ("" is the built-in one,
+    else ``module:function``), which is called with ``agent_args``, its own options as plain values."""
 
     role: str
     calls: tuple[MFCDef, ...]
+    episodes: RolloutOptions
     options: AsyncConfig
     sessions: int
     agent: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], value: Any) -> T:
-    """Rebuild a value of type ``kind`` from what ``to_plain`` returned, by the type hints of ``kind``."""
+    """Rebuild a value of type ``kind`` from what ``to_plain`` returned, by its type hints. Raises TypeError for a field
+    that a dataclass does not have, or that is missing."""
     return _read(kind, value)
 
 
@@ -47,6 +49,11 @@ def _read(kind: Any, value: Any) -> Any:
         return {key: _read(args[1], item) for key, item in value.items()}
     if isinstance(kind, type) and is_dataclass(kind):
         hints = typing.get_type_hints(kind)
+        for name in value:
+            if name not in hints:
+                close = difflib.get_close_matches(name, hints, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"{kind.__name__} has no field {name!r}{hint}")
         return kind(**{name: _read(hints[name], item) for name, item in value.items()})
     if isinstance(kind, type) and issubclass(kind, (Enum, Path)):
         return kind(value)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
+from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.rollout.agents.choice import check_whole_distribution
 from realhf.rollout.episode.rollout_sample import outcomes_to_sample
@@ -50,45 +52,11 @@ class EnginePolicy:
 class EnvRolloutInterface:
     """``generate`` plays the groups of a training step, ``evaluate`` held-out episodes of every task.
 
-    Args:
-        group_size: rollouts G of one task.
-        sessions: environment sessions played at once.
-        gen: fields of ``GenConfig``.
-        max_turns, max_total_tokens, min_group_size, message_timeout_s, on_failure: see ``RolloutConfig``.
-        chaos: whether episodes may be perturbed; told to the environment at every reset.
-        seed: of the run; with a sample's id it decides the random numbers of its rollouts.
-        transcripts: how many episodes of a step are returned as text.
+    ``args`` are ``RolloutOptions.to_args()``; TypeError for an unknown one.
     """
 
-    def __init__(
-        self,
-        *,
-        group_size: int,
-        sessions: int,
-        gen: Mapping[str, Any],
-        max_turns: int = 6,
-        max_total_tokens: int = 1024,
-        min_group_size: int = 2,
-        message_timeout_s: float = 60.0,
-        on_failure: str = "retry",
-        chaos: bool = False,
-        transcripts: int = 2,
-        seed: int = 0,
-    ) -> None:
-        self._seed = seed
-        self._group_size = group_size
-        self._min_group_size = min_group_size
-        self._gen = GenConfig(**gen)
-        self._chaos = chaos
-        self._transcripts = transcripts
-        self._sessions = sessions
-        self._pool_args = {
-            "max_turns": max_turns,
-            "max_total_tokens": max_total_tokens,
-            "turn_tokens": self._gen.max_new_tokens,
-            "message_timeout_s": message_timeout_s,
-            "on_failure": on_failure,
-        }
+    def __init__(self, **args: Any) -> None:
+        self._options = RolloutOptions.from_args(args)
         self._pool: MultiTurnEnvPool | None = None
 
     def generate(
@@ -96,39 +64,41 @@ class EnvRolloutInterface:
     ) -> tuple[SequenceSample, dict[str, Any]]:
         """Play ``group_size`` rollouts of each sample's task (metadata ``task``: JSON, ``task_seed``). Raises
         ValueError when ``gen`` cuts the distribution: such tokens cannot be trained on."""
-        check_whole_distribution(self._gen)
-        tasks = [{"task": json.loads(task), "chaos": self._chaos} for task in sample.metadata["task"]]
+        options = self._options
+        check_whole_distribution(options.gen)
+        tasks = [{"task": json.loads(task), "chaos": options.chaos} for task in sample.metadata["task"]]
         seeds = [int(seed) for seed in sample.metadata["task_seed"]]
-        policy = EnginePolicy(model, self._gen, context.seed)
+        policy = EnginePolicy(model, options.gen, context.seed)
         pool = self._connected_pool(context)
-        own = [[sampling_seed(self._seed, i, member) for member in range(self._group_size)] for i in sample.ids]
-        groups, stats = self._play(pool, policy, tasks, seeds, self._group_size, own)
+        own = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
+        groups, stats = self._play(pool, policy, tasks, seeds, options.group_size, own)
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step}, sample {sample_id}")
-            for sample_id, group in list(zip(sample.ids, groups, strict=True))[: self._transcripts]
+            for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
         ]
-        return outcomes_to_sample(sample.ids, groups, min_group_size=self._min_group_size), stats
+        return outcomes_to_sample(sample.ids, groups, min_group_size=options.min_group_size), stats
 
     def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
         """Success on held-out instances, sampled and greedy.
 
-        ``args``: ``tasks`` [(task_id, tier)], ``split``, ``episodes_per_task``, ``greedy_episodes_per_task``.
-        Returns {"sampled": {"overall": {success, episodes, ...}, tier: ...}, "greedy": {...}}.
+        ``args`` are ``HeldOutOptions.to_args()``. Returns {"sampled": {"overall": {success, episodes, ...}, tier: ...},
+        "greedy": {...}}.
         """
+        options, wanted = self._options, HeldOutOptions.from_args(args)
         report = {}
         for name, count, temperature in (
-            ("sampled", int(args["episodes_per_task"]), self._gen.temperature),
-            ("greedy", int(args["greedy_episodes_per_task"]), 0.0),
+            ("sampled", wanted.episodes_per_task, options.gen.temperature),
+            ("greedy", wanted.greedy_episodes_per_task, 0.0),
         ):
             if count < 1:
                 continue
             tasks = [
-                {"task_id": task_id, "split": args["split"], "chaos": self._chaos}
-                for task_id, _ in args["tasks"]
+                {"task_id": task_id, "split": wanted.split, "chaos": options.chaos}
+                for task_id, _ in wanted.tasks
                 for _ in range(count)
             ]
-            seeds = [seed for _ in args["tasks"] for seed in range(count)]
-            config = GenConfig(**{**vars(self._gen), "temperature": temperature})
+            seeds = [seed for _ in wanted.tasks for seed in range(count)]
+            config = replace(options.gen, temperature=temperature)
             policy = EnginePolicy(model, config, context.seed)
             groups, _ = self._play(self._connected_pool(context), policy, tasks, seeds, 1)
             report[name] = evaluation_report([outcome for group in groups for outcome in group])
@@ -155,7 +125,7 @@ class EnvRolloutInterface:
         group: int,
         sampling_seeds: list[list[int]] | None = None,
     ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
-        longest = self._pool_args["max_total_tokens"]
+        longest = self._options.max_total_tokens
         if longest > policy.context_limit:
             raise ValueError(
                 f"rollout.max_total_tokens={longest}: the context of the model holds {policy.context_limit} tokens"
@@ -178,7 +148,16 @@ class EnvRolloutInterface:
             urls = context.endpoints.get("env") or []
             if not urls:
                 raise RuntimeError("no environment server is registered; actor_gen needs one (kind 'env')")
-            self._pool = MultiTurnEnvPool(urls[0], self._sessions, **self._pool_args)
+            options = self._options
+            self._pool = MultiTurnEnvPool(
+                urls[0],
+                options.sessions,
+                max_turns=options.max_turns,
+                max_total_tokens=options.max_total_tokens,
+                turn_tokens=options.gen.max_new_tokens,
+                message_timeout_s=options.message_timeout_s,
+                on_failure=options.on_failure,
+            )
             self._pool.connect()
         return self._pool
 

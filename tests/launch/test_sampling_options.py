@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from realhf.api.config import GenConfig
+from realhf.api.rollout import RolloutOptions
 from realhf.launch.__main__ import main
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.interface import EnvRolloutInterface
@@ -26,7 +27,7 @@ def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
     with pytest.raises(ValueError, match=r"gen.top_p=0.9.*whole distribution"):
         interface.generate(None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="training samples from the whole"):
-        make_agent("", None, {"gen": gen, "max_turns": 1, "max_total_tokens": 64})  # type: ignore[arg-type]
+        make_agent("", None, RolloutOptions.from_args({"group_size": 2, "sessions": 2, "gen": gen}))  # type: ignore[arg-type]
     assert GenConfig(temperature=0.3, max_new_tokens=9).truncations() == []
 
 

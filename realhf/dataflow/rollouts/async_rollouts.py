@@ -56,7 +56,7 @@ class RolloutPlan:
 
     @property
     def group_size(self) -> int:
-        return int(self.spec.calls[0].interface_args["group_size"])
+        return self.spec.episodes.group_size
 
     @property
     def max_concurrent(self) -> int:
@@ -150,13 +150,12 @@ class AsyncRollouts:
         return rollouts
 
     async def _open_stream(self) -> None:
-        args = self._plan.spec.calls[0].interface_args
         fields = {
             "control": self._service.endpoint,
             "credits": self._plan.credits,
             "keys": list(self._plan.spec.keys),
             "group_size": self._plan.group_size,
-            "max_tokens": args["max_total_tokens"],
+            "max_tokens": self._plan.spec.episodes.max_total_tokens,
         }
         reply = await self._call(self._plan.trainer, "stream_open", fields)
         self._stream = reply["endpoint"]

@@ -8,18 +8,18 @@ from typing import Any
 from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.observation_text import OBSERVATION_CHARS
+from realhf.api.rollout import RolloutOptions
 from realhf.rollout.agents.episode_agent import EpisodeAgent, TurnAgent
 from realhf.rollout.episode.rollout_state import Limits
 
 
 def make_agent(
-    name: str, chat: TemplateChat, args: Mapping[str, Any], options: Mapping[str, Any] | None = None
+    name: str, chat: TemplateChat, episodes: RolloutOptions, options: Mapping[str, Any] | None = None
 ) -> EpisodeAgent:
-    """Return the agent ``name``. ``args`` are those of the ``env_rollout`` interface; ``options`` are the agent's own,
-    which its function takes as keyword arguments. Raises ValueError for an agent that cannot be had."""
-    gen = GenConfig(**args["gen"])
-    check_whole_distribution(gen)
-    limits = Limits(args["max_turns"], args["max_total_tokens"], gen.max_new_tokens, OBSERVATION_CHARS)
+    """Return the agent ``name`` ("" is the built-in one). ``options`` are the agent's own, which its function takes as
+    keyword arguments. Raises ValueError for an agent that cannot be had."""
+    check_whole_distribution(episodes.gen)
+    limits = Limits(episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens, OBSERVATION_CHARS)
     if not name and options:
         raise ValueError(f"the built-in agent has no options of its own: {', '.join(options)} would do nothing")
     if not name:

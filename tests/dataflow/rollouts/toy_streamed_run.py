@@ -13,6 +13,7 @@ from typing import Any
 from realhf.api.config import AsyncConfig, FailureConfig
 from realhf.api.experiment import RolloutSpec
 from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.rollout import RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
@@ -127,9 +128,9 @@ def plan_of(folder: Path, *, batch: int, steps: int, completed: int, **options: 
         "x",
         n_seqs=batch,
         output_keys=("packed_input_ids",),
-        interface_args={"group_size": 1, "max_total_tokens": 8},
     )
-    spec = RolloutSpec("actor", (mfc,), AsyncConfig(**options), sessions=4)
+    episodes = RolloutOptions(group_size=1, sessions=4, max_total_tokens=8)
+    spec = RolloutSpec("actor", (mfc,), episodes, AsyncConfig(**options), sessions=4)
     return RolloutPlan(spec, TRAINER, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True)
 
 

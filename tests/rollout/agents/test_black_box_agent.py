@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from experiments.agents.openai_agent import solve
+from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
+from realhf.api.rollout import RolloutOptions
 from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, RunCommand, load_agent
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.client.aws_env import AwsEnv
@@ -156,10 +158,12 @@ async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:
 
 
 def test_the_option_makes_the_agent() -> None:
-    args = {"gen": {"max_new_tokens": 8}, "max_turns": 2, "max_total_tokens": 100}
-    assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), args), BlackBoxAgent)
+    options = RolloutOptions(
+        group_size=2, sessions=2, gen=GenConfig(max_new_tokens=8), max_turns=2, max_total_tokens=100
+    )
+    assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), options), BlackBoxAgent)
     with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
-        make_agent("a:b", chat(), args)
+        make_agent("a:b", chat(), options)
 
 
 async def patient(task_text: str, base_url: str, run_command: RunCommand, *, patience: int = 1) -> float | None:
@@ -177,9 +181,9 @@ async def test_an_agent_is_called_with_its_own_options(monkeypatch: pytest.Monke
 
 
 def test_the_built_in_agent_has_no_options_of_its_own() -> None:
-    args = {"gen": {"max_new_tokens": 8}, "max_turns": 2, "max_total_tokens": 100}
+    episodes = RolloutOptions(group_size=2, sessions=2)
     with pytest.raises(ValueError, match=r"the built-in agent has no options of its own: patience would do nothing"):
-        make_agent("", chat(), args, {"patience": 3})
+        make_agent("", chat(), episodes, {"patience": 3})
 
 
 @pytest.mark.parametrize("name", ["nowhere:solve", "experiments.agents.openai_agent:nobody", "json:dumps", "solve", ""])

@@ -1,0 +1,66 @@
+"""How rollouts are played: the options that an experiment builds once and that all who play or evaluate read.
+
+They travel as the ``interface_args`` of the call ``env_rollout`` and in ``RolloutSpec``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.api.config import GenConfig
+from realhf.base.dataclass_json import from_plain, to_plain
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Options of every rollout of a run.
+
+    ``group_size`` rollouts G play one task; ``sessions`` environment sessions are played at once. ``max_turns``,
+    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds) and ``on_failure``: see
+    ``RolloutConfig``. ``chaos``: whether episodes may be perturbed; the environment hears of it at every reset.
+    ``transcripts``: how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it
+    decides the random numbers of its rollouts.
+    """
+
+    group_size: int
+    sessions: int
+    gen: GenConfig = field(default_factory=GenConfig)
+    max_turns: int = 6
+    max_total_tokens: int = 1024
+    min_group_size: int = 2
+    message_timeout_s: float = 60.0
+    on_failure: str = "retry"
+    chaos: bool = False
+    transcripts: int = 2
+    seed: int = 0
+
+    def to_args(self) -> dict[str, Any]:
+        """JSON-able keyword arguments of the interface ``env_rollout``."""
+        return to_plain(self)
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> RolloutOptions:
+        """The inverse of ``to_args``. Raises TypeError for an unknown or a missing option."""
+        return from_plain(RolloutOptions, args)
+
+
+@dataclass(frozen=True)
+class HeldOutOptions:
+    """What a held-out evaluation plays: ``tasks`` are (task id, tier), on instances of ``split``, each
+    ``episodes_per_task`` times at the training temperature and ``greedy_episodes_per_task`` times greedily."""
+
+    tasks: tuple[tuple[int, str], ...]
+    split: str
+    episodes_per_task: int
+    greedy_episodes_per_task: int
+
+    def to_args(self) -> dict[str, Any]:
+        """JSON-able ``EvaluationSpec.args``."""
+        return to_plain(self)
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> HeldOutOptions:
+        """The inverse of ``to_args``. Raises TypeError for an unknown or a missing option."""
+        return from_plain(HeldOutOptions, args)
