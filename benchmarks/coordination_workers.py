@@ -13,12 +13,25 @@ import gc
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.api.calls import (
+    CALL,
+    PUBLISH_WEIGHTS,
+    STATUS,
+    UPDATE_WEIGHTS,
+    Nothing,
+    PublishWeightsAnswer,
+    PublishWeightsRequest,
+    StatusAnswer,
+    UpdateWeightsAnswer,
+    UpdateWeightsRequest,
+)
 from realhf.api.env import RolloutOutcome, Turn
 from realhf.api.experiment import RunPlan
+from realhf.api.generation import WeightsManifest
 from realhf.api.streaming import RolloutLease
 from realhf.rollout.players.group_player import PlayedGroup
 from realhf.scheduler.failure import run_guarded
@@ -154,7 +167,6 @@ def model_worker(args: argparse.Namespace) -> None:
     from realhf.dataflow.model_host import ModelHost
     from realhf.transport.tensors.data_plane import DataPlane
     from realhf.transport.tensors.store import TensorStore
-    from workers.model_worker import STREAM_HANDLERS
 
     torch.set_num_threads(1)
     plan, name = RunPlan.read(args.run_dir), "model_worker/0"
@@ -167,8 +179,8 @@ def model_worker(args: argparse.Namespace) -> None:
     host = ModelHost(models, calls, store, plane.fetch, run_dir=args.run_dir)
     stream = StreamHost(args.run_id, name, args.run_dir / "stream", store)
 
-    def publish(payload: Mapping[str, Any]) -> dict[str, Any]:
-        return {"manifest": {"version": payload["version"]}}
+    def publish(request: PublishWeightsRequest) -> PublishWeightsAnswer:
+        return PublishWeightsAnswer(WeightsManifest(request.version, "shm", "nowhere", 0, ""))
 
     worker = RpcWorker(
         name,
@@ -177,11 +189,8 @@ def model_worker(args: argparse.Namespace) -> None:
         args.run_id,
         args.master,
         data_endpoint=plane.endpoint,
-        ordered={"call": host.call, "publish_weights": publish},
-        immediate={
-            "clear": host.clear,
-            **{f"stream_{handler}": getattr(stream, handler) for handler in STREAM_HANDLERS},
-        },
+        ordered=dict([CALL.served_by(host.call), PUBLISH_WEIGHTS.served_by(publish)]),
+        immediate={**host.immediate_handlers(), **stream.handlers()},
     )
     gc.freeze()
     try:
@@ -192,13 +201,13 @@ def model_worker(args: argparse.Namespace) -> None:
 
 
 def generation(args: argparse.Namespace) -> None:
-    def update(payload: Mapping[str, Any]) -> dict[str, float]:
-        del payload
-        return {"weight_stage_ms": 0.0, "weight_pause_ms": 0.0}
+    def update(request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
+        del request
+        return UpdateWeightsAnswer(0.0, 0.0)
 
-    def status(payload: Any) -> dict[str, float]:
-        del payload
-        return {"at_s": 0.0, "busy_s": 0.0, "generated_tokens": 0.0, "running": 0.0, "waiting": 0.0}
+    def status(request: Nothing) -> StatusAnswer:
+        del request
+        return StatusAnswer(0.0, 0.0, 0.0, 0.0, 0.0)
 
     RpcWorker(
         "generation/0",
@@ -206,8 +215,8 @@ def generation(args: argparse.Namespace) -> None:
         0,
         args.run_id,
         args.master,
-        ordered={"update_weights": update},
-        immediate={"status": status},
+        ordered=dict([UPDATE_WEIGHTS.served_by(update)]),
+        immediate=dict([STATUS.served_by(status)]),
     ).run()
 
 

@@ -18,7 +18,7 @@ ROOMS: dict[str, str] = {
     "builtins": "api",
     "transport": "api",
     "transport/rpc": "transport",
-    "transport/service": "transport",
+    "transport/service": "base transport",
     "transport/stream": "api transport",
     "transport/tensors": "api transport",
     "transport/weights": "api transport",
@@ -33,7 +33,7 @@ ROOMS: dict[str, str] = {
     "dataflow/buffer": "api",
     "dataflow": "api base builtins dataflow/buffer transport transport/rpc transport/tensors",
     "dataflow/journal": "",
-    "dataflow/rollouts": "api dataflow dataflow/buffer dataflow/journal transport transport/rpc "
+    "dataflow/rollouts": "api base dataflow dataflow/buffer dataflow/journal transport transport/rpc "
     "transport/service transport/weights",
     "env/containment": "base",
     "env/curriculum": "",

@@ -11,11 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
+from realhf.api.calls import (
+    FREE,
+    GENERATE,
+    STATUS,
+    UPDATE_WEIGHTS,
+    Nothing,
+    StatusAnswer,
+    UpdateWeightsAnswer,
+    UpdateWeightsRequest,
+)
 from realhf.api.chat import TemplateChat
 from realhf.api.experiment import RolloutSpec, RunPlan
-from realhf.api.generation import StreamingGenerator, WeightsManifest
+from realhf.api.generation import StreamingGenerator
 from realhf.api.model import GenOutput
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
@@ -127,8 +136,8 @@ class GenerationWorker:
             index,
             run_id,
             master,
-            ordered={"update_weights": self._update_weights},
-            immediate={"status": self._status},
+            ordered=dict([UPDATE_WEIGHTS.served_by(self._update_weights)]),
+            immediate=dict([STATUS.served_by(self._status)]),
             endpoints={"generation": self._service.endpoint},
             connect_timeout_s=plan.rpc.connect_timeout_s,
             on_roster=self._on_roster,
@@ -147,32 +156,32 @@ class GenerationWorker:
         self._rpc.stop()
 
     def _on_request(self, request: Request) -> None:
-        fields = request.payload
-        if request.method == "generate":
-            slot = self._slots.of(request.client, int(fields[0]))
+        if request.method == GENERATE.name:
+            asked = GENERATE.unpack(request.payload)
+            slot = self._slots.of(request.client, asked.slot)
 
             def done(output: GenOutput | Exception) -> None:
                 if isinstance(output, Exception):
                     request.fail(output)
                 else:
-                    request.reply(answer_of(output))
+                    request.reply(GENERATE.pack_answer(answer_of(output)))
 
-            wanted = request_of(fields, slot)
+            wanted = request_of(asked, slot)
             self._gate.submit(
                 slot,
                 wanted.min_version,
                 lambda: self._engine.submit(wanted, self._gen, self._stop_ids, done),
                 lambda: done(GenOutput([], [], [], "aborted")),
             )
-        elif request.method == "free":
-            self._forget(self._slots.take(request.client, [int(slot) for slot in fields]))
-            request.reply(None)
+        elif request.method == FREE.name:
+            self._forget(self._slots.take(request.client, FREE.unpack(request.payload).slots))
+            request.reply(FREE.pack_answer(Nothing()))
         else:
             raise ValueError(f"there is no request {request.method!r}")
 
-    def _update_weights(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def _update_weights(self, request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
         """Stage a version while generation goes on, then take it between two tokens."""
-        manifest = WeightsManifest.from_map(payload["manifest"])
+        manifest = request.manifest
         began = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
             tensors = receive(manifest, self._plan.rpc.control_timeout_s)
@@ -180,15 +189,13 @@ class GenerationWorker:
         with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
             self._engine.load_weights(manifest.version, tensors)
         self._gate.open()
-        return {
-            "version": self._engine.version,
-            "weight_stage_ms": 1000 * (staged - began),
-            "weight_pause_ms": 1000 * (time.perf_counter() - staged),
-        }
+        return UpdateWeightsAnswer(1000 * (staged - began), 1000 * (time.perf_counter() - staged))
 
-    def _status(self, payload: Any) -> dict[str, float]:
-        del payload
-        return {**self._engine.stats(), "version": float(self._engine.version), "at_s": time.monotonic()}
+    def _status(self, request: Nothing) -> StatusAnswer:
+        del request
+        stats = self._engine.stats()
+        names = ("busy_s", "generated_tokens", "running", "waiting")
+        return StatusAnswer(time.monotonic(), *(stats[name] for name in names))
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
         """Rollout workers that are gone do not come back for their answers."""

@@ -18,13 +18,27 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from realhf.api.calls import (
+    COMMITTED,
+    EVALUATE,
+    EXPORT,
+    INITIALIZE,
+    RESTORE,
+    SAVE,
+    CheckpointRequest,
+    EvaluateRequest,
+    ExportRequest,
+    Nothing,
+)
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
+from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
 from realhf.builtins import sources
 from realhf.dataflow.buffer.types import EndOfData
+from realhf.dataflow.caller import A, Q, ask
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
@@ -111,7 +125,7 @@ class MasterWorker:
         timeout = self._plan.rpc.connect_timeout_s
         await self._rpc.wait_for(self._model_workers, timeout)
         self._events.emit("phase", text="loading models")
-        await self._on_model_workers("initialize")
+        await asyncio.gather(*(self._ask(worker, INITIALIZE, Nothing()) for worker in self._model_workers))
         await self._rpc.wait_for(names, timeout)
 
     def _make_executor(self) -> FunctionExecutor:
@@ -289,18 +303,17 @@ class MasterWorker:
         if self._spec.needs_env and self._replaceable:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
         worker = f"model_worker/{self._spec.models[evaluation.role].workers[0]}"
-        payload = {
-            "role": evaluation.role,
-            "interface": evaluation.interface,
-            "args": dict(evaluation.args),
-            "interface_args": dict(evaluation.interface_args),
-            "step": step,
-            "seed": self._spec.seed,
-            "endpoints": self._endpoints(),
-            "release": self._rollouts is not None,
-        }
-        reply = await self._rpc.call(worker, "evaluate", payload, timeout_s=self._plan.rpc.call_timeout_s, step=step)
-        return reply["stats"]
+        request = EvaluateRequest(
+            role=evaluation.role,
+            interface=evaluation.interface,
+            interface_args=dict(evaluation.interface_args),
+            args=dict(evaluation.args),
+            step=step,
+            seed=self._spec.seed,
+            endpoints=self._endpoints(),
+            release=self._rollouts is not None,
+        )
+        return (await self._ask(worker, EVALUATE, request, step=step)).stats
 
     # ---- saving
 
@@ -308,21 +321,21 @@ class MasterWorker:
         index = self._model_workers.index(worker)
         return [role for role, model in self._spec.models.items() if model.trainable and index in model.workers]
 
-    async def _on_model_workers(self, handler: str, folder: Path | None = None) -> None:
-        """Call every model worker; ``folder`` gets one subfolder per worker."""
-        calls = [
-            self._rpc.call(
-                worker,
-                handler,
-                {
-                    "roles": self._trainable_roles(worker),
-                    "folder": str(folder / worker.replace("/", "-")) if folder else "",
-                },
-                timeout_s=self._plan.rpc.call_timeout_s,
+    async def _on_model_workers(self, call: Call[CheckpointRequest, Nothing], folder: Path) -> None:
+        """Have every model worker write its state into ``folder``, or read it; each has a folder of its own there."""
+        await asyncio.gather(
+            *(
+                self._ask(
+                    worker,
+                    call,
+                    CheckpointRequest(self._trainable_roles(worker), str(folder / worker.replace("/", "-"))),
+                )
+                for worker in self._model_workers
             )
-            for worker in self._model_workers
-        ]
-        await asyncio.gather(*calls)
+        )
+
+    async def _ask(self, worker: str, call: Call[Q, A], request: Q, *, step: int = -1) -> A:
+        return await ask(self._rpc, worker, call, request, timeout_s=self._plan.rpc.call_timeout_s, step=step)
 
     async def _checkpoint(self, step: int) -> None:
         if self._rollouts is not None:
@@ -334,19 +347,19 @@ class MasterWorker:
         }
         draft = await asyncio.to_thread(self._checkpoints.begin, step)
         try:
-            await self._on_model_workers("save", draft)
+            await self._on_model_workers(SAVE, draft)
         except Exception as error:
             raise self._checkpoints.failed(step, draft, error) from error
         folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
         self._saved_step = step
-        await self._on_model_workers("committed")
+        await asyncio.gather(*(self._ask(worker, COMMITTED, Nothing()) for worker in self._model_workers))
         if self._rollouts is not None:
             await self._rollouts.checkpointed(step, folder.name)
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
         check_same_models(checkpoint.state["model_paths"], self._model_paths())
-        await self._on_model_workers("restore", checkpoint.folder)
+        await self._on_model_workers(RESTORE, checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
         self._saved_step = checkpoint.step
@@ -362,9 +375,7 @@ class MasterWorker:
         target = self._spec.artifact or self._spec.run_dir / "policy"
         target.parent.mkdir(parents=True, exist_ok=True)
         worker = f"model_worker/{self._spec.models[role].workers[0]}"
-        await self._rpc.call(
-            worker, "export", {"role": role, "folder": str(target)}, timeout_s=self._plan.rpc.call_timeout_s
-        )
+        await self._ask(worker, EXPORT, ExportRequest(role, str(target)))
 
     async def _finish(self) -> None:
         await self._evaluate(self._executor.next_step)

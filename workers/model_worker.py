@@ -11,12 +11,28 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
+from realhf.api.calls import (
+    CALL,
+    CLEAR,
+    COMMITTED,
+    EVALUATE,
+    EXPORT,
+    HELD,
+    INITIALIZE,
+    LOAD,
+    PUBLISH_WEIGHTS,
+    RESTORE,
+    SAVE,
+    Nothing,
+    PublishWeightsAnswer,
+    PublishWeightsRequest,
+)
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
 from realhf.api.model import Model
 from realhf.api.trace import WEIGHTS
 from realhf.builtins import backends, datasets, interfaces
 from realhf.data.stream_host import StreamHost
-from realhf.dataflow.model_host import ModelHost
+from realhf.dataflow.model_host import Handler, ModelHost
 from realhf.monitor.trace import open_trace
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
@@ -27,8 +43,7 @@ from workers.worker_main import run_planned
 if TYPE_CHECKING:
     from realhf.backends.threads.compute_threads import ComputeThreads
 
-HOST_HANDLERS = ("call", "load", "evaluate", "save", "restore", "committed", "export", "stats")
-STREAM_HANDLERS = ("open", "restore", "prune", "check", "stats")
+HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, HELD)
 
 
 class ModelWorker:
@@ -52,15 +67,14 @@ class ModelWorker:
             index,
             run_id,
             master,
-            ordered={
-                "initialize": self.initialize,
-                "publish_weights": self._publish_weights,
-                **{handler: self._on_host(handler) for handler in HOST_HANDLERS},
-            },
-            immediate={
-                "clear": self._on_host("clear"),
-                **{f"stream_{handler}": getattr(self._stream, handler) for handler in STREAM_HANDLERS},
-            },
+            ordered=dict(
+                [
+                    INITIALIZE.served_by(self.initialize),
+                    PUBLISH_WEIGHTS.served_by(self._publish_weights),
+                    *((call.name, self._on_host(call.name)) for call in HOST_CALLS),
+                ]
+            ),
+            immediate={CLEAR.name: self._on_host(CLEAR.name), **self._stream.handlers()},
             data_endpoint=self._plane.endpoint,
             connect_timeout_s=plan.rpc.connect_timeout_s,
         )
@@ -77,9 +91,9 @@ class ModelWorker:
             self._plane.close()
             self._tracer.close()
 
-    def initialize(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def initialize(self, request: Nothing) -> Nothing:
         """Load the models of this worker and build the interfaces of its calls."""
-        del payload
+        del request
         spec = self._plan.spec
         threads = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
@@ -104,16 +118,16 @@ class ModelWorker:
             given_up=self._rpc.given_up,
         )
         gc.freeze()  # what was imported and loaded stays: the collector need not walk through it again and again
-        return {"roles": sorted(models)}
+        return Nothing()
 
-    def _publish_weights(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Make the weights of {role} available as {version} to {receivers} generation workers -> {manifest}."""
+    def _publish_weights(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
+        """Make the weights of a role available to generation workers."""
         if self._host is None:
             raise RuntimeError("publish_weights before initialize")
-        with self._tracer.span(f"{WEIGHTS}/publish", version=payload["version"]):
-            tensors = self._host.weights(payload["role"], payload["version"])
-            manifest = self._publisher.publish(payload["version"], tensors, receivers=payload["receivers"])
-        return {"manifest": manifest.to_map()}
+        with self._tracer.span(f"{WEIGHTS}/publish", version=request.version):
+            tensors = self._host.weights(request.role, request.version)
+            manifest = self._publisher.publish(request.version, tensors, receivers=request.receivers)
+        return PublishWeightsAnswer(manifest)
 
     def _load(self, model: ModelSpec, threads: ComputeThreads) -> Model:
         spec = self._plan.spec
@@ -124,8 +138,8 @@ class ModelWorker:
             use_threads(threads)
         return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs)
 
-    def _on_host(self, handler: str) -> Any:
-        def run(payload: dict[str, Any]) -> dict[str, Any]:
+    def _on_host(self, handler: str) -> Handler:
+        def run(payload: Any) -> Any:
             if self._host is None:
                 raise RuntimeError(f"{handler} before initialize")
             return {**self._host.handlers(), **self._host.immediate_handlers()}[handler](payload)

@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
+from realhf.api.calls import PLAY, STOPPED, Nothing, PlayRequest
 from realhf.api.chat import TemplateChat
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
@@ -55,7 +55,7 @@ class RolloutWorker:
             index,
             run_id,
             master,
-            ordered={"play": self._play},
+            ordered=dict([PLAY.served_by(self._play)]),
             connect_timeout_s=plan.rpc.connect_timeout_s,
             on_roster=self._on_roster,
         )
@@ -70,14 +70,14 @@ class RolloutWorker:
         if self._failure is not None:
             raise self._failure
 
-    def _play(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Begin to take samples: {control: endpoint of the master's service, stream: endpoint of the stream}."""
-        asyncio.run_coroutine_threadsafe(self._played(payload), self._loop)
-        return {}
+    def _play(self, request: PlayRequest) -> Nothing:
+        """Begin to take samples."""
+        asyncio.run_coroutine_threadsafe(self._played(request), self._loop)
+        return Nothing()
 
-    async def _played(self, payload: Mapping[str, Any]) -> None:
+    async def _played(self, request: PlayRequest) -> None:
         try:
-            await self._play_all(str(payload["control"]), str(payload["stream"]), payload["env"])
+            await self._play_all(request.control, request.stream, request.env)
         except Exception as error:
             self._failure = error
             self._rpc.stop()
@@ -105,7 +105,7 @@ class RolloutWorker:
             await loop.run()
             if not await producer.drain(DRAIN_S):
                 raise RuntimeError(f"the stream did not take {producer.unacked} samples within {DRAIN_S:g} s")
-            await client.request("stopped", {}, timeout_s=timeout_s)
+            await client.ask(STOPPED, Nothing(), timeout_s=timeout_s)
 
     def _players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
         options = self._spec.episodes

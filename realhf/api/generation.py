@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
+from realhf.base.messages import Message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,8 +75,7 @@ class GenerationFailed(RuntimeError):
     """No generation worker could serve a request before its deadline."""
 
 
-@dataclass(frozen=True)
-class TensorSlot:
+class TensorSlot(Message, frozen=True, array_like=True):
     """Where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of ``realhf.api.keys``."""
 
     name: str
@@ -86,8 +85,7 @@ class TensorSlot:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class WeightsManifest:
+class WeightsManifest(Message, frozen=True):
     """One version of a policy's weights and how to get it. ``medium``: ``shm`` (``location``: name of a segment),
     ``disk`` (a safetensors file) or ``broadcast`` (address of a rendezvous). ``checksum``: hex digest (blake2b, 16
     bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset."""
@@ -98,34 +96,6 @@ class WeightsManifest:
     nbytes: int
     checksum: str
     slots: tuple[TensorSlot, ...] = ()
-
-    def to_map(self) -> dict[str, Any]:
-        """msgpack-able."""
-        rows = [[s.name, s.dtype, list(s.shape), s.offset, s.nbytes] for s in self.slots]
-        return {
-            "version": self.version,
-            "medium": self.medium,
-            "location": self.location,
-            "nbytes": self.nbytes,
-            "checksum": self.checksum,
-            "slots": rows,
-        }
-
-    @staticmethod
-    def from_map(fields: Mapping[str, Any]) -> WeightsManifest:
-        """Undo of ``to_map``. Raises KeyError, TypeError or ValueError on anything else."""
-        slots = tuple(
-            TensorSlot(str(name), str(dtype), tuple(int(d) for d in shape), int(offset), int(nbytes))
-            for name, dtype, shape, offset, nbytes in fields["slots"]
-        )
-        return WeightsManifest(
-            int(fields["version"]),
-            str(fields["medium"]),
-            str(fields["location"]),
-            int(fields["nbytes"]),
-            str(fields["checksum"]),
-            slots,
-        )
 
 
 Generate = Callable[[GenRequest], Awaitable[GenOutput]]

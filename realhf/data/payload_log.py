@@ -14,8 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-PayloadRef = list[int]
-"""[segment, offset, bytes] of a record."""
+from realhf.api.streaming import PayloadRef
 
 SEGMENT_BYTES = 64 << 20
 MAX_FRAMES = 1 << 16

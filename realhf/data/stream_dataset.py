@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.api.sample import SequenceSample
-from realhf.api.streaming import ACCEPTED, DUPLICATE, Arrival, checked_answers
-from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog, PayloadRef
+from realhf.api.streaming import ACCEPTED, DUPLICATE, Arrival, PayloadRef, checked_answers
+from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
 from realhf.data.sample_limits import SampleLimits
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CodecError, TransportError

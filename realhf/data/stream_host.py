@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.api.calls import (
+    ARRIVED,
+    STREAM_CHECK,
+    STREAM_OPEN,
+    STREAM_PRUNE,
+    STREAM_RESTORE,
+    ArrivedRequest,
+    Nothing,
+    OpenStreamAnswer,
+    OpenStreamRequest,
+    PruneStreamRequest,
+    RestoreStreamAnswer,
+    RestoreStreamRequest,
+)
 from realhf.api.keys import KeyTable
 from realhf.api.streaming import Arrival
 from realhf.data.sample_limits import SampleLimits
@@ -24,41 +38,47 @@ class StreamHost:
         self._master: BlockingServiceClient | None = None
         self._dataset: StreamDataset | None = None
 
-    def open(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """{control: endpoint of the master's service, credits, keys, group_size, max_tokens} -> {endpoint}."""
+    def handlers(self) -> dict[str, Callable[[Any], Any]]:
+        """Handlers for the immediate lane, by name."""
+        return dict(
+            [
+                STREAM_OPEN.served_by(self.open),
+                STREAM_RESTORE.served_by(self.restore),
+                STREAM_PRUNE.served_by(self.prune),
+                STREAM_CHECK.served_by(self.check),
+            ]
+        )
+
+    def open(self, request: OpenStreamRequest) -> OpenStreamAnswer:
+        """Make the dataset, unless there is one."""
         if self._dataset is None:
-            self._master = BlockingServiceClient(payload["control"], "the master", self._worker, self._run_id)
+            self._master = BlockingServiceClient(request.control, "the master", self._worker, self._run_id)
             known = KeyTable()
             limits = SampleLimits(
-                tuple(known[name] for name in payload["keys"]),
-                min_sequences=payload["group_size"],
-                max_sequences=payload["group_size"],
-                max_tokens=payload["max_tokens"],
+                tuple(known[name] for name in request.keys),
+                min_sequences=request.group_size,
+                max_sequences=request.group_size,
+                max_tokens=request.max_tokens,
             )
             self._dataset = StreamDataset(
-                self._run_id, self._folder, self._store, self._notify, credits=payload["credits"], limits=limits
+                self._run_id, self._folder, self._store, self._notify, credits=request.credits, limits=limits
             )
-        return {"endpoint": self._dataset.endpoint}
+        return OpenStreamAnswer(self._dataset.endpoint)
 
-    def restore(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """{items: [[id, attempt, ref]]} -> {arrivals}: what was logged before is in the store again."""
-        arrivals = self._opened().restore((id, attempt, ref) for id, attempt, ref in payload["items"])
-        return {"arrivals": [arrival.to_map() for arrival in arrivals]}
+    def restore(self, request: RestoreStreamRequest) -> RestoreStreamAnswer:
+        """What was logged before is in the store again."""
+        return RestoreStreamAnswer(self._opened().restore(request.items))
 
-    def prune(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """{alive: refs that a recovery may need, newest: the last that was accepted} -> {deleted: segments}."""
-        return {"deleted": self._opened().prune(payload["alive"], payload["newest"])}
+    def prune(self, request: PruneStreamRequest) -> Nothing:
+        """Delete what no recovery needs any more."""
+        self._opened().prune(request.alive, request.newest)
+        return Nothing()
 
-    def check(self, payload: Any) -> dict[str, Any]:
+    def check(self, request: Nothing) -> Nothing:
         """Raises StreamFailed when nothing can arrive any more."""
-        del payload
+        del request
         self._opened().check()
-        return {}
-
-    def stats(self, payload: Any) -> dict[str, float]:
-        """See ``StreamDataset.stats``; {} before ``open``."""
-        del payload
-        return self._dataset.stats() if self._dataset is not None else {}
+        return Nothing()
 
     def close(self) -> None:
         if self._master is not None:
@@ -73,5 +93,4 @@ class StreamHost:
 
     def _notify(self, arrivals: Sequence[Arrival]) -> Sequence[str]:
         assert self._master is not None
-        fields = {"arrivals": [arrival.to_map() for arrival in arrivals]}
-        return self._master.request("arrived", fields, timeout_s=NOTIFY_TIMEOUT_S)
+        return self._master.ask(ARRIVED, ArrivedRequest(list(arrivals)), timeout_s=NOTIFY_TIMEOUT_S).answers

@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from realhf.api.calls import CLEAR, ClearRequest
 from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import InterfaceType
 from realhf.api.source import DataSource, ResultSink, SampleResult
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer.types import EndOfData, Retired
+from realhf.dataflow.caller import Caller, ask
 from realhf.dataflow.loader import Loader, StepLoader
-from realhf.dataflow.model_function_call import WAITS, Caller, ModelFunctionCall
+from realhf.dataflow.model_function_call import WAITS, ModelFunctionCall
 from realhf.dataflow.step_report import CallReport, StepReport, step_report
 from realhf.dataflow.storage_map import StorageMap
 
@@ -250,11 +252,12 @@ class FunctionExecutor:
     async def _clear(self) -> None:
         """Have every owner free the tensors of the samples that left."""
         ids, self._to_clear = self._to_clear, []
-        futures = [
-            self._caller.call(worker, "clear", {"ids": held}, timeout_s=self._control_timeout_s)
-            for worker, held in self.storage.forget(ids).items()
-        ]
-        await asyncio.gather(*futures)
+        await asyncio.gather(
+            *(
+                ask(self._caller, worker, CLEAR, ClearRequest(held), timeout_s=self._control_timeout_s)
+                for worker, held in self.storage.forget(ids).items()
+            )
+        )
 
     # ---- recovery
 

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from realhf.api.calls import LOAD, LoadAnswer, LoadRequest
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, SourceItem
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.model_function_call import Caller
+from realhf.dataflow.caller import Caller, ask
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample
 
@@ -110,19 +111,19 @@ class Loader:
         if self._keys:
             # Before the call: what an interrupted call may have stored is cleared with the rest.
             self._storage.record(ids, self._keys, self._worker)
-            payload = {"ids": ids, "values": values, "metadata": metadata}
+            request = LoadRequest(ids, values, metadata)
             self.busy = True
             try:
-                reply = await self._caller.call(self._worker, "load", payload, timeout_s=self._timeout_s, step=step)
+                answer = await ask(self._caller, self._worker, LOAD, request, timeout_s=self._timeout_s, step=step)
             finally:
                 self.busy = False
             if len(given) < len(self._keys):
-                meta = meta.update(self._of_dataset(reply, items[0]).select(set(self._keys) - set(given)))
+                meta = meta.update(self._of_dataset(answer, items[0]).select(set(self._keys) - set(given)))
         await self._buffer.put_batch(meta, cohort=step)
 
-    def _of_dataset(self, reply: Mapping[str, Any], item: SourceItem) -> SequenceSample:
+    def _of_dataset(self, answer: LoadAnswer, item: SourceItem) -> SequenceSample:
         """What the worker's dataset stored for keys that the source left out."""
-        meta = decode_sample(reply["meta"]) if reply.get("meta") else None
+        meta = decode_sample(answer.meta) if answer.meta else None
         missing = set(self._keys) - set(item.values) - (meta.keys if meta else frozenset())
         if meta is None or missing:
             key = ", ".join(sorted(missing))

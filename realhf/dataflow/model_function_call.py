@@ -10,37 +10,22 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from realhf.api.calls import CALL, CallAnswer, CallRequest, FetchPart
 from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import MFCDef
 from realhf.api.sample import SequenceSample, inverse_perm
+from realhf.base.messages import MessageError
 from realhf.base.partition import balanced_parts
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer.types import BatchLease
+from realhf.dataflow.caller import Caller
 from realhf.dataflow.step_report import CallReport, merge_stats
 from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.transport.codec import decode_sample
-from realhf.transport.rpc.roster import WorkerInfo
 
 WAITS = "waits"
-
-
-class Caller(Protocol):
-    """The part of ``RpcMaster`` that the brain uses."""
-
-    roster: dict[str, WorkerInfo]
-
-    def call(
-        self,
-        worker: str,
-        handler: str,
-        payload: Any = None,
-        *,
-        timeout_s: float,
-        step: int = -1,
-        mfc: str = "",
-    ) -> asyncio.Future[Any]: ...
 
 
 class MFCFailed(RuntimeError):
@@ -120,8 +105,8 @@ class ModelFunctionCall:
             shards = self._shards(lease.meta, parts)
         except (ValueError, KeyError) as error:
             raise MFCFailed(self.mfc.name, step, "master", lease.ids, error) from error
-        replies = await self._call_all(shards, step, call)
-        outputs = [self._checked(shard, reply, step) for shard, reply in zip(shards, replies, strict=True)]
+        answers = await self._call_all(shards, step, call)
+        outputs = [self._checked(shard, answer, step) for shard, answer in zip(shards, answers, strict=True)]
         metas = [meta for meta in outputs if meta is not None]
         for shard, meta in zip(shards, metas, strict=False):
             self._storage.record(meta.ids, meta.keys, shard.worker)
@@ -130,11 +115,11 @@ class ModelFunctionCall:
         return CallReport(
             self.mfc.name,
             lease.ids,
-            merge_stats([r["stats"] for r in replies], [len(s.meta) for s in shards], parallel=True),
+            merge_stats([answer.stats for answer in answers], [len(s.meta) for s in shards], parallel=True),
             queue_s,
             time.monotonic() - sent,
-            max(r["compute_s"] for r in replies),
-            max(r["fetch_s"] for r in replies),
+            max(answer.compute_s for answer in answers),
+            max(answer.fetch_s for answer in answers),
             sum(shard.cost for shard in shards),
         )
 
@@ -158,28 +143,27 @@ class ModelFunctionCall:
             for worker, m in zip(self._workers, metas, strict=False)
         ]
 
-    def _payload(self, shard: Shard, index: int, step: int, call: int) -> dict[str, Any]:
+    def _request(self, shard: Shard, index: int, step: int, call: int) -> CallRequest:
         roster = self._caller.roster
-        return {
-            "mfc": self.mfc.name,
-            "role": self.mfc.model_role,
-            "ids": list(shard.meta.ids),
-            "keys": list(self.inputs),
-            "metadata": shard.meta.metadata,
-            "fetches": [
-                {"worker": f.src, "endpoint": roster[f.src].data_endpoint, "ids": list(f.ids), "keys": list(f.keys)}
-                for f in shard.fetches
-            ],
-            "step": step,
-            "seed": call_seed(self._seed, self.mfc.name, step, call, index),
-            "endpoints": self._endpoints,
-        }
+        return CallRequest(
+            mfc=self.mfc.name,
+            role=self.mfc.model_role,
+            ids=list(shard.meta.ids),
+            keys=list(self.inputs),
+            metadata=shard.meta.metadata,
+            fetches=[FetchPart(roster[f.src].data_endpoint, list(f.ids), list(f.keys)) for f in shard.fetches],
+            step=step,
+            seed=call_seed(self._seed, self.mfc.name, step, call, index),
+            endpoints=self._endpoints,
+        )
 
-    async def _call_all(self, shards: Sequence[Shard], step: int, call: int) -> list[dict[str, Any]]:
+    async def _call_all(self, shards: Sequence[Shard], step: int, call: int) -> list[CallAnswer]:
         """Send to all workers without a pause in between, then wait; the first failure cancels the others."""
-        payloads = [self._payload(shard, index, step, call) for index, shard in enumerate(shards)]
+        payloads = [CALL.pack(self._request(shard, index, step, call)) for index, shard in enumerate(shards)]
         futures = [
-            self._caller.call(shard.worker, "call", payload, timeout_s=self.mfc.timeout_s, step=step, mfc=self.mfc.name)
+            self._caller.call(
+                shard.worker, CALL.name, payload, timeout_s=self.mfc.timeout_s, step=step, mfc=self.mfc.name
+            )
             for shard, payload in zip(shards, payloads, strict=True)
         ]
         try:
@@ -188,15 +172,20 @@ class ModelFunctionCall:
                 error = future.exception() if future.done() and not future.cancelled() else None
                 if error is not None:
                     raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, error) from error
-            return [future.result() for future in futures]
+            return [self._read(shard, future.result(), step) for shard, future in zip(shards, futures, strict=True)]
         finally:
             for future in futures:
                 future.cancel()
 
-    def _checked(self, shard: Shard, reply: Mapping[str, Any], step: int) -> SequenceSample | None:
-        """The reply's metadata, exactly about the shard's samples and the declared keys."""
-        frames = reply["meta"]
-        meta = None if frames is None else decode_sample(frames)
+    def _read(self, shard: Shard, payload: Any, step: int) -> CallAnswer:
+        try:
+            return CALL.unpack_answer(payload, shard.worker)
+        except MessageError as error:
+            raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, error) from error
+
+    def _checked(self, shard: Shard, answer: CallAnswer, step: int) -> SequenceSample | None:
+        """The answer's metadata, exactly about the shard's samples and the declared keys."""
+        meta = None if answer.meta is None else decode_sample(answer.meta)
         try:
             if meta is None:
                 if self.mfc.output_keys:

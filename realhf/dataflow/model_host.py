@@ -18,6 +18,28 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from realhf.api.calls import (
+    CALL,
+    CLEAR,
+    COMMITTED,
+    EVALUATE,
+    EXPORT,
+    HELD,
+    LOAD,
+    RESTORE,
+    SAVE,
+    CallAnswer,
+    CallRequest,
+    CheckpointRequest,
+    ClearRequest,
+    EvaluateAnswer,
+    EvaluateRequest,
+    ExportRequest,
+    HeldAnswer,
+    LoadAnswer,
+    LoadRequest,
+    Nothing,
+)
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
@@ -31,7 +53,8 @@ from realhf.transport.tensors.store import TensorStore
 Fetcher = Callable[[str, Sequence[str], Sequence[str], float], SequenceSample]
 """(endpoint, ids, keys, timeout in seconds) -> the values; ``DataPlane.fetch`` is one."""
 
-Handler = Callable[[dict[str, Any]], dict[str, Any]]
+Handler = Callable[[Any], Any]
+"""Payload of a request -> payload of its answer."""
 
 INTERFACE_STATE = "interfaces.json"
 
@@ -80,20 +103,22 @@ class ModelHost:
 
     def handlers(self) -> dict[str, Handler]:
         """Handlers for the ordered lane, by name."""
-        return {
-            "call": self.call,
-            "load": self.load,
-            "evaluate": self.evaluate,
-            "save": self.save,
-            "restore": self.restore,
-            "committed": self.committed,
-            "export": self.export,
-            "stats": self.stats,
-        }
+        return dict(
+            [
+                CALL.served_by(self.call),
+                LOAD.served_by(self.load),
+                EVALUATE.served_by(self.evaluate),
+                SAVE.served_by(self.save),
+                RESTORE.served_by(self.restore),
+                COMMITTED.served_by(self.committed),
+                EXPORT.served_by(self.export),
+                HELD.served_by(self.held),
+            ]
+        )
 
     def immediate_handlers(self) -> dict[str, Handler]:
         """Handlers for the immediate lane, by name: freeing memory does not wait for a long call."""
-        return {"clear": self.clear}
+        return dict([CLEAR.served_by(self.clear)])
 
     def close(self) -> None:
         """Close the interfaces that hold something open."""
@@ -105,19 +130,18 @@ class ModelHost:
 
     # ---- calls
 
-    def call(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run one call: {mfc, role, ids, keys, metadata, fetches, step, seed, endpoints} ->
-        {meta: encoded outputs or None, stats, compute_s, fetch_s}."""
-        with self._working_on(payload["ids"]):
-            return self._call(payload)
+    def call(self, request: CallRequest) -> CallAnswer:
+        """Run one model function call."""
+        with self._working_on(request.ids):
+            return self._call(request)
 
-    def _call(self, payload: dict[str, Any]) -> dict[str, Any]:
-        mfc, interface = self._interfaces[payload["mfc"]]
-        model = self._model(payload["role"])
+    def _call(self, request: CallRequest) -> CallAnswer:
+        mfc, interface = self._interfaces[request.mfc]
+        model = self._model(request.role)
         began = time.perf_counter()
-        sample = self._inputs(mfc, payload)
+        sample = self._inputs(mfc, request)
         fetched = time.perf_counter()
-        context = self._context(payload, mfc.mb_spec)
+        context = self._context(request, mfc.mb_spec)
         model.engine.version = context.step  # a step begins with the version of its number and makes the next one
         with self._tracer.span(_traced_as(mfc), step=context.step):
             result = getattr(interface, mfc.interface_type.value)(model, sample, context)
@@ -125,12 +149,7 @@ class ModelHost:
             model.engine.version = context.step + 1
         outputs, stats = _parted(mfc, result)
         meta = None if outputs is None else self._stored(mfc, outputs, sample.ids, context.step)
-        return {
-            "meta": meta,
-            "stats": _plain_stats(stats),
-            "compute_s": time.perf_counter() - fetched,
-            "fetch_s": fetched - began,
-        }
+        return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched, fetched - began)
 
     def _stored(self, mfc: MFCDef, outputs: SequenceSample, ids: Sequence[str], step: int) -> list[bytes]:
         if mfc.output_key_remap:
@@ -145,16 +164,16 @@ class ModelHost:
         self._store.put(outputs, producer=f"{mfc.name}@{step}")
         return [bytes(frame) for frame in encode_sample(outputs.meta())]
 
-    def _inputs(self, mfc: MFCDef, payload: Mapping[str, Any]) -> SequenceSample:
+    def _inputs(self, mfc: MFCDef, request: CallRequest) -> SequenceSample:
         """The call's inputs in the order of its ids, under the names the interface uses."""
-        ids, keys = payload["ids"], payload["keys"]
-        if keys and not payload["fetches"]:
-            return _renamed(mfc, self._store.get(ids, keys).annotated(payload["metadata"], keep=False))
-        parts = [self._fetch(f["endpoint"], f["ids"], f["keys"], self._fetch_timeout_s) for f in payload["fetches"]]
+        ids, keys = request.ids, request.keys
+        if keys and not request.fetches:
+            return _renamed(mfc, self._store.get(ids, keys).annotated(request.metadata, keep=False))
+        parts = [self._fetch(part.endpoint, part.ids, part.keys, self._fetch_timeout_s) for part in request.fetches]
         columns = [self._column(key, ids, parts) for key in keys]
         tensors = {key: column[key] for key, column in zip(keys, columns, strict=True)}
         seqlens = {key: column.seqlens[key] for key, column in zip(keys, columns, strict=True)}
-        return _renamed(mfc, SequenceSample.from_tensors(ids, tensors, seqlens, payload["metadata"]))
+        return _renamed(mfc, SequenceSample.from_tensors(ids, tensors, seqlens, request.metadata))
 
     def _column(self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]) -> SequenceSample:
         parts = [part.select([key]) for part in fetched if key in part.keys]
@@ -168,10 +187,9 @@ class ModelHost:
         position = {sample_id: i for i, sample_id in enumerate(joined.ids)}
         return joined.select_ids([position[sample_id] for sample_id in ids])
 
-    def _context(self, payload: Mapping[str, Any], mb_spec: MicroBatchSpec) -> CallContext:
-        seed = int(payload["seed"])
-        _seed_everything(seed)
-        return CallContext(int(payload["step"]), seed, mb_spec, self._run_dir, dict(payload["endpoints"]))
+    def _context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
+        _seed_everything(request.seed)
+        return CallContext(request.step, request.seed, mb_spec, self._run_dir, request.endpoints)
 
     def _model(self, role: str) -> Model:
         if role not in self._models:
@@ -188,16 +206,15 @@ class ModelHost:
 
     # ---- data
 
-    def load(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Store integers drawn by the source as i64, and what the dataset has for their metadata:
-        {ids, values: {key: one list per id}, metadata} -> {nbytes, meta: encoded keys of the dataset or None}."""
-        with self._working_on(payload["ids"]):
-            return self._load(payload)
+    def load(self, request: LoadRequest) -> LoadAnswer:
+        """Store integers drawn by the source as i64, and what the dataset has for their metadata."""
+        with self._working_on(request.ids):
+            return self._load(request)
 
-    def _load(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, request: LoadRequest) -> LoadAnswer:
         import torch
 
-        ids, values = payload["ids"], payload["values"]
+        ids, values = request.ids, request.values
         tensors = {
             key: torch.tensor([item for row in rows for item in row], dtype=torch.int64) for key, rows in values.items()
         }
@@ -206,18 +223,17 @@ class ModelHost:
             self._store.put(SequenceSample.from_tensors(ids, tensors, lengths), producer="load")
         meta = None
         if self._dataset is not None:
-            sample = self._dataset.load(ids, payload["metadata"]["row"])
+            sample = self._dataset.load(ids, request.metadata["row"])
             self._store.put(sample, producer="load")
             meta = [bytes(frame) for frame in encode_sample(sample.meta())]
-        return {"nbytes": self._store.nbytes, "meta": meta}
+        return LoadAnswer(meta)
 
-    def clear(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Free what is held of {ids}, and what a call that is running stores of them; returns the bytes still held.
-        From any thread."""
+    def clear(self, request: ClearRequest) -> Nothing:
+        """Free what is held of these samples, and what a call that is running stores of them. From any thread."""
         with self._lock:
-            self._cleared_meanwhile |= self._in_hand.intersection(payload["ids"])
-        self._store.clear(payload["ids"])
-        return {"nbytes": self._store.nbytes}
+            self._cleared_meanwhile |= self._in_hand.intersection(request.ids)
+        self._store.clear(request.ids)
+        return Nothing()
 
     @contextlib.contextmanager
     def _working_on(self, ids: Sequence[str]) -> Iterator[None]:
@@ -235,67 +251,64 @@ class ModelHost:
             if gone:
                 self._store.clear(gone)
 
-    def stats(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def held(self, request: Nothing) -> HeldAnswer:
         """Bytes and samples held, and the roles of this worker."""
-        del payload
-        return {"nbytes": self._store.nbytes, "samples": len(self._store), "roles": sorted(self._models)}
+        del request
+        return HeldAnswer(self._store.nbytes, len(self._store), sorted(self._models))
 
     # ---- outside the graph
 
-    def evaluate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run an interface's ``evaluate``: {role, interface, interface_args, args, step, seed, endpoints, release}. The
-        interface is built once per name and arguments; ``release``: what it holds open is closed afterwards."""
-        key = _interface_key(payload["interface"], payload["interface_args"])
+    def evaluate(self, request: EvaluateRequest) -> EvaluateAnswer:
+        """Run an interface's ``evaluate``. The interface is built once per name and arguments."""
+        key = _interface_key(request.interface, request.interface_args)
         if key not in self._evaluators:
-            build = interface_registry.get(payload["interface"])
-            self._evaluators[key] = build(**payload["interface_args"])
-        began = time.perf_counter()
-        context = self._context(payload, MicroBatchSpec())
-        model = self._model(payload["role"])
+            build = interface_registry.get(request.interface)
+            self._evaluators[key] = build(**request.interface_args)
+        context = self._context(request, MicroBatchSpec())
+        model = self._model(request.role)
         evaluator = self._evaluators[key]
         try:
-            stats = evaluator.evaluate(model, payload.get("args", {}), context)
+            return EvaluateAnswer(evaluator.evaluate(model, request.args, context))
         finally:
-            if payload.get("release") and hasattr(evaluator, "close"):
+            if request.release and hasattr(evaluator, "close"):
                 evaluator.close()
-        return {"stats": stats, "compute_s": time.perf_counter() - began}
 
-    def save(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Write the recovery state of {roles} and of all interfaces below {folder}."""
-        folder = Path(payload["folder"])
-        for role in payload["roles"]:
+    def save(self, request: CheckpointRequest) -> Nothing:
+        """Write the recovery state of the roles and of all interfaces below ``folder``."""
+        folder = Path(request.folder)
+        for role in request.roles:
             (folder / role).mkdir(parents=True, exist_ok=True)
             self._model(role).engine.save_checkpoint(folder / role)
         states = {name: interface.state_dict() for name, (_, interface) in sorted(self._interfaces.items())}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INTERFACE_STATE).write_text(json.dumps(states))
-        return {"roles": list(payload["roles"])}
+        return Nothing()
 
-    def restore(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def restore(self, request: CheckpointRequest) -> Nothing:
         """Read what ``save`` wrote."""
-        folder = Path(payload["folder"])
-        for role in payload["roles"]:
+        folder = Path(request.folder)
+        for role in request.roles:
             self._model(role).engine.load_checkpoint(folder / role)
         states = json.loads((folder / INTERFACE_STATE).read_text())
         for name, (_, interface) in self._interfaces.items():
             interface.load_state_dict(states.get(name, {}))
-        return {"roles": list(payload["roles"])}
+        return Nothing()
 
-    def committed(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def committed(self, request: Nothing) -> Nothing:
         """The checkpoint that the last ``save`` belongs to is complete; tell the interfaces that want to know."""
-        del payload
+        del request
         for _, interface in self._interfaces.values():
             tell = getattr(interface, "committed", None)
             if tell is not None:
                 tell()
-        return {}
+        return Nothing()
 
-    def export(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Write {role} in Hugging Face format into {folder}."""
-        folder = Path(payload["folder"])
+    def export(self, request: ExportRequest) -> Nothing:
+        """Write a role in Hugging Face format into ``folder``."""
+        folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._model(payload["role"]).engine.export_hf(folder)
-        return {"folder": str(folder)}
+        self._model(request.role).engine.export_hf(folder)
+        return Nothing()
 
 
 def _traced_as(mfc: MFCDef) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from realhf.api.calls import CheckpointRequest
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer.types import EndOfData
 from realhf.dataflow.executor import FunctionExecutor, StallError
@@ -236,9 +237,9 @@ async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
                 await executor.execute_step(step)
             await asyncio.sleep(0.01)
             state = executor.state_dict()
-            first.caller.hosts["w0"].save({"folder": str(tmp_path / "ckpt"), "roles": ["actor"]})
+            first.caller.hosts["w0"].save(CheckpointRequest(["actor"], str(tmp_path / "ckpt")))
         second = Bench(tmp_path, ONE, steps_in_flight=ahead)
-        second.caller.hosts["w0"].restore({"folder": str(tmp_path / "ckpt"), "roles": ["actor"]})
+        second.caller.hosts["w0"].restore(CheckpointRequest(["actor"], str(tmp_path / "ckpt")))
         second.executor.load_state_dict(state)
         assert second.executor.next_step == 3
         rest = await second.run(2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.api.calls import CheckpointRequest, ExportRequest, Nothing
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import Model, TrainResult
 from realhf.api.sample import SequenceSample
@@ -68,7 +69,7 @@ class Host:
         )
 
     def call(self, ids: list[str], remote: list[str] | None = None, **more: Any) -> dict[str, Any]:
-        fetches = [{"worker": "there", "endpoint": "data:there", "ids": remote, "keys": ["ids"]}] if remote else []
+        fetches = [{"endpoint": "data:there", "ids": remote, "keys": ["ids"]}] if remote else []
         payload = {
             "mfc": "double",
             "role": "actor",
@@ -80,7 +81,7 @@ class Host:
             "seed": 11,
             "endpoints": {},
         }
-        return self.host.call({**payload, **more})
+        return self.host.handlers()["call"]({**payload, **more})
 
 
 def test_inputs_from_here_and_there_come_in_the_order_of_the_call(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_interfaces_hear_of_a_complete_checkpoint_if_they_want_to(tmp_path: Path
     assert host.host.handlers()["committed"]({}) == {}
     told: list[str] = []
     host.interface.committed = lambda: told.append("committed")  # pyright: ignore
-    host.host.committed({})
+    host.host.committed(Nothing())
     assert told == ["committed"] * 2, "once for each call that has the interface"
 
 
@@ -161,12 +162,12 @@ def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     first, second = Host(tmp_path), Host(tmp_path)
     first.model.engine.weight = 0.1 + 0.2  # pyright: ignore
     first.interface.calls = 5
-    folder = {"folder": str(tmp_path / "ckpt"), "roles": ["actor"]}
-    first.host.save(folder)
-    second.host.restore(folder)
+    request = CheckpointRequest(["actor"], str(tmp_path / "ckpt"))
+    first.host.save(request)
+    second.host.restore(request)
     assert second.model.engine.weight == 0.1 + 0.2  # pyright: ignore
     assert second.interface.calls == 5
-    second.host.export({"folder": str(tmp_path / "hf"), "role": "actor"})
+    second.host.export(ExportRequest("actor", str(tmp_path / "hf")))
     assert (tmp_path / "hf" / "model.txt").read_text() == repr(0.1 + 0.2)
 
 

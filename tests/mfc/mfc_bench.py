@@ -89,7 +89,8 @@ class MfcBench:
             )
         self._spawn("workers.model_worker", "--run-dir", str(self._folder), "--index", "0", *join)
         self._runner.run(self._master.wait_for(names, TIMEOUT_S))
-        assert self.ask("initialize", {})["roles"] == [model.role]
+        self.ask("initialize", {})
+        assert self.ask("stats", {})["roles"] == [model.role]
 
     def _spawn(self, module: str, *argv: str) -> None:
         with (self._folder / f"{module}.log").open("wb") as log:
@@ -133,7 +134,8 @@ class MfcBench:
         assert meta is not None and meta.data is None and meta.keys == set(self._mfc.output_keys)
         endpoint = self._master.roster[WORKER].data_endpoint
         outputs = self._plane.fetch(endpoint, sample.ids, self._mfc.output_keys, TIMEOUT_S)
-        assert self.ask("clear", {"ids": list(sample.ids)})["nbytes"] == 0
+        self.ask("clear", {"ids": list(sample.ids)})
+        assert self.ask("stats", {})["nbytes"] == 0
         assert as_lists(outputs.seqlens) == as_lists(meta.seqlens)
         return SequenceSample.from_tensors(
             outputs.ids, {key: outputs[key].clone() for key in outputs.keys}, outputs.seqlens, meta.metadata

@@ -10,11 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realhf.api.calls import (
+    CLEAR,
+    PLAY,
+    STATUS,
+    STREAM_CHECK,
+    STREAM_OPEN,
+    STREAM_PRUNE,
+    STREAM_RESTORE,
+    ClearRequest,
+    Nothing,
+    OpenStreamRequest,
+    PlayRequest,
+    PruneStreamRequest,
+    RestoreStreamRequest,
+    StatusAnswer,
+)
 from realhf.api.experiment import RolloutSpec
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource
-from realhf.api.streaming import Arrival
+from realhf.base.messages import Call
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.caller import A, Q, ask
 from realhf.dataflow.journal.records import Admit, Draw, Drop
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.journal.state import Recovery
@@ -29,7 +46,7 @@ from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpda
 from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample
-from realhf.transport.errors import WorkerDied
+from realhf.transport.errors import RpcError, WorkerDied
 from realhf.transport.rpc.roster import WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -150,20 +167,19 @@ class AsyncRollouts:
         return rollouts
 
     async def _open_stream(self) -> None:
-        fields = {
-            "control": self._service.endpoint,
-            "credits": self._plan.credits,
-            "keys": list(self._plan.spec.keys),
-            "group_size": self._plan.group_size,
-            "max_tokens": self._plan.spec.episodes.max_total_tokens,
-        }
-        reply = await self._call(self._plan.trainer, "stream_open", fields)
-        self._stream = reply["endpoint"]
+        request = OpenStreamRequest(
+            control=self._service.endpoint,
+            credits=self._plan.credits,
+            keys=list(self._plan.spec.keys),
+            group_size=self._plan.group_size,
+            max_tokens=self._plan.spec.episodes.max_total_tokens,
+        )
+        self._stream = (await self._ask(self._plan.trainer, STREAM_OPEN, request)).endpoint
 
     async def _recover(self, recovery: Recovery) -> None:
-        items = [[admit.id, accept.attempt, accept.ref] for admit, accept in recovery.accepted]
-        reply = await self._call(self._plan.trainer, "stream_restore", {"items": items}, self._plan.load_s)
-        arrivals = [Arrival.from_map(fields) for fields in reply["arrivals"]]
+        items = [(admit.id, accept.attempt, accept.ref) for admit, accept in recovery.accepted]
+        request = RestoreStreamRequest(items)
+        arrivals = (await self._ask(self._plan.trainer, STREAM_RESTORE, request, self._plan.load_s)).arrivals
         staged: dict[str, tuple[Admit, SequenceSample]] = {}
         lost: list[Drop] = []
         for (admit, _), arrival in zip(recovery.accepted, arrivals, strict=True):
@@ -247,9 +263,8 @@ class AsyncRollouts:
             return
         self.control.worker_joined(incarnation)
         env = [url for _, url in sorted(self._env.items())]
-        fields = {"control": self._service.endpoint, "stream": self._stream, "env": env}
         try:
-            await self._call(name, "play", fields)
+            await self._ask(name, PLAY, PlayRequest(self._service.endpoint, self._stream, env))
         except WorkerDied as error:
             _log.warning("%s", error)
 
@@ -280,7 +295,7 @@ class AsyncRollouts:
         while True:
             await asyncio.sleep(WATCH_S)
             self.control.expire()
-            await self._call(self._plan.trainer, "stream_check", None)
+            await self._ask(self._plan.trainer, STREAM_CHECK, Nothing())
 
     # ---- steps
 
@@ -296,8 +311,8 @@ class AsyncRollouts:
         """A checkpoint is valid: payloads that it makes unnecessary are deleted."""
         self._ledger.checkpointed(completed_steps, folder)
         await self._ledger.durable()
-        fields = {"alive": self._ledger.payloads(), "newest": self._ledger.newest_payload}
-        await self._call(self._plan.trainer, "stream_prune", fields)
+        request = PruneStreamRequest(self._ledger.payloads(), self._ledger.newest_payload)
+        await self._ask(self._plan.trainer, STREAM_PRUNE, request)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
         """``rollout/...`` of the step's samples, beside ``live`` without its failures; counts of failures and retries
@@ -326,20 +341,23 @@ class AsyncRollouts:
     async def figures(self, *, live: bool = False) -> dict[str, float]:
         """``admission/...`` and ``generation/...`` at this moment; occupancy and speed since the call before."""
         names = [name for name in self._weights.versions if name in self._caller.roster]
-        replies = await asyncio.gather(*(self._call(name, "status", None) for name in names), return_exceptions=True)
-        statuses = {n: reply for n, reply in zip(names, replies, strict=True) if isinstance(reply, dict)}
+        replies = await asyncio.gather(*(self._ask(name, STATUS, Nothing()) for name in names), return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, RpcError):
+                raise reply
+        statuses = {n: reply for n, reply in zip(names, replies, strict=True) if isinstance(reply, StatusAnswer)}
         figures = {f"admission/{name}": float(value) for name, value in self.control.counters().items()}
         figures |= {f"generation/{name}": value for name, value in self._weights.figures.items()}
-        for name in ("running", "waiting"):
-            figures[f"generation/{name}"] = sum(status.get(name, 0.0) for status in statuses.values())
+        figures["generation/running"] = sum(status.running for status in statuses.values())
+        figures["generation/waiting"] = sum(status.waiting for status in statuses.values())
         return figures | self._rates(statuses, self._live_before if live else self._step_before)
 
     def _rates(
-        self, statuses: Mapping[str, Mapping[str, float]], last: dict[str, tuple[float, float, float]]
+        self, statuses: Mapping[str, StatusAnswer], last: dict[str, tuple[float, float, float]]
     ) -> dict[str, float]:
         busy, tokens = [], []
         for name, status in statuses.items():
-            now = (status["at_s"], status["busy_s"], status["generated_tokens"])
+            now = (status.at_s, status.busy_s, status.generated_tokens)
             before = last.get(name, now)
             elapsed = now[0] - before[0]
             if elapsed > 0 and now[2] >= before[2]:
@@ -369,7 +387,7 @@ class AsyncRollouts:
         self._spawn(self._clear(list(ids)))
 
     async def _clear(self, ids: list[str]) -> None:
-        await self._call(self._plan.trainer, "clear", {"ids": ids})
+        await self._ask(self._plan.trainer, CLEAR, ClearRequest(ids))
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
@@ -381,5 +399,5 @@ class AsyncRollouts:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self.control.fail(error)
 
-    async def _call(self, worker: str, handler: str, payload: Any, timeout_s: float | None = None) -> Any:
-        return await self._caller.call(worker, handler, payload, timeout_s=timeout_s or self._plan.seconds)
+    async def _ask(self, worker: str, call: Call[Q, A], request: Q, timeout_s: float | None = None) -> A:
+        return await ask(self._caller, worker, call, request, timeout_s=timeout_s or self._plan.seconds)

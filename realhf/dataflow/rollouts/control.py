@@ -203,8 +203,8 @@ class RolloutControl:
             task.order,
             self.staleness.version,
             self._rules.deadline_s,
-            task.item.metadata,
-            task.item.values,
+            dict(task.item.metadata),
+            {key: list(value) for key, value in task.item.values.items()},
         )
 
     def rejected(self, worker: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from realhf.api.streaming import Arrival
+from realhf.api.calls import (
+    ALLOCATE,
+    ARRIVED,
+    REJECTED,
+    STOPPED,
+    AllocateAnswer,
+    AllocateRequest,
+    ArrivedAnswer,
+    ArrivedRequest,
+    Nothing,
+    RejectedRequest,
+)
 from realhf.dataflow.rollouts.control import RolloutControl
 from realhf.transport.service.loop import LoopServiceServer
 from realhf.transport.service.server import Request
@@ -41,7 +52,7 @@ class RolloutService:
     async def _answer(self, request: Request) -> None:
         try:
             answer = self._understood(request.client, request.method, request.payload)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             request.fail(error)
             return
         try:
@@ -50,26 +61,30 @@ class RolloutService:
             request.fail(error)
             self._control.fail(error)
 
-    def _understood(self, client: str, method: str, fields: Mapping[str, Any]) -> Callable[[], Awaitable[Any]]:
-        """What answers the request. Raises ValueError, KeyError or TypeError for one that makes no sense."""
-        if method == "allocate":
-            count = max(1, min(int(fields["count"]), MAX_LEASES))
-            return partial(self._allocate, client, count, min(float(fields["hold_s"]), MAX_HOLD_S))
-        if method == "arrived":
-            return partial(self._control.arrived, [Arrival.from_map(entry) for entry in fields["arrivals"]])
-        if method == "rejected":
-            words = str(fields["outcome"]), str(fields["message"])
-            return partial(self._rejected, client, str(fields["id"]), int(fields["attempt"]), *words)
-        if method == "stopped":
+    def _understood(self, client: str, method: str, payload: Any) -> Callable[[], Awaitable[Any]]:
+        """What answers the request. Raises ValueError for one that makes no sense."""
+        if method == ALLOCATE.name:
+            return partial(self._allocate, client, ALLOCATE.unpack(payload))
+        if method == ARRIVED.name:
+            return partial(self._arrived, ARRIVED.unpack(payload))
+        if method == REJECTED.name:
+            return partial(self._rejected, client, REJECTED.unpack(payload))
+        if method == STOPPED.name:
             return partial(self._stopped, client)
         raise ValueError(f"there is no request {method!r}")
 
-    async def _allocate(self, client: str, count: int, hold_s: float) -> list[dict[str, Any]] | None:
-        leases = await self._control.allocate(client, count, hold_s)
-        return None if leases is None else [lease.to_map() for lease in leases]
+    async def _allocate(self, client: str, request: AllocateRequest) -> Any:
+        count = max(1, min(request.count, MAX_LEASES))
+        leases = await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S))
+        return ALLOCATE.pack_answer(AllocateAnswer(leases))
 
-    async def _rejected(self, client: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:
-        self._control.rejected(client, sample_id, attempt, outcome, message)
+    async def _arrived(self, request: ArrivedRequest) -> Any:
+        return ARRIVED.pack_answer(ArrivedAnswer(await self._control.arrived(request.arrivals)))
 
-    async def _stopped(self, client: str) -> None:
+    async def _rejected(self, client: str, request: RejectedRequest) -> Any:
+        self._control.rejected(client, request.id, request.attempt, request.outcome, request.message)
+        return REJECTED.pack_answer(Nothing())
+
+    async def _stopped(self, client: str) -> Any:
         self._control.worker_stopped(client)
+        return STOPPED.pack_answer(Nothing())

@@ -13,9 +13,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-from realhf.dataflow.model_function_call import Caller
+from realhf.api.calls import PUBLISH_WEIGHTS, UPDATE_WEIGHTS, PublishWeightsRequest, UpdateWeightsRequest
+from realhf.api.generation import WeightsManifest
+from realhf.dataflow.caller import Caller, ask
 from realhf.transport.errors import RemoteError, RpcError
 from realhf.transport.weights.deadline import staging_s
 
@@ -56,7 +58,7 @@ class WeightUpdates:
         self._versions: dict[str, int] = {}
         self._current: set[str] = set()
         self._told = -1
-        self._manifest: dict[str, Any] | None = None
+        self._manifest: WeightsManifest | None = None
         self._loading: dict[str, asyncio.Task[None]] = {}
         self.figures: dict[str, float] = {}
 
@@ -80,9 +82,9 @@ class WeightUpdates:
         version before has been loaded by those who are current. Raises RpcError when the trainer cannot publish."""
         await self.settled()
         began = time.perf_counter()
-        payload = {"role": self._role, "version": version, "receivers": len(self._versions)}
-        reply = await self._caller.call(self._trainer, "publish_weights", payload, timeout_s=self._timeout_s)
-        self._manifest = reply["manifest"]
+        request = PublishWeightsRequest(self._role, version, receivers=len(self._versions))
+        answer = await ask(self._caller, self._trainer, PUBLISH_WEIGHTS, request, timeout_s=self._timeout_s)
+        self._manifest = answer.manifest
         self.figures["weight_publish_ms"] = 1000 * (time.perf_counter() - began)
         for worker in list(self._versions):
             self._begin(worker)
@@ -136,22 +138,24 @@ class WeightUpdates:
             self._begin(worker)
 
     def _behind(self, worker: str) -> bool:
-        return self._manifest is not None and self._versions[worker] < self._manifest["version"]
+        return self._manifest is not None and self._versions[worker] < self._manifest.version
 
     async def _bring_up(self, worker: str) -> None:
         """Load versions until the worker has the newest, which may change meanwhile."""
         while (manifest := self._manifest) is not None and self._behind(worker):
-            timeout_s = self._timeout_s + staging_s(int(manifest.get("nbytes", 0)))
-            call = self._caller.call(worker, "update_weights", {"manifest": manifest}, timeout_s=timeout_s)
+            timeout_s = self._timeout_s + staging_s(manifest.nbytes)
             try:
-                reply = await call
+                answer = await ask(
+                    self._caller, worker, UPDATE_WEIGHTS, UpdateWeightsRequest(manifest), timeout_s=timeout_s
+                )
             except RpcError as error:
                 if isinstance(error, RemoteError) and manifest is not self._manifest:
                     continue  # it may have been withdrawn: the newest is what counts
-                _log.error("%s did not load version %d: %s", worker, manifest["version"], error)
+                _log.error("%s did not load version %d: %s", worker, manifest.version, error)
                 raise
-            self._versions[worker] = int(manifest["version"])
-            self.figures |= {name: float(reply[name]) for name in ("weight_stage_ms", "weight_pause_ms")}
+            self._versions[worker] = manifest.version
+            self.figures["weight_stage_ms"] = answer.weight_stage_ms
+            self.figures["weight_pause_ms"] = answer.weight_pause_ms
             if worker not in self._current and self._versions[worker] >= self._told:
                 self._current.add(worker)
                 self._caller.list_services(worker, True)

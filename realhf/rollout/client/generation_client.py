@@ -10,8 +10,8 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from realhf.api.calls import FREE, GENERATE, FreeRequest, GenerateAnswer, GenerateRequest
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.transport.errors import PeerLost, RpcTimeout
@@ -60,14 +60,17 @@ class GenerationClient:
         """The rest of a turn. Raises GenerationFailed."""
         deadline, failures = time.monotonic() + self._timeout_s, 0
         lost: set[str] = set()
-        fields = [request.slot, list(request.token_ids), request.sampled, request.seed, request.min_version]
+        asked = GenerateRequest(
+            request.slot, list(request.token_ids), request.sampled, request.seed, request.min_version
+        )
         while True:
             endpoint = await self._endpoint(request.slot, deadline)
             worker = self._workers[endpoint]
             worker.tokens += len(request.token_ids)
             try:
                 left = max(0.0, deadline - time.monotonic())
-                return GenOutput(*await worker.client.request("generate", fields, timeout_s=left))
+                answer = await worker.client.ask(GENERATE, asked, timeout_s=left)
+                return GenOutput(answer.token_ids, answer.logprobs, answer.versions, answer.finish_reason)
             except PeerLost as error:
                 self._drop(endpoint, worker)
                 lost.add(endpoint)
@@ -103,7 +106,7 @@ class GenerationClient:
 
     async def _free(self, client: ServiceClient, slots: Sequence[int]) -> None:
         with contextlib.suppress(PeerLost, RpcTimeout, ServiceError):
-            await client.request("free", list(slots), timeout_s=self._timeout_s)
+            await client.ask(FREE, FreeRequest(list(slots)), timeout_s=self._timeout_s)
 
     async def _endpoint(self, slot: int, deadline: float) -> str:
         """The worker of a slot; waits for one to join where there is none."""
@@ -158,15 +161,12 @@ class NewEnough:
         self._tokens.free(slots)
 
 
-def answer_of(output: GenOutput) -> list[Any]:
+def answer_of(output: GenOutput) -> GenerateAnswer:
     """What a generation worker replies; an aborted turn is one that the client goes on with."""
     reason = "interrupted" if output.finish_reason == "aborted" else output.finish_reason
-    return [output.token_ids, output.logprobs, output.versions, reason]
+    return GenerateAnswer(output.token_ids, output.logprobs, output.versions, reason)
 
 
-def request_of(fields: Sequence[Any], slot: int) -> GenRequest:
-    """The request of a client, in a slot of the worker's own. Raises ValueError or TypeError on anything else."""
-    _, token_ids, sampled, seed, min_version = fields
-    if not all(isinstance(token, int) and token >= 0 for token in token_ids):
-        raise ValueError("token ids are integers from 0")
-    return GenRequest(slot, list(token_ids), int(sampled), None if seed is None else int(seed), int(min_version))
+def request_of(asked: GenerateRequest, slot: int) -> GenRequest:
+    """The request of a client, in a slot of the worker's own."""
+    return GenRequest(slot, asked.token_ids, asked.sampled, asked.seed, asked.min_version)

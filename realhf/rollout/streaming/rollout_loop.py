@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from realhf.api.calls import ALLOCATE, REJECTED, AllocateRequest, RejectedRequest
 from realhf.api.streaming import RolloutLease
 from realhf.api.trace import Tracer
 from realhf.rollout.players.group_player import GroupFailed, PlayedGroup, Player, within
@@ -71,10 +72,10 @@ class RolloutLoop:
             self._freed.clear()
             await self._freed.wait()
         self._raise_failures()
-        fields = {"count": len(self._idle), "hold_s": HOLD_S}
-        leases = await self._control.request("allocate", fields, timeout_s=HOLD_S + self._timeout_s)
+        request = AllocateRequest(len(self._idle), HOLD_S)
+        leases = (await self._control.ask(ALLOCATE, request, timeout_s=HOLD_S + self._timeout_s)).leases
         for lease in leases or ():
-            task = asyncio.create_task(self._one(self._idle.pop(), RolloutLease.from_map(lease)))
+            task = asyncio.create_task(self._one(self._idle.pop(), lease))
             self._playing.add(task)
         return leases is None or bool(leases)
 
@@ -117,5 +118,5 @@ class RolloutLoop:
             self.played += 1
 
     async def _tell(self, lease: RolloutLease, outcome: str, message: str) -> None:
-        fields = {"id": lease.id, "attempt": lease.attempt, "outcome": outcome, "message": message}
-        await self._control.request("rejected", fields, timeout_s=self._timeout_s)
+        request = RejectedRequest(lease.id, lease.attempt, outcome, message)
+        await self._control.ask(REJECTED, request, timeout_s=self._timeout_s)

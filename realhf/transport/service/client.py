@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from realhf.base.messages import Call, Message
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
+
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
 
 
 class ServiceError(TransportError):
@@ -70,6 +74,11 @@ class ServiceClient:
             raise RpcTimeout(f"{self._peer} did not answer {method} within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(number, None)
+
+    async def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
+        """``request`` with a typed message and answer; raises MessageError for an answer of another form."""
+        payload = call.pack(request)
+        return call.unpack_answer(await self.request(call.name, payload, timeout_s=timeout_s), self._peer)
 
     def close(self) -> None:
         """Close the connection; requests in flight fail with PeerLost."""

@@ -8,9 +8,10 @@ import threading
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from realhf.base.messages import Call
 from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.event_loop import new_event_loop
-from realhf.transport.service.client import ServiceClient
+from realhf.transport.service.client import A, Q, ServiceClient
 
 _GRACE_S = 5.0
 
@@ -30,6 +31,10 @@ class BlockingServiceClient:
     def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
         """See ``ServiceClient.request``."""
         return self._on_loop(self._client.request(method, payload, timeout_s=timeout_s), timeout_s + _GRACE_S)
+
+    def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
+        """See ``ServiceClient.ask``."""
+        return self._on_loop(self._client.ask(call, request, timeout_s=timeout_s), timeout_s + _GRACE_S)
 
     def close(self) -> None:
         """Close the client; requests in flight fail with PeerLost."""

@@ -297,5 +297,5 @@ async def test_requests_reach_the_control_through_the_service_of_the_run(scene: 
     endpoint = next(fields["control"] for _, handler, fields in scene.workers.calls if handler == "play")
     client = ServiceClient(endpoint, "the master", W0, "run")
     waiting = asyncio.create_task(client.request("allocate", {"count": 8, "hold_s": 60}, timeout_s=10))
-    assert len(await waiting) == 4, "two batches at version 0 and staleness 1"
+    assert len((await waiting)["leases"]) == 4, "two batches at version 0 and staleness 1"
     client.close()

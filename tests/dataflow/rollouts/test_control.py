@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from realhf.api.calls import ARRIVED, ArrivedRequest
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.dataflow.journal.audit import audit_folder
@@ -310,7 +311,7 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
     service = RolloutService(control, "run")
     client = ServiceClient(service.endpoint, "the master", W0, "run")
     given = await client.request("allocate", {"count": 2, "hold_s": 0.0}, timeout_s=10)
-    assert [entry["id"] for entry in given] == ["s0", "s1"]
+    assert [entry["id"] for entry in given["leases"]] == ["s0", "s1"]
     nonsense = [
         ("allocate", {"count": "many", "hold_s": 0}),
         ("allocate", {}),
@@ -320,17 +321,17 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
         ("no_such", {}),
     ]
     for method, fields in nonsense:
-        with pytest.raises(ServiceError, match=r"ValueError|KeyError|TypeError"):
+        with pytest.raises(ServiceError, match=rf"ValueError|MessageError: message {method} \("):
             await client.request(method, fields, timeout_s=10)
     fields = {"id": "s1", "attempt": 0, "outcome": "env_error", "message": "gone"}
-    assert await client.request("rejected", fields, timeout_s=10) is None
+    assert await client.request("rejected", fields, timeout_s=10) == {}
     assert control.staleness.running == 1 and control._failure is None
-    malformed = Arrival("s0", 0, "w", [1, 0, 9], [b"\xff"]).to_map()
+    malformed = Arrival("s0", 0, "w", [1, 0, 9], [b"\xff"])
     with pytest.raises(ServiceError):
-        await client.request("arrived", {"arrivals": [malformed]}, timeout_s=10)
+        await client.ask(ARRIVED, ArrivedRequest([malformed]), timeout_s=10)
     with pytest.raises(Exception, match="malformed sample"):
         await control.cohort(0)
-    assert await client.request("stopped", {}, timeout_s=10) is None and control.workers == [W1]
+    assert await client.request("stopped", {}, timeout_s=10) == {} and control.workers == [W1]
     client.close()
     await service.close()
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from realhf.api.generation import WeightsManifest
+from realhf.base.messages import to_payload
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.transport.errors import RemoteError, RpcError, RpcTimeout, WorkerDied
 from realhf.transport.rpc.roster import WorkerInfo
@@ -26,7 +28,8 @@ class FakeCaller:
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if handler == "publish_weights":
-            self.answer = {"manifest": {"version": payload["version"], "receivers": payload["receivers"]}}
+            manifest = WeightsManifest(payload["version"], "shm", f"for {payload['receivers']}", 0, "")
+            self.answer = {"manifest": to_payload(manifest)}
             if self.held is not None:
                 return self.held
             future.set_result(self.answer)

@@ -10,8 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from realhf.api.generation import WeightsManifest
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, Arrival, RolloutLease
+from realhf.base.messages import to_payload
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied
 from realhf.transport.rpc.roster import WorkerInfo
@@ -171,7 +173,7 @@ class FleetRun:
         if self.fleet.publishing:
             version, future = self.fleet.publishing.pop(0)
             if not future.done():
-                future.set_result({"manifest": {"version": version, "nbytes": 8}})
+                future.set_result({"manifest": to_payload(WeightsManifest(version, "shm", "nowhere", 8, ""))})
 
     def _any(self, wanted: Callable[[Engine], Any]) -> Engine | None:
         found = [engine for _, engine in sorted(self.fleet.engines.items()) if wanted(engine)]
@@ -190,9 +192,9 @@ class FleetRun:
     def _ack(self) -> None:
         engine = self._any(lambda engine: engine.acks)
         if engine is not None:
-            version, future = engine.acks.pop(0)
+            _, future = engine.acks.pop(0)
             if not future.done():
-                future.set_result({"version": version, "weight_stage_ms": 1.0, "weight_pause_ms": 1.0})
+                future.set_result({"weight_stage_ms": 1.0, "weight_pause_ms": 1.0})
 
     def _see_roster(self) -> None:
         if self.fleet.snapshots:

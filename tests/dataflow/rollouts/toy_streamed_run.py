@@ -12,11 +12,13 @@ from typing import Any
 
 from realhf.api.config import AsyncConfig, FailureConfig
 from realhf.api.experiment import RolloutSpec
+from realhf.api.generation import WeightsManifest
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.rollout import RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
+from realhf.base.messages import to_payload
 from realhf.dataflow.journal.writer import segments
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.transport.codec import encode_sample
@@ -89,11 +91,13 @@ class FakeWorkers:
         if handler == "stream_open":
             return {"endpoint": "tcp://nowhere"}
         if handler == "stream_restore":
-            return {"arrivals": [self._restored(*item).to_map() for item in payload["items"]]}
+            return {"arrivals": [to_payload(self._restored(*item)) for item in payload["items"]]}
         if handler == "publish_weights":
-            return {"manifest": {"version": payload["version"]}}
+            return {"manifest": to_payload(WeightsManifest(payload["version"], "shm", "nowhere", 0, ""))}
         if handler == "update_weights":
-            return {"version": payload["manifest"]["version"], "weight_stage_ms": 1.0, "weight_pause_ms": 1.0}
+            return {"weight_stage_ms": 1.0, "weight_pause_ms": 1.0}
+        if handler == "status":
+            return {"at_s": 0.0, "busy_s": 0.0, "generated_tokens": 0.0, "running": 0.0, "waiting": 0.0}
         return {}
 
     def _restored(self, id: str, attempt: int, ref: list[int]) -> Arrival:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from realhf.api.calls import GENERATE
 from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
+from realhf.base.messages import MessageError
 from realhf.rollout.client import generation_client
 from realhf.rollout.client.generation_client import GenerationClient, answer_of, request_of
 from realhf.transport.service.server import Request, ServiceServer
@@ -32,8 +34,8 @@ class FakeEngine:
 
     def _answer(self, request: Request) -> None:
         if request.method == "free":
-            self.freed += request.payload
-            request.reply(None)
+            self.freed += request.payload[0]
+            request.reply({})
             return
         self.asked.append(request.payload)
         self.arrived.set()
@@ -180,12 +182,12 @@ async def test_closing_ends_requests_at_once_and_later_news_change_nothing(
 
 
 def test_an_aborted_turn_is_one_to_go_on_with() -> None:
-    assert answer_of(GenOutput([1], [-1.0], [2], "aborted"))[3] == "interrupted"
-    assert answer_of(GenOutput([1], [-1.0], [2], "length"))[3] == "length"
+    assert answer_of(GenOutput([1], [-1.0], [2], "aborted")).finish_reason == "interrupted"
+    assert answer_of(GenOutput([1], [-1.0], [2], "length")).finish_reason == "length"
 
 
 def test_a_request_that_makes_no_sense_is_refused() -> None:
-    request = request_of([3, [1, 2], 1, 7, 5], slot=12)
+    request = request_of(GENERATE.unpack([3, [1, 2], 1, 7, 5]), slot=12)
     assert request == GenRequest(12, [1, 2], 1, 7, 5)
     for fields in (
         [3, [1, -2], 0, None, -1],
@@ -194,5 +196,5 @@ def test_a_request_that_makes_no_sense_is_refused() -> None:
         [3, 5, 0, None, -1],
         [3, [1], 0, None, None],
     ):
-        with pytest.raises((ValueError, TypeError)):
-            request_of(fields, slot=0)
+        with pytest.raises(MessageError, match="message generate"):
+            GENERATE.unpack(fields)

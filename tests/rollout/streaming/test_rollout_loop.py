@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from realhf.api.calls import ALLOCATE, AllocateAnswer
 from realhf.api.streaming import RolloutLease
 from realhf.api.trace import NoTrace
 from realhf.rollout.players.group_player import GroupFailed, PlayedGroup
@@ -32,12 +33,12 @@ class FakeMaster:
             count = request.payload["count"]
             self.asked.append(count)
             given, self.leases = self.leases[:count], self.leases[count:]
-            request.reply([lease.to_map() for lease in given])
+            request.reply(ALLOCATE.pack_answer(AllocateAnswer(given)))
         elif request.payload["id"] == "group refused":
             raise ValueError("refused")
         else:
             self.rejected[request.payload["id"]] = request.payload["outcome"], request.payload["message"]
-            request.reply(None)
+            request.reply({})
 
 
 class FakePlayer:

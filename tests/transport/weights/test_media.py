@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,10 +19,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from realhf.api.generation import WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
+from realhf.base.messages import from_payload, to_payload
 from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from realhf.transport.weights.receiver import receive
@@ -76,7 +77,7 @@ def test_any_tensors_arrive_bit_by_bit(medium: Medium) -> None:
     def check(sent: dict[str, torch.Tensor]) -> None:
         nonlocal version
         version += 1
-        manifest = WeightsManifest.from_map(publisher.publish(version, sent).to_map())
+        manifest = from_payload(WeightsManifest, to_payload(publisher.publish(version, sent)))
         assert all(slot.offset % 64 == 0 for slot in manifest.slots)
         assert_same(receive(manifest, 10.0), sent)
 

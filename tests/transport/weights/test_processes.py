@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from realhf.api.generation import WeightsManifest
+from realhf.base.messages import from_payload, to_payload
 from realhf.transport.weights.errors import WeightsGone
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from realhf.transport.weights.receiver import receive
@@ -85,8 +86,8 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Peer]]:
 def test_weights_reach_another_process(medium: Medium, crowd: list[Peer], tmp_path: Path) -> None:
     publisher = WeightPublisher("run", "model_worker/0", tmp_path, medium)
     for version in (1, 2):
-        assert crowd[0].ask("take", publisher.publish(version, values(version)).to_map(), "generation/0") == "same"
-    gone = publisher.publish(3, values(3)).to_map()
+        assert crowd[0].ask("take", to_payload(publisher.publish(version, values(version))), "generation/0") == "same"
+    gone = to_payload(publisher.publish(3, values(3)))
     publisher.close()
     assert crowd[0].ask("take", gone, "generation/0").startswith(f"WeightsGone: weights version 3 by {medium}")
 
@@ -112,8 +113,8 @@ def test_a_receiver_that_dies_in_a_broadcast_hurts_nobody_and_is_named(
     manifest = publisher.publish(5, values(5), receivers=2)
     victim = crowd[1 if moment == "seated" else 2]
     with caplog.at_level(logging.WARNING):
-        crowd[0].tell("take", manifest.to_map(), "generation/0")
-        victim.tell("die", manifest.to_map(), moment)
+        crowd[0].tell("take", to_payload(manifest), "generation/0")
+        victim.tell("die", to_payload(manifest), moment)
         victim.wait_dead()
         assert crowd[0].answer() == "same"
         publisher.publish(6, values(6))
@@ -128,7 +129,7 @@ def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
     shared = named_segments()
     manifests = {}
     for medium in MEDIA:
-        manifests[medium] = WeightsManifest.from_map(crowd[3].ask("publish", medium, str(tmp_path), 4))
+        manifests[medium] = from_payload(WeightsManifest, crowd[3].ask("publish", medium, str(tmp_path), 4))
         assert torch.equal(receive(manifests[medium], 10.0)["layer.0"], values(4)["layer.0"])
     other = WeightPublisher("run", "model_worker/1", tmp_path, "disk")
     other.publish(1, values(1))

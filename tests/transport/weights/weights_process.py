@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from realhf.api.generation import WeightsManifest
+from realhf.base.messages import from_payload, to_payload
 from realhf.transport.weights.control_link import ControlLink
 from realhf.transport.weights.errors import WeightsError
 from realhf.transport.weights.gloo_group import GlooGroup
@@ -30,13 +31,13 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 def publish(medium: Any, folder: str, version: int) -> dict[str, Any]:
     publisher = WeightPublisher("run", "model_worker/0", Path(folder), medium)
     held.append(publisher)
-    return publisher.publish(version, values(version)).to_map()
+    return to_payload(publisher.publish(version, values(version)))
 
 
 def take(manifest: dict[str, Any], name: str) -> str:
     """``same``, ``other`` or the error."""
     try:
-        tensors = receive(WeightsManifest.from_map(manifest), 10.0, name)
+        tensors = receive(from_payload(WeightsManifest, manifest), 10.0, name)
     except WeightsError as error:
         return f"{type(error).__name__}: {error}"
     held.append(tensors)

@@ -1,0 +1,304 @@
+"""Every request and answer between the processes of a run (docs/reference/dataflow.md 6): who asks whom for what.
+
+The master calls workers (``transport/rpc``); rollout workers and the trainer ask the master, and rollout workers ask
+generation workers (``transport/service``). All processes of a run are of one version, so the forms may change freely.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from realhf.api.generation import WeightsManifest
+from realhf.api.streaming import Arrival, PayloadRef, RolloutLease
+from realhf.base.messages import Call, Message
+
+Endpoints = dict[str, list[str]]
+"""Kind of service -> addresses."""
+
+
+class Nothing(Message, frozen=True):
+    """A request or an answer without content."""
+
+
+# ---- master to model worker: the graph
+
+
+class FetchPart(Message, frozen=True):
+    """Inputs that lie on another worker."""
+
+    endpoint: str
+    ids: list[str]
+    keys: list[str]
+
+
+class CallRequest(Message, frozen=True):
+    """Run the model function call ``mfc`` on these samples, with inputs from the own store and from ``fetches``."""
+
+    mfc: str
+    role: str
+    ids: list[str]
+    keys: list[str]
+    metadata: dict[str, list[Any]]
+    fetches: list[FetchPart]
+    step: int
+    seed: int
+    endpoints: Endpoints
+
+
+class CallAnswer(Message, frozen=True):
+    """``meta``: frames of the outputs without their tensors, None where the call has none. Times in seconds."""
+
+    meta: list[bytes] | None
+    stats: dict[str, Any]
+    compute_s: float
+    fetch_s: float
+
+
+class LoadRequest(Message, frozen=True):
+    """Store the integers that the source drew (key -> one row per id), and what the dataset has for ``metadata``."""
+
+    ids: list[str]
+    values: dict[str, list[list[int]]]
+    metadata: dict[str, list[Any]]
+
+
+class LoadAnswer(Message, frozen=True):
+    """``meta``: frames of what the dataset stored, without tensors; None without a dataset."""
+
+    meta: list[bytes] | None
+
+
+class ClearRequest(Message, frozen=True):
+    """Free what is held of these samples."""
+
+    ids: list[str]
+
+
+class HeldAnswer(Message, frozen=True):
+    """What a model worker's store holds, and the roles that it has."""
+
+    nbytes: int
+    samples: int
+    roles: list[str]
+
+
+INITIALIZE = Call("initialize", Nothing, Nothing)
+CALL = Call("call", CallRequest, CallAnswer)
+LOAD = Call("load", LoadRequest, LoadAnswer)
+CLEAR = Call("clear", ClearRequest, Nothing)
+HELD = Call("stats", Nothing, HeldAnswer)
+
+# ---- master to model worker: beside the graph
+
+
+class EvaluateRequest(Message, frozen=True):
+    """Evaluate a role by an interface. ``release``: what the interface holds open is closed afterwards."""
+
+    role: str
+    interface: str
+    interface_args: dict[str, Any]
+    args: dict[str, Any]
+    step: int
+    seed: int
+    endpoints: Endpoints
+    release: bool
+
+
+class EvaluateAnswer(Message, frozen=True):
+    """What the interface reports."""
+
+    stats: dict[str, Any]
+
+
+class CheckpointRequest(Message, frozen=True):
+    """Write or read the state of these roles and of all interfaces below ``folder``."""
+
+    roles: list[str]
+    folder: str
+
+
+class ExportRequest(Message, frozen=True):
+    """Write a role in Hugging Face format into ``folder``."""
+
+    role: str
+    folder: str
+
+
+class PublishWeightsRequest(Message, frozen=True):
+    """Make the weights of ``role`` available to so many receivers; they must be of this policy version."""
+
+    role: str
+    version: int
+    receivers: int
+
+
+class PublishWeightsAnswer(Message, frozen=True):
+    """How to get the weights."""
+
+    manifest: WeightsManifest
+
+
+EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
+SAVE = Call("save", CheckpointRequest, Nothing)
+RESTORE = Call("restore", CheckpointRequest, Nothing)
+COMMITTED = Call("committed", Nothing, Nothing)
+EXPORT = Call("export", ExportRequest, Nothing)
+PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsAnswer)
+
+# ---- master to the model worker that trains: the stream of samples
+
+
+class OpenStreamRequest(Message, frozen=True):
+    """Listen for samples. ``control``: the master's service; ``credits``: samples of one producer on their way;
+    the rest bounds what a sample may be."""
+
+    control: str
+    credits: int
+    keys: list[str]
+    group_size: int
+    max_tokens: int
+
+
+class OpenStreamAnswer(Message, frozen=True):
+    """Where producers connect."""
+
+    endpoint: str
+
+
+class RestoreStreamRequest(Message, frozen=True):
+    """Bring logged samples, (id, attempt, ref), back into the store."""
+
+    items: list[tuple[str, int, PayloadRef]]
+
+
+class RestoreStreamAnswer(Message, frozen=True):
+    """One arrival per item, in order."""
+
+    arrivals: list[Arrival]
+
+
+class PruneStreamRequest(Message, frozen=True):
+    """``alive``: payloads that a recovery may need; ``newest``: the last one that was accepted."""
+
+    alive: list[PayloadRef]
+    newest: PayloadRef | None
+
+
+STREAM_OPEN = Call("stream_open", OpenStreamRequest, OpenStreamAnswer)
+STREAM_RESTORE = Call("stream_restore", RestoreStreamRequest, RestoreStreamAnswer)
+STREAM_PRUNE = Call("stream_prune", PruneStreamRequest, Nothing)
+STREAM_CHECK = Call("stream_check", Nothing, Nothing)
+
+# ---- master to rollout and generation workers
+
+
+class PlayRequest(Message, frozen=True):
+    """Begin to take samples from ``control``, play them in the environments ``env``, send them to ``stream``."""
+
+    control: str
+    stream: str
+    env: list[str]
+
+
+class UpdateWeightsRequest(Message, frozen=True):
+    """Load this version between two tokens."""
+
+    manifest: WeightsManifest
+
+
+class UpdateWeightsAnswer(Message, frozen=True):
+    """How long the weights were on their way, and how long generation stood still."""
+
+    weight_stage_ms: float
+    weight_pause_ms: float
+
+
+class StatusAnswer(Message, frozen=True):
+    """A generation worker at the moment ``at_s`` of its clock: ``busy_s`` and ``generated_tokens`` since its start,
+    requests ``running`` and ``waiting`` now."""
+
+    at_s: float
+    busy_s: float
+    generated_tokens: float
+    running: float
+    waiting: float
+
+
+PLAY = Call("play", PlayRequest, Nothing)
+UPDATE_WEIGHTS = Call("update_weights", UpdateWeightsRequest, UpdateWeightsAnswer)
+STATUS = Call("status", Nothing, StatusAnswer)
+
+# ---- rollout workers and the trainer to the master
+
+
+class AllocateRequest(Message, frozen=True):
+    """Up to ``count`` samples to play; the master may hold the request for ``hold_s`` seconds."""
+
+    count: int
+    hold_s: float
+
+
+class AllocateAnswer(Message, frozen=True):
+    """None: there is none yet, ask again. []: stop."""
+
+    leases: list[RolloutLease] | None
+
+
+class RejectedRequest(Message, frozen=True):
+    """An attempt failed."""
+
+    id: str
+    attempt: int
+    outcome: str
+    message: str
+
+
+class ArrivedRequest(Message, frozen=True):
+    """These samples have arrived at the trainer and are durable."""
+
+    arrivals: list[Arrival]
+
+
+class ArrivedAnswer(Message, frozen=True):
+    """``ACCEPTED``, ``DUPLICATE`` or ``REFUSED``, one per arrival."""
+
+    answers: list[str]
+
+
+ALLOCATE = Call("allocate", AllocateRequest, AllocateAnswer)
+REJECTED = Call("rejected", RejectedRequest, Nothing)
+STOPPED = Call("stopped", Nothing, Nothing)
+ARRIVED = Call("arrived", ArrivedRequest, ArrivedAnswer)
+
+# ---- rollout workers to generation workers
+
+
+class GenerateRequest(Message, frozen=True, array_like=True):
+    """``GenRequest`` of a client, which numbers its slots from 0."""
+
+    slot: int
+    token_ids: list[Annotated[int, Meta(ge=0)]]
+    sampled: int
+    seed: int | None
+    min_version: int
+
+
+class GenerateAnswer(Message, frozen=True, array_like=True):
+    """``GenOutput``."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+class FreeRequest(Message, frozen=True, array_like=True):
+    """The episodes in these slots are over."""
+
+    slots: list[int]
+
+
+GENERATE = Call("generate", GenerateRequest, GenerateAnswer)
+FREE = Call("free", FreeRequest, Nothing)
