@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 Z95 = 1.959964
+"""Quantile of the normal distribution for a two-sided 95 % interval."""
 
 
 def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, float]:

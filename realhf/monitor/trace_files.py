@@ -11,6 +11,7 @@ import msgspec
 from realhf.monitor.trace_format import TRACE_FILE, TRACE_FOLDER, TraceEvent
 
 TAIL_BYTES = 16 * 2**20
+"""How much is read at the end of each file for the timeline."""
 
 
 def merge_traces(run_dir: Path) -> Path | None:

@@ -76,6 +76,7 @@ def line_event(process: str, line: str) -> TraceEvent:
 
 
 MAX_LANES = 64
+"""Number of lanes of a line at most; further overlapping spans go to the last one."""
 REMEMBERED = 256
 """Number of spans of a lane that are remembered because a longer one may still enclose them."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 _MARK = "FATAL: "
+"""Begins the line of a log that states why the worker failed."""
 STOP_WITHIN_S = 5
 """How long a process may unwind after a SIGTERM, in seconds; then the kernel ends it, since no other process may be
 left to do so."""

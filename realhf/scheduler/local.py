@@ -17,6 +17,7 @@ import psutil
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 
 _KILL_DEADLINE_S = 5.0
+"""How long killed processes may take to disappear."""
 
 
 @dataclass

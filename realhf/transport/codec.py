@@ -32,7 +32,9 @@ MAX_FRAMES = 4096
 MAX_FRAME_BYTES = 1 << 30
 MAX_MESSAGE_BYTES = 4 << 30
 MAX_TRAILING_DIMS = 8
+"""Number of dimensions of a key's values behind the sequence at most."""
 SHARED_BELOW = 4096
+"""Size in bytes below which a tensor goes into the shared frame."""
 ALIGNMENT = 64
 _ENTRY: dict[str, type] = {
     "k": str,

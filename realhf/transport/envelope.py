@@ -21,7 +21,9 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_DEPTH = 16
 MAX_HEADER_ITEMS = 1 << 16
+"""Number of entries that a list or map of a header may have."""
 HIGH_WATER_MARK = 10_000
+"""Number of messages that a socket queues per peer."""
 
 T = TypeVar("T")
 

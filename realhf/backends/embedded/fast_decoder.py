@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 _PROBE_TOKENS = LEAST_ROWS + 6
+"""Length of the text on which the decoder is compared with the model: long enough for oneDNN's products."""
 _TOLERANCE = 1e-4
 """Allowed difference from the module's logits: root mean square, relative to that of the logits."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _COLUMN_BLOCK = 64
+"""Columns are allocated in multiples of this number."""
 
 
 @dataclass

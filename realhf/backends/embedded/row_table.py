@@ -12,6 +12,7 @@ IntArray = np.ndarray
 _MIN_DONATED = 8
 """Least number of tokens worth copying from another row; for fewer computing them is cheaper."""
 _MAX_LEVELS = 3
+"""Number of levels of items: a row may copy from one that itself waits for another, but not further."""
 
 
 @dataclass(frozen=True)

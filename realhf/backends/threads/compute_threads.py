@@ -28,6 +28,7 @@ CROWDED = 0.3
 """Core-seconds that threads waited for a core, per second of computing, from which cores count as crowded. Another
 program on one of two cores makes it 0.3 to 0.6, while one window in 200 of a quiet run reaches it."""
 STEADY_WINDOWS = 32
+"""Number of windows for which spinning must last to count as right."""
 LONGEST_PATIENCE = 8
 """Most quiet windows in a row that threads wait for before they spin again. Spinning that lasted ``STEADY_WINDOWS``
 windows was right; if it lasted less, the wait for the next doubles, up to this number. A burst of other work at a bad

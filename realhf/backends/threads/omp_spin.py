@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _START_S = 10.0
+"""How long the idle team may take to start or to end."""
 _MARGIN = 3
 """Number of threads that the idle team has above the number of unused cores, as its first thread may not count."""
 

@@ -9,6 +9,7 @@ import numpy as np
 BATCH_TOKENS = 4096
 """Most positions of one padded batch. A larger one is not faster, and on a CPU the caches make it slower."""
 _MAX_PADDING = 0.1
+"""Share of a batch's positions that may be padding."""
 _SMALL = BATCH_TOKENS // 4
 """Number of positions up to which a batch may have more padding, because that costs less than another pass."""
 

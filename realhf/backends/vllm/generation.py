@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _CALL_TIMEOUT_S = 30.0
 _ABORT_EVERY_S = 0.2
+"""Seconds between two attempts to abort a request."""
 _ABORT_TIMEOUT_S = 10.0
 EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 

@@ -11,6 +11,7 @@ from realhf.trajectory.client.errors import BadAnswer, Denied, LeaseLost, Refuse
 from realhf.trajectory.client.exchange import Response
 
 _LONGEST_CAUSE = 500
+"""Number of characters of an answer that an error quotes at most."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S, _LONGEST_POLL_S = 0.1, 1.0
 _TELL_EVERY_S = 10.0
+"""Seconds between two log lines about waiting for the server."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _TELL_EVERY_S = 10.0
+"""Seconds between two log lines about failed attempts."""
 
 
 @dataclass(frozen=True)

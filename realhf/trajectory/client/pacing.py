@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from realhf.trajectory.client.answers import EnvRegistration, EnvStatus
 
 BATCHES_AHEAD = 3
+"""Number of queued batches from which a producer should pause."""
 
 
 @dataclass(frozen=True)

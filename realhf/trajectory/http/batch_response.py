@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _LEAST_BYTES = 64 << 10
+"""Number of bytes that are collected before they are sent together."""
 
 
 class BatchResponse(Response):

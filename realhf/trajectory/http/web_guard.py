@@ -24,6 +24,7 @@ changes something there."""
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _LOOKED_AT = (b"host", b"origin", b"sec-fetch-site", b"referer", b"user-agent")
 _REMEMBERED_HOSTS = 64
+"""Number of accepted Host headers that are remembered, so that a client cannot fill the memory with them."""
 
 
 class WebGuard:

@@ -25,6 +25,7 @@ from realhf.trajectory.store.base import OutcomeUnknown, StateLost, Store, Store
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSE_AFTER_FAILURE_S = 0.5
+"""How long commands are refused at once after a round failed."""
 PAUSE_AFTER_FAILED_COMPACTION_S = 60.0
 """How long compaction rests after a failure, which refuses the requests of the same round."""
 ATTEMPTS = 5

@@ -39,13 +39,17 @@ from realhf.trajectory.store.base import (
 )
 
 LOCK_MS = 3000
+"""Milliseconds after which the write lock of a server that hangs ends by itself."""
 LOCK_DEADLINE_S = 10.0
+"""How long a round waits for the write lock."""
 LOG_LENGTH = 10_000
+"""Number of commits kept in the log; a server that lags further behind loads everything anew."""
 STAGED_EXPIRE_S = 600
 """Seconds after which a payload whose commit never came expires."""
 _REF_BITS = 24
 """Width of the count in a payload number, in bits; a random number of 38 bits per server stands before it."""
 _STAGE_ATTEMPTS = 3
+"""How often payload numbers are drawn, anew whenever one is taken, before staging fails."""
 _BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
 """Errors that mean a broken connection. uvloop reports a connection that was closed meanwhile as a RuntimeError, and
 the client passes that on."""

@@ -16,10 +16,13 @@ from realhf.trajectory.base.records import Payload
 
 logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
+"""Size from which a new file is begun."""
 _OFFSET_BITS = 40
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _MAX_BUFFERS = 512
+"""Number of payloads in one write at most; the system limits the buffers of one call."""
 _SLACK_FILES = 2
+"""Number of files that may be mostly empty before compaction is worth it."""
 _SPARE_FILES = 4
 """Number of emptied files that are kept and written again instead of new ones, because their pages are there
 already."""

@@ -29,9 +29,13 @@ from realhf.trajectory.store.segments import SEGMENT_BYTES, Segments
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
 _INLINE_ROWS = 100
+"""Number of rows up to which a transaction runs on the event loop."""
 _INLINE_BYTES = 256 << 10
+"""Size of payloads up to which they are written on the event loop."""
 _CHECKPOINT_BYTES = 8 << 20
+"""Size of the log of changes from which it is merged into the database."""
 _LOGGED_BYTES_PER_ROW = 4096
+"""Bytes that a row adds to the log: one page of the database."""
 _WAIT_FOR_CHECKPOINT_BYTES = 128 << 20
 """Size of the log of changes from which it is merged before the next commit."""
 _CHECKED_BYTES = 64 << 20

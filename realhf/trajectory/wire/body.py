@@ -22,8 +22,11 @@ INLINE_PLAIN_BYTES = 1 << 20
 MOST_MEMBERS = 10_000
 """Largest number of members of a stream: each costs a new decoder and a copy of the slice that it began in."""
 _SLICE = 256 << 10
+"""Size of the slices in which a gzip body is fed to the decoder."""
 _MOST_AT_ONCE = 32 << 20
+"""Largest stated length of a plain body that is inflated in one step."""
 _STEP = 1 << 20
+"""Size of the steps in which other bodies are inflated."""
 _ZSTD_SLICE = 256
 """Size of the slices of a Zstandard stream: four bytes of it may mean 128 KiB, and its reader does not stop in
 between."""

@@ -19,6 +19,7 @@ from realhf.trajectory.base.refusal import Refusal, invalid
 from realhf.trajectory.wire.json_groups import FREE_FIELDS, complete_messages
 
 MAX_ERRORS = 20
+"""Number of errors that a 422 lists at most."""
 
 Loc = list[str | int]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]

@@ -17,7 +17,9 @@ from realhf.trajectory.base.refusal import Refusal
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
+"""How long the child may take for one body."""
 CLOSE_S = 5.0
+"""How long ``close`` waits for a child that still works."""
 
 
 class Offload:

@@ -46,6 +46,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 BYE_TIMEOUT_S = 3.0
+"""How long ``close`` waits for the workers' answers to its bye."""
 LINGER_MS = 500
 
 

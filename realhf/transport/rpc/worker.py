@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 Handler = Callable[[Any], Any]
 BYE_TIMEOUT_S = 2.0
+"""How long a worker that leaves waits for the master's answer."""
 LINGER_MS = 1000
 
 

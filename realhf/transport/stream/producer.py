@@ -19,6 +19,7 @@ from realhf.transport.stream.push_stream import Ack, StreamFailed, check_frames,
 _log = logging.getLogger(__name__)
 
 PROBE_BACKOFF = 10
+"""Longest interval between two probes, in multiples of ``probe_s``."""
 LINGER_MS = 500
 Buffer = bytes | memoryview
 

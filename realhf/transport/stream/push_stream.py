@@ -22,6 +22,7 @@ from realhf.transport.envelope import field, pack_header, unpack_header
 from realhf.transport.errors import ProtocolError, TransportError
 
 MAX_NUMBER = 1 << 53
+"""Largest number of a message."""
 WINDOW = 1 << 16
 """Number of messages of one session that may wait for their ack, whatever the credits were when they were sent."""
 

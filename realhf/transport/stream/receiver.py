@@ -21,9 +21,12 @@ from realhf.transport.waker import Waker
 _log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
+"""Number of producer sessions whose records are kept."""
 MAX_BATCH = 256
+"""Number of messages that are read before they are delivered."""
 LINGER_MS = 200
 ACKS_AHEAD = 100
+"""Number of acks that wait for a producer that does not read; further ones are dropped."""
 
 
 @dataclass(slots=True)

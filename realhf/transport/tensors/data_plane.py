@@ -32,8 +32,11 @@ _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20
 SHM_FROM_BYTES = 64 << 10
+"""Size from which values are served through shared memory."""
 SPARE_BYTES = 256 << 20
+"""Bytes of cleared segments, and of idle mappings, that are kept for use again."""
 SENDERS_AHEAD = 64
+"""Number of messages that wait for a consumer that does not read."""
 
 
 class DataPlane:

@@ -13,6 +13,7 @@ from realhf.transport.envelope import field, unpack_header
 from realhf.transport.errors import FetchTimeout, PeerLost
 
 CONNECT_TIMEOUT_S = 8.0
+"""How long a peer may take to accept a connection."""
 
 
 class PeerConnection:

@@ -23,8 +23,11 @@ from realhf.transport.weights.flat_buffer import Buffer, checksum
 from realhf.transport.weights.gloo_group import JOIN_S, GlooGroup
 
 GATHER_S = 0.5
+"""How long the first receiver that waits is kept for others to join its broadcast."""
 SEND_S = 2.0
+"""How long a receiver may take to read a control message."""
 HELLO_S = 5.0
+"""How long a new connection may take for its first message."""
 IDLE_S = 3600.0
 """Longest time in seconds that a receiver waits for its turn, whatever its own deadline."""
 

@@ -19,6 +19,7 @@ from realhf.transport.weights.flat_buffer import Buffer
 from realhf.transport.weights.gloo_group import GlooGroup
 
 ATTEMPTS = 5
+"""How many broadcasts may break before a receiver gives up."""
 
 
 def read_broadcast(manifest: WeightsManifest, timeout_s: float, name: str) -> Buffer:

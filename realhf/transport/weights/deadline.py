@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 BASE_S = 10.0
+"""Seconds that any transfer may take, whatever its size."""
 SLOWEST_BYTES_PER_S = 20e6
+"""Slowest rate at which a transfer does not count as stuck."""
 
 
 def transfer_s(nbytes: int) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 from realhf.transport.weights.flat_buffer import Buffer
 
 JOIN_S = 5.0
+"""How long the members of a group may take to come together."""
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Takes the own address and returns the addresses of all members by rank. Raises RuntimeError when a member was

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 KEPT_VERSIONS = 2
 CLOSE_S = 1.0
+"""How long ``close`` waits for broadcasts under way."""
 
 Medium = Literal["shm", "disk", "broadcast"]
 
