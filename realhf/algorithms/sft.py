@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the trainable tokens of a batch."""
+"""Fine-tunes on the trainable tokens of a batch (supervised)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from realhf.api.sample import SequenceSample
 
 
 class SFTInterface:
-    """``packed_input_ids, loss_mask`` -> one optimizer step on the aggregated negative log-likelihood
+    """Makes one optimizer step on the aggregated negative log-likelihood of ``packed_input_ids, loss_mask``
     (docs/reference/dataflow.md 10; ``loss_agg=token_mean`` is -sum(m lp) / T)."""
 
     def __init__(self, loss_agg: str = "token_mean", max_nonfinite_steps: int = 3) -> None:
@@ -33,7 +33,7 @@ class SFTInterface:
         return {**stats, "grad_norm": result.grad_norm, "skipped": float(result.skipped), **self._guard.verdict()}
 
     def evaluate(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:
-        """``nll`` per trainable token, without an update."""
+        """Return ``nll`` per trainable token, without an update."""
         logprobs = model.engine.logprobs(sample, temperature=1.0, mb_spec=context.mb_spec)
         mask = PredictedTokens.of(sample).mask
         n_tokens = int(mask.sum())
@@ -46,7 +46,7 @@ class SFTInterface:
         return replace_keys(sample.select(keys), shifted={"loss_weights": weights})
 
     def loss(self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Loss of a microbatch (a ``LossFn``)."""
+        """Return the loss of a microbatch (a ``LossFn``)."""
         del entropy
         mask = PredictedTokens.of(part).mask.to(logprobs.device)
         total = -weighted_sum(logprobs, part["loss_weights"].to(logprobs.device), mask)
@@ -54,7 +54,9 @@ class SFTInterface:
         return total, {"nll": nll, "n_tokens": float(mask.sum())}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the count of consecutive updates without a finite gradient."""
         return {"nonfinite_in_a_row": self._guard.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. Raises KeyError without ``nonfinite_in_a_row``."""
         self._guard.in_a_row = int(state["nonfinite_in_a_row"])

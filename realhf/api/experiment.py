@@ -1,4 +1,4 @@
-"""What an experiment file returns: models, model function calls, a data source and how to evaluate.
+"""Defines what an experiment file returns: models, model function calls, a data source and how to evaluate.
 
     # experiments/my_algorithm.py
     def build(config: ExperimentConfig) -> ExperimentSpec: ...
@@ -32,8 +32,8 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model role: where its weights come from and which model workers hold it. ``chat_template_kwargs`` are
-    variables of its tokenizer's chat template."""
+    """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
+    are variables of its tokenizer's chat template."""
 
     role: str
     path: str
@@ -49,7 +49,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A registered data source and its arguments. ``worker`` is the model worker that stores its tensors.
+    """Names a registered data source and its arguments. ``worker`` is the model worker that stores its tensors.
     ``dataset_args``: the worker also reads the dataset registered under this name (None: there is none)."""
 
     name: str
@@ -61,9 +61,9 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """Held-out evaluation: ``evaluate(model, args, context)`` of an interface, before the first and after the
-    last step (and every ``every_steps`` if positive), outside the training buffer. It answers
-    {"sampled": {"overall" or tier: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}."""
+    """Asks for held-out evaluation: ``evaluate(model, args, context)`` of an interface runs before the first and after
+    the last step (and every ``every_steps`` if positive), outside the training buffer. It answers {"sampled":
+    {"overall" or tier: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}."""
 
     role: str
     interface: str
@@ -74,9 +74,11 @@ class EvaluationSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A process that must finish before the workers start, e.g. collecting demonstrations.
-    Run as ``python -m module *argv``; skipped when ``artifact`` exists. ``{artifact}`` in ``argv`` becomes a
-    temporary path that is renamed to ``artifact`` when the job succeeds."""
+    """Describes a process that must finish before the workers start, e.g. collecting demonstrations.
+
+    It runs as ``python -m module *argv`` and is skipped when ``artifact`` exists. ``{artifact}`` in ``argv`` becomes a
+    temporary path that is renamed to ``artifact`` when the job succeeds.
+    """
 
     name: str
     module: str
@@ -87,8 +89,8 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """A further worker of a run, e.g. a trajectory server: ``python -m module --name name --master ... --run-id ...
-    *argv``. It registers with the master, which waits for it, and its address reaches every call
+    """Describes a further worker of a run, e.g. a trajectory server: ``python -m module --name name --master ...
+    --run-id ... *argv``. It registers with the master, which waits for it, and its address reaches every call
     (``CallContext.endpoints``). ``name`` is ``<kind>/<number>``."""
 
     name: str
@@ -109,10 +111,11 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """What rollout workers do in place of the graph (docs/reference/dataflow.md 9). ``calls``: the calls that left it,
-    the generating one first; ``role``: the model role whose weights generate; ``episodes``: how they are played;
-    ``sessions``: environment sessions of each rollout worker; ``agent``: the agent that plays ("" is the built-in one,
-    else ``module:function``), which is called with ``agent_args``, its own options as plain values."""
+    """Says what rollout workers do in place of the graph (docs/reference/dataflow.md 9). ``calls`` are the calls that
+    left it, the generating one first; ``role`` is the model role whose weights generate; ``episodes`` says how they are
+    played; ``sessions`` counts the environment sessions of each rollout worker; ``agent`` is the agent that plays (""
+    is the built-in one, else ``module:function``), which is called with ``agent_args``, its own options as plain
+    values."""
 
     role: str
     calls: tuple[MFCDef, ...]
@@ -124,7 +127,7 @@ class RolloutSpec:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the samples that they stream."""
+        """Keys of the samples that rollout workers stream."""
         return tuple(key for call in self.calls for key in call.output_keys)
 
     @property
@@ -139,9 +142,9 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class ExperimentSpec:
-    """The resolved experiment. ``environment``: the server that episodes are played on (None: there is none);
+    """Holds the resolved experiment. ``environment`` is the server that episodes are played on (None: there is none);
     ``before`` holds whole experiments that run first, each skipped when its ``artifact`` exists; ``jobs`` are single
-    processes that run first; ``rollout``: samples are streamed by rollout workers, asynchronously."""
+    processes that run first; with ``rollout`` set, rollout workers stream the samples, asynchronously."""
 
     name: str
     models: Mapping[str, ModelSpec]
@@ -168,15 +171,15 @@ class ExperimentSpec:
 
     @property
     def n_model_workers(self) -> int:
-        """Model workers are numbered from 0; as many run as the highest index asks for."""
+        """How many model workers run: as many as the highest index asks for. They are numbered from 0."""
         return 1 + max(index for model in self.models.values() for index in model.workers)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins``:
-    the experiment's module or file, imported by every worker for what it registers; ``started_at``
-    is the wall-clock time (s since the epoch) at which the person pressed return."""
+    """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins`` is the
+    experiment's module or file, which every worker imports for what it registers; ``started_at`` is the wall-clock time
+    (s since the epoch) at which the person pressed return."""
 
     spec: ExperimentSpec
     rpc: RpcConfig
@@ -188,10 +191,11 @@ class RunPlan:
     plugins: tuple[str, ...] = ()
 
     def write(self) -> None:
+        """Write the plan into the run folder, which must exist."""
         text = json.dumps(to_plain(self), indent=1)
         (self.spec.run_dir / PLAN_FILE).write_text(text, encoding="utf-8")
 
     @staticmethod
     def read(run_dir: Path) -> RunPlan:
-        """Raises FileNotFoundError if the launcher wrote no plan there."""
+        """Read the plan of a run folder. Raises FileNotFoundError if the launcher wrote none there."""
         return from_plain(RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Contracts of asynchronous generation: engines that requests join and leave between tokens, and their weights."""
+"""Defines asynchronous generation: engines that requests join and leave between tokens, and their weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Done = Callable[[GenOutput | Exception], None]
-"""Called once per submitted request, on a thread of the engine, with its output or with what went wrong."""
+"""Is called once per submitted request, on a thread of the engine, with its output or with what went wrong."""
 
 
 class StreamingGenerator(Protocol):
-    """Continuous batching. All methods may be called from any thread; a request is known by its slot.
+    """Samples with continuous batching. All methods may be called from any thread; a request is known by its slot.
 
-    A finished output has the reason ``stop``, ``length`` or ``aborted``; no request is interrupted by new weights:
-    it goes on under them, and ``GenOutput.versions`` tells per token which version sampled it.
+    A finished output has the reason ``stop``, ``length`` or ``aborted``. New weights interrupt no request: it goes on
+    under them, and ``GenOutput.versions`` holds for each token the version that sampled it.
     """
 
     @property
@@ -41,10 +41,13 @@ class StreamingGenerator(Protocol):
         ...
 
     def pause(self, timeout_s: float) -> None:
-        """Return when no token is being sampled; none is until ``resume``. Raises TimeoutError."""
+        """Stop sampling and return when no token is being sampled any more; sampling starts again at ``resume``. Raises
+        TimeoutError."""
         ...
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Start sampling again after ``pause``."""
+        ...
 
     def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Take new weights between two tokens: all of them or, on an error, none. A version that is in use already is
@@ -52,8 +55,8 @@ class StreamingGenerator(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start: ``generated_tokens``, ``prefill_tokens``, ``reused_tokens``, ``busy_s`` (seconds in
-        forward passes), and now: ``running``, ``waiting``."""
+        """Return counters since the start: ``generated_tokens``, ``prefill_tokens``, ``reused_tokens``, ``busy_s``
+        (seconds in forward passes), and the numbers of now: ``running``, ``waiting``."""
         ...
 
     def close(self) -> None:
@@ -62,13 +65,15 @@ class StreamingGenerator(Protocol):
 
 
 class TokenSource(Protocol):
-    """What an agent asks for tokens, on its event loop."""
+    """Gives an agent the tokens it asks for, on its event loop."""
 
     async def generate(self, request: GenRequest) -> GenOutput:
-        """The rest of a turn, or (``interrupted``) a part of it. Raises GenerationFailed."""
+        """Return the rest of a turn, or (``interrupted``) a part of it. Raises GenerationFailed."""
         ...
 
-    def free(self, slots: Sequence[int]) -> None: ...
+    def free(self, slots: Sequence[int]) -> None:
+        """Forget what is cached for these slots: their episodes are over."""
+        ...
 
 
 class GenerationFailed(RuntimeError):

@@ -1,7 +1,7 @@
-"""The dataflow graph: model function calls joined by the keys they produce and consume.
+"""Builds the dataflow graph: model function calls joined by the keys they produce and consume.
 
-Edges are never written down, they follow from keys (docs/reference/dataflow.md 3). ``build_graph`` checks
-everything and reports all problems at once, each naming the model function call and the key.
+Edges are never written down, they follow from keys (docs/reference/dataflow.md 3). ``build_graph`` checks everything
+and reports all problems at once, each naming the model function call and the key.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class DataFlowGraph:
         return max(mfc.n_seqs for mfc in self.mfcs)
 
     def inputs(self, name: str) -> tuple[str, ...]:
-        """Keys the call waits for: its required inputs and those optional ones that somebody produces."""
+        """List the keys the call waits for: its required inputs and those optional ones that somebody produces."""
         return self._inputs[name]
 
     def producers(self, key: str) -> tuple[str, ...]:
-        """Who makes ``key``: one name in a valid graph (``__dataset__`` for the source), or nobody."""
+        """Return who makes ``key``: one name in a valid graph (``__dataset__`` for the source), or nobody."""
         return tuple(self._producers.get(key, ()))
 
     def consumers(self, key: str) -> tuple[str, ...]:
-        """Calls that read ``key``, in the order of definition."""
+        """Return the calls that read ``key``, in the order of definition."""
         return tuple(self._consumers.get(key, ()))
 
     def topological_levels(self) -> list[list[str]]:
-        """Calls grouped so that each group needs only earlier groups; calls of one group may overlap."""
+        """Group the calls so that each group needs only earlier groups; calls of one group may overlap."""
         calls = self.nx.subgraph([mfc.name for mfc in self.mfcs])
         return [sorted(level) for level in nx.topological_generations(calls)]
 
@@ -91,15 +91,15 @@ class DataFlowGraph:
         return [n for n in self._by_name if all(p == DATASET for p in self.nx.predecessors(n))]
 
     def leaves(self) -> list[str]:
-        """Calls whose outputs no other call reads."""
+        """Return the calls whose outputs no other call reads."""
         return [n for n in self._by_name if not list(self.nx.successors(n))]
 
     def required_dataset_keys(self) -> list[str]:
-        """Keys the data source must deliver, sorted."""
+        """Return the keys the data source must deliver, sorted."""
         return sorted(key for key in self.dataset_keys if key in self._consumers)
 
     def summary(self) -> str:
-        """A text table, one call per line in topological order."""
+        """Return a text table, one call per line in topological order."""
         rows = [("level", "call", "role", "method", "n_seqs", "inputs", "outputs")]
         for depth, level in enumerate(self.topological_levels()):
             for name in level:
@@ -126,7 +126,7 @@ class DataFlowGraph:
         return [(source, target, ", ".join(keys)) for (source, target), keys in merged.items()]
 
     def to_mermaid(self) -> str:
-        """Mermaid flowchart text."""
+        """Return the graph as Mermaid flowchart text."""
         lines = ["flowchart LR", "  dataset[(dataset)]"]
         lines += [f'  {m.name}["{m.name}<br/>{m.model_role}.{m.interface_type.value}"]' for m in self.mfcs]
         for source, target, keys in self._merged_edges():
@@ -134,7 +134,7 @@ class DataFlowGraph:
         return "\n".join(lines) + "\n"
 
     def to_dot(self) -> str:
-        """Graphviz text."""
+        """Return the graph as Graphviz text."""
         lines = ["digraph dataflow {", "  rankdir=LR;", f'  "{DATASET}" [label="dataset", shape=cylinder];']
         for m in self.mfcs:
             label = f"{m.name}\\n{m.model_role}.{m.interface_type.value}"
@@ -143,7 +143,7 @@ class DataFlowGraph:
         return "\n".join([*lines, "}"]) + "\n"
 
     def to_json(self) -> str:
-        """JSON text: nodes with their roles and keys, and one edge per key."""
+        """Return the graph as JSON text: nodes with their roles and keys, and one edge per key."""
         nodes = [
             {
                 "name": m.name,
@@ -190,10 +190,12 @@ def build_graph(
 
 
 def to_async(mfcs: Iterable[MFCDef], also: Collection[str] = ("rew_inf",)) -> tuple[list[MFCDef], list[MFCDef]]:
-    """(calls that stay in the graph, calls that rollout workers run instead): every generating call leaves, and those
-    named in ``also``. What they produce comes from the stream, so their keys become dataset keys; build the graph of
-    the rest with these (docs/reference/dataflow.md 3). Raises GraphError when nothing generates, or when a call that
-    leaves needs a key that stays behind."""
+    """Return (calls that stay in the graph, calls that rollout workers run instead).
+
+    Every generating call leaves, and so do those named in ``also``. What they produce comes from the stream, so their
+    keys become dataset keys; build the graph of the rest with these (docs/reference/dataflow.md 3). Raises GraphError
+    when nothing generates, or when a call that leaves needs a key that stays behind.
+    """
     calls = list(mfcs)
     leaving = [mfc for mfc in calls if mfc.interface_type is InterfaceType.GENERATE]
     if not leaving:

@@ -1,8 +1,7 @@
-"""Names of sample fields: element types, length rules and meaning (docs/reference/dataflow.md 2).
+"""Names sample fields: element types, length rules and meaning (docs/reference/dataflow.md 2).
 
-For a sequence of ``L`` tokens a key of rule ``L`` indexes tokens; rule ``L-1`` ("shifted") puts at position
-``t`` the quantity for predicting token ``t+1``; rule ``1`` is one value per sequence; ``free`` has its own
-lengths.
+For a sequence of ``L`` tokens a key of rule ``L`` indexes tokens; rule ``L-1`` ("shifted") puts at position ``t`` the
+quantity for predicting token ``t+1``; rule ``1`` is one value per sequence; ``free`` has its own lengths.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 ITEMSIZE = MappingProxyType({"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8})
-"""Bytes of one element by dtype tag; the whitelist of tags everywhere."""
+"""Bytes of one element by dtype tag. No other tag is allowed anywhere."""
 
 TORCH_NAMES = MappingProxyType(
     {
@@ -27,7 +26,7 @@ TORCH_NAMES = MappingProxyType(
         "f64": "float64",
     }
 )
-"""Tag -> attribute of the torch module."""
+"""For each tag, the attribute of the torch module."""
 
 _TAG_OF_TORCH = MappingProxyType({f"torch.{name}": tag for tag, name in TORCH_NAMES.items()})
 
@@ -35,7 +34,7 @@ RULES = ("L", "L-1", "1", "free")
 
 
 def dtype_tag(dtype: object) -> str:
-    """Tag of a torch dtype. Raises ValueError for one that samples cannot hold."""
+    """Return the tag of a torch dtype. Raises ValueError for one that samples cannot hold."""
     tag = _TAG_OF_TORCH.get(str(dtype))
     if tag is None:
         raise ValueError(f"dtype {dtype} is not supported in a sample; supported: {', '.join(ITEMSIZE)}")
@@ -44,7 +43,7 @@ def dtype_tag(dtype: object) -> str:
 
 @dataclass(frozen=True)
 class KeySpec:
-    """One registered key: ``dtype`` is a tag of ITEMSIZE, ``rule`` one of RULES."""
+    """Describes one registered key: ``dtype`` is a tag of ITEMSIZE, ``rule`` one of RULES."""
 
     name: str
     dtype: str
@@ -58,9 +57,10 @@ class KeySpec:
             raise ValueError(f"key {self.name!r}: unknown length rule {self.rule!r}, one of {RULES}")
 
     def lengths(self, tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Lengths of this key for sequences of the given token counts (outer: samples, inner: sequences).
+        """Return the lengths of this key for sequences of the given token counts (outer: samples, inner: sequences).
 
-        Raises ValueError when the rule is ``free`` or an ``L-1`` key meets an empty sequence."""
+        Raises ValueError when the rule is ``free`` or an ``L-1`` key meets an empty sequence.
+        """
         if self.rule == "free":
             raise ValueError(f"key {self.name!r} has free lengths: give them explicitly")
         if self.rule == "1":
@@ -96,7 +96,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
 
 
 class KeyTable:
-    """The keys an experiment knows: the standard ones and those it registers itself."""
+    """Holds the keys an experiment knows: the standard ones and those it registers itself."""
 
     def __init__(self, specs: Iterable[KeySpec] = STANDARD_KEYS) -> None:
         self._specs: dict[str, KeySpec] = {}

@@ -1,8 +1,8 @@
-"""Contracts of the things a model worker runs: engines, interfaces and their call context.
+"""Defines what a model worker runs: engines, interfaces and their call context.
 
-Vocabulary: an *engine* holds the weights of one model role on one worker and knows how to train, score
-and generate; an *interface* is the algorithm of one model function call, written against the engine; a
-*backend* builds engines. No torch import at module level: the launcher reads these types too.
+Vocabulary: an *engine* holds the weights of one model role on one worker and knows how to train, score and generate; an
+*interface* is the algorithm of one model function call, written against the engine; a *backend* builds engines. No
+torch import at module level: the launcher reads these types too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenRequest:
-    """One sequence to continue. ``token_ids`` is the whole prefix; ``slot`` names the cache row that may
-    hold the keys and values of a prefix of it (the engine reuses what matches and computes the rest).
-    ``sampled``: how many tokens at the end of the prefix belong to the turn that goes on, after an
-    interruption; they count towards its minimum and maximum. ``seed``: the sequence's own stream of random numbers:
-    its tokens then depend on this number and their positions, and not on the company it is sampled in.
-    ``min_version``: a generation worker samples its tokens with weights of this policy version or a later one."""
+    """Asks for the continuation of one sequence.
+
+    ``token_ids`` is the whole prefix; ``slot`` names the cache row that may hold the keys and values of a prefix of it
+    (the engine reuses what matches and computes the rest). ``sampled`` counts the tokens at the end of the prefix that
+    belong to the turn that goes on after an interruption; they count towards its minimum and maximum. ``seed`` starts
+    the sequence's own stream of random numbers: its tokens then depend on this number and their positions, and not on
+    the company it is sampled in. ``min_version``: a generation worker samples its tokens with weights of this policy
+    version or a later one.
+    """
 
     slot: int
     token_ids: Sequence[int]
@@ -39,11 +42,11 @@ class GenRequest:
 
 @dataclass(frozen=True)
 class GenOutput:
-    """What the engine sampled after the prefix of one request.
+    """Holds what the engine sampled after the prefix of one request.
 
-    ``token_ids`` includes the stop id that ended it, if any. ``logprobs`` (natural log, fp32, of the
-    temperature-scaled distribution sampled from) and ``versions`` (policy version per token) have the
-    same length. ``finish_reason`` is ``stop``, ``length`` or ``interrupted`` (the turn is to be continued).
+    ``token_ids`` includes the stop id that ended it, if any. ``logprobs`` (natural log, fp32, of the temperature-scaled
+    distribution sampled from) and ``versions`` (policy version per token) have the same length. ``finish_reason`` is
+    ``stop``, ``length`` or ``interrupted`` (the turn is to be continued).
     """
 
     token_ids: list[int]
@@ -53,39 +56,41 @@ class GenOutput:
 
 
 class GenerationEngine(Protocol):
-    """Tokens in, tokens out; key-value rows are kept between calls until their slot is freed."""
+    """Continues token sequences; key-value rows are kept between calls until their slot is freed."""
 
     @property
     def context_limit(self) -> int:
-        """Tokens of the longest sequence, prefix and sampled ones together."""
+        """The largest number of tokens of a sequence, prefix and sampled ones together."""
         ...
 
     def generate(
         self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
     ) -> list[GenOutput]:
-        """Continue every request, batched. Same seed, same requests, same weights: same tokens.
+        """Continue every request, batched. The same seed, requests and weights give the same tokens.
 
-        ``config.temperature == 0`` decodes greedily. Raises ValueError on a request with no tokens."""
+        ``config.temperature == 0`` decodes greedily. Raises ValueError on a request with no tokens.
+        """
         ...
 
     def free(self, slots: Sequence[int] | None = None) -> None:
-        """Forget the cached rows of these slots (all when None). Called at the end of an episode and
-        by the training engine after a weight update."""
+        """Forget the cached rows of these slots (all when None). Called at the end of an episode and by the training
+        engine after a weight update."""
         ...
 
 
 LossFn = Callable[["Tensor", SequenceSample, "Tensor | None"], "tuple[Tensor, dict[str, float]]"]
-"""(log-probabilities of one microbatch, the microbatch, entropies or None) -> (loss, statistics).
+"""Computes (log-probabilities of one microbatch, the microbatch, entropies or None) -> (loss, statistics).
 
-Both tensors are fp32, packed L-1 per sequence, 0 where ``loss_mask`` excludes the predicted token. A microbatch
-holds some of the batch's sequences, whatever groups they are in, so what concerns a group or the whole batch is to be
+Both tensors are fp32, packed L-1 per sequence, 0 where ``loss_mask`` excludes the predicted token. A microbatch holds
+some of the batch's sequences, whatever groups they are in, so what concerns a group or the whole batch is to be
 computed before, into keys. Losses and statistics are summed over microbatches; a statistic whose name ends in ``_max``
-takes the maximum."""
+takes the maximum.
+"""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Statistics of one optimizer step. ``skipped`` is True when loss or gradient was not finite."""
+    """Holds the statistics of one optimizer step. ``skipped`` is True when loss or gradient was not finite."""
 
     stats: dict[str, float]
     grad_norm: float
@@ -110,30 +115,38 @@ class Engine(Protocol):
         mb_spec: MicroBatchSpec,
         with_entropy: bool = False,
     ) -> TrainResult:
-        """One optimizer step. Microbatches are cut by sequence; the backward pass of each follows at once. Per
-        microbatch the engine computes the shifted log-probabilities of ``packed_input_ids`` (fp32, packed L-1 per
-        sequence, logits divided by ``temperature``; only where ``loss_mask`` asks for them, if the sample has one) and
-        calls ``loss_fn``, with their entropies if ``with_entropy``; returned losses are summed over microbatches (the
-        loss_fn normalises by totals of the whole batch). A non-finite loss or gradient norm leaves weights and
-        optimizer untouched. Gives the memory of the generation engine's rows back first."""
+        """Make one optimizer step on ``sample``.
+
+        Microbatches are cut by sequence; the backward pass of each follows at once. Per microbatch the engine computes
+        the shifted log-probabilities of ``packed_input_ids`` (fp32, packed L-1 per sequence, logits divided by
+        ``temperature``; only where ``loss_mask`` asks for them, if the sample has one) and calls ``loss_fn``, with
+        their entropies if ``with_entropy``; returned losses are summed over microbatches (the loss_fn normalises by
+        totals of the whole batch). A non-finite loss or gradient norm leaves weights and optimizer untouched. The
+        memory of the generation engine's rows is given back first.
+        """
         ...
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
-        """Shifted log-probabilities of the sample's own tokens, fp32, shape (sum of L-1,), no gradient; 0
+        """Return the shifted log-probabilities of the sample's own tokens, fp32, shape (sum of L-1,), no gradient; 0
         where ``loss_mask`` excludes the predicted token, if the sample has one."""
         ...
 
     def generator(self) -> GenerationEngine:
-        """The generation engine that shares this engine's weights."""
+        """Return the generation engine that shares this engine's weights."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters and persistent buffers by name, tied ones once: views, which the next train step changes."""
+        """Return the parameters and persistent buffers by name, tied ones once. They are views, which the next train
+        step changes."""
         ...
 
-    def save_checkpoint(self, folder: Path) -> None: ...
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write weights, optimizer and version into ``folder``, so that ``load_checkpoint`` continues exactly there."""
+        ...
 
-    def load_checkpoint(self, folder: Path) -> None: ...
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what ``save_checkpoint`` wrote."""
+        ...
 
     def export_hf(self, folder: Path) -> None:
         """Write weights, config and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` loads them."""
@@ -141,14 +154,18 @@ class Engine(Protocol):
 
 
 class Backend(Protocol):
-    """Builds an engine. Constructor kwargs come from ``ModelSpec.backend_args``."""
+    """Builds engines. Constructor kwargs come from ``ModelSpec.backend_args``."""
 
-    def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> Engine: ...
+    def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> Engine:
+        """Build the engine of one role. ``total_train_steps`` ends the learning-rate schedule; ``seed`` starts random
+        weights and random numbers."""
+        ...
 
 
 @dataclass
 class Model:
-    """One model role as an interface sees it. ``chat_template_kwargs``: what its conversations are rendered with."""
+    """One model role as an interface sees it. ``chat_template_kwargs`` are the variables its conversations are rendered
+    with."""
 
     role: str
     engine: Engine
@@ -158,7 +175,7 @@ class Model:
 
 @dataclass(frozen=True)
 class CallContext:
-    """Everything about a call that is not in the sample. ``seed`` is derived from run seed, role and step;
+    """Holds everything about a call that is not in the sample. ``seed`` is derived from run seed, role and step;
     ``endpoints`` maps a worker kind to its service addresses (``{"env": ["http://127.0.0.1:8000"]}``)."""
 
     step: int
@@ -170,17 +187,21 @@ class CallContext:
 
 @runtime_checkable
 class ModelInterface(Protocol):
-    """The algorithm of a model function call. Built from the kwargs of ``MFCDef.interface_args``; any of
+    """Is the algorithm of a model function call. It is built from the kwargs of ``MFCDef.interface_args``; any of
     ``generate``, ``inference``, ``train_step`` and ``evaluate`` may be present.
 
-    ``generate``/``inference``: (model, sample, context) -> SequenceSample of new keys with the same ids in
-    the same order, and optionally a statistics dict: returns ``(sample, stats)``.
-    ``train_step``/``evaluate``: (model, sample, context) -> stats. Inputs are never mutated.
+    ``generate``/``inference``: (model, sample, context) -> SequenceSample of new keys with the same ids in the same
+    order, and optionally a statistics dict: returns ``(sample, stats)``. ``train_step``/``evaluate``: (model, sample,
+    context) -> stats. Inputs are never mutated.
 
-    An interface may also have ``committed()``, called when the checkpoint with its last ``state_dict`` is complete,
-    and ``close()``.
+    An interface may also have ``committed()``, called when the checkpoint with its last ``state_dict`` is complete, and
+    ``close()``.
     """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs of the interface; it is saved with the checkpoint."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        ...

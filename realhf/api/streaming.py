@@ -1,5 +1,5 @@
-"""What the master says about one streamed sample, to the worker that plays it and to the worker that receives it
-(docs/reference/dataflow.md 9)."""
+"""Defines what the master says about one streamed sample, to the worker that plays it and to the worker that receives
+it (docs/reference/dataflow.md 9)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PayloadRef = list[int]
 """[segment, offset, bytes] in the payload log."""
 
 ACCEPTED, DUPLICATE, REFUSED = "accepted", "duplicate", "refused"
-"""Answers to an arrival: it will be trained; this attempt was accepted before; another attempt counts, or none."""
+"""Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted before;
+``refused``: another attempt counts, or none does."""
 
 
 class Arrival(Message, frozen=True):
@@ -47,7 +48,7 @@ class Arrival(Message, frozen=True):
 
 
 def checked_answers(arrivals: Sequence[Arrival], answers: Sequence[str]) -> list[str]:
-    """The answers if there is a known one for every arrival. Raises ValueError otherwise."""
+    """Return the answers if there is a known one for every arrival. Raises ValueError otherwise."""
     if len(answers) != len(arrivals) or not set(answers) <= {ACCEPTED, DUPLICATE, REFUSED}:
         raise ValueError(f"{len(arrivals)} arrivals were answered with {list(answers)!r:.200}")
     return list(answers)

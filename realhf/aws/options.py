@@ -1,4 +1,4 @@
-"""The section ``env`` of experiments on the AWS environment, and the server that it describes. Source:
+"""Defines the section ``env`` of experiments on the AWS environment, and the server that it describes. Source:
 docs/reference/environment.md 1."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AwsOptions:
     fault_seed: int = option(0, "SIMULATED: which steps fail is drawn from this seed.")
 
     def problems(self, name: str) -> Iterator[str]:
-        """Tags that a tier does not have, and details of faults that nobody asked for."""
+        """Yield tags that a tier does not have, and details of faults that nobody asked for."""
         if not self.fault_rate and (self.fault_kinds, self.fault_seed) != (DEFAULT_KINDS, 0):
             yield f"{name}.fault_kinds, {name}.fault_seed: no effect without {name}.fault_rate"
         if not self.tiers:
@@ -59,7 +59,7 @@ class AwsOptions:
 
 
 def environment_server(options: AwsOptions) -> EnvironmentSpec:
-    """The server of a run."""
+    """Return the server of a run."""
     argv = ["--pool-size", str(options.pool_size), "--ministack-base-port", str(options.ministack_base_port)]
     argv += ["--max-steps", str(options.max_steps)]
     if options.step_latency_ms:

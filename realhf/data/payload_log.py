@@ -1,4 +1,4 @@
-"""Finished samples on disk, until a checkpoint covers their training (docs/reference/dataflow.md 9, Journal).
+"""Keeps finished samples on disk until a checkpoint covers their training (docs/reference/dataflow.md 9, Journal).
 
 Segments ``payload-<n>.log`` hold records ``crc32 u32 | frames u32 | size u64 per frame | frames``, little-endian; the
 checksum covers all that follows it. A log never appends to a segment of an earlier one, so a torn tail stays where it
@@ -22,11 +22,11 @@ _IOV_MAX = 1024
 
 
 class PayloadDamaged(ValueError):
-    """What a reference points to is not the record that was written."""
+    """A reference points to something that is not the record that was written."""
 
 
 class PayloadLog:
-    """Appends to one segment at a time; a segment of ``segment_bytes`` or more is not continued. Not thread-safe.
+    """Appends records to one segment at a time and begins a new one after ``segment_bytes``. It is not thread-safe.
     Raises OSError when the folder cannot be made or read."""
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -37,17 +37,17 @@ class PayloadLog:
 
     @property
     def active(self) -> int:
-        """The segment that is written to; -1 before the first append."""
+        """The number of the segment that is written to; -1 before the first append."""
         return self._active
 
     def segments(self) -> list[int]:
-        """Numbers of the segments in the folder, rising."""
+        """Return the numbers of the segments in the folder, ascending."""
         stems = [path.stem.removeprefix("payload-") for path in self._folder.glob("payload-*.log")]
         return sorted(int(stem) for stem in stems if stem.isdigit())
 
     def append(self, items: Sequence[Sequence[Any]]) -> list[PayloadRef]:
-        """Write one record per item (its frames, any buffers) and make all durable with one sync. Raises OSError;
-        then none of them counts, and the next call begins a new segment."""
+        """Write one record per item (its frames, any buffers) and make all durable with one sync. Raises OSError; then
+        none of them counts, and the next call begins a new segment."""
         if not items:
             return []
         if self._descriptor < 0 or self._end >= self._segment_bytes:
@@ -71,7 +71,7 @@ class PayloadLog:
         return refs
 
     def read(self, ref: Sequence[int]) -> list[bytearray]:
-        """Frames of a record, in writable memory. Raises PayloadDamaged."""
+        """Read the frames of a record into writable memory. Raises PayloadDamaged."""
         segment, offset, nbytes = ref
         try:
             with open(self._path(segment), "rb") as file:
@@ -94,14 +94,14 @@ class PayloadLog:
         return frames
 
     def keep_only(self, segments: Collection[int]) -> list[int]:
-        """Delete all other segments but the one that is written to. Returns those deleted."""
+        """Delete all other segments except the one that is written to. Returns those deleted."""
         gone = [n for n in self.segments() if n not in segments and n != self._active]
         for number in gone:
             self._path(number).unlink()
         return gone
 
     def close(self) -> None:
-        """Give up the segment that is written to; a later append begins a new one."""
+        """Close the segment that is written to; a later append begins a new one."""
         descriptor, self._descriptor, self._active = self._descriptor, -1, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,8 +1,8 @@
-"""Finished samples from rollout workers into the tensor store of a model worker (docs/reference/dataflow.md 9).
+"""Brings finished samples from rollout workers into the tensor store of a model worker (docs/reference/dataflow.md 9).
 
-The way of a sample: received, decoded and checked, written to the payload log, put into the store, told to the master,
-and when the master has answered (its ACCEPT is durable then) acked to its producer. Until the ack the producer keeps
-it, so a death at any point loses nothing; what comes twice is told apart by (id, attempt).
+A sample is received, decoded and checked, written to the payload log, put into the store, reported to the master, and
+when the master has answered (its ACCEPT is durable then) acknowledged to its producer. Until then the producer keeps
+it, so a death at any point loses nothing; a sample that comes twice is recognised by (id, attempt).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from realhf.transport.tensors.store import TensorStore
 _log = logging.getLogger(__name__)
 
 Notify = Callable[[list[Arrival]], Sequence[str]]
-"""Tells the master and returns its answer (``accepted``, ``duplicate``, ``refused``) to each, in order. Blocks, with a
-deadline of its own. TransportError, TimeoutError and OSError mean: not now, again soon."""
+"""Reports arrivals to the master and returns its answer (``accepted``, ``duplicate``, ``refused``) to each, in order.
+It blocks, with a deadline of its own. TransportError, TimeoutError and OSError mean that it cannot answer now and
+should be called again soon."""
 
 MAX_ROUND = 64
 RETRY_S = (0.1, 2.0)
@@ -38,7 +39,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class _Held:
-    """An attempt in the store. ``safe``: the master knows of it; until then its answer may be to forget it."""
+    """An attempt in the store. ``safe``: the master knows of it. Until then its answer may be to forget the attempt."""
 
     attempt: int
     safe: bool
@@ -54,10 +55,11 @@ class _Item:
 
 
 class StreamDataset:
-    """Receives for one model worker. ``notify`` is called on a thread of this object, in the order in which payloads
-    are logged, one call at a time.
+    """Receives samples for one model worker. ``notify`` is called on a thread of this object, in the order in which
+    payloads are logged, one call at a time.
 
-    Raises StreamFailed (from every method but ``close`` and ``stats``) when a thread has failed."""
+    Raises StreamFailed (from every method but ``close`` and ``stats``) when a thread has failed.
+    """
 
     def __init__(
         self,
@@ -89,15 +91,15 @@ class StreamDataset:
         self._thread.start()
 
     def restore(self, items: Iterable[tuple[str, int, PayloadRef]]) -> list[Arrival]:
-        """Put logged samples (id, attempt, ref) back into the store, after a restart. One that cannot be read back
-        has an arrival with ``error``."""
+        """Put logged samples (id, attempt, ref) back into the store after a restart. The arrival of one that cannot be
+        read has ``error`` set."""
         self.check()
         return [self._restored(id, attempt, list(ref)) for id, attempt, ref in items]
 
     def prune(self, alive: Collection[PayloadRef], newest: PayloadRef | None = None) -> list[int]:
-        """Delete the segments of the log that hold none of these payloads and are older than ``newest``, the last
-        ref that was accepted when ``alive`` was made (without it, the last one of ``alive``): what came later is
-        alive, too. Returns the segments deleted."""
+        """Delete the segments of the log that hold none of these payloads and are older than ``newest``, the last ref
+        that was accepted when ``alive`` was made (without it, the last one of ``alive``): whatever came later is alive,
+        too. Returns the segments deleted."""
         self.check()
         horizon = max((ref[0] for ref in [*alive, *([newest] if newest else [])]), default=0)
         with self._log_lock:
@@ -105,16 +107,16 @@ class StreamDataset:
             return self._log.keep_only({ref[0] for ref in alive} | set(later))
 
     def check(self) -> None:
-        """Raises StreamFailed when nothing can arrive any more."""
+        """Raise StreamFailed when nothing can arrive any more."""
         if self._failure is not None:
             raise StreamFailed(f"the stream of samples failed: {self._failure!r}") from self._failure
         self._receiver.check()
 
     def stats(self) -> dict[str, float]:
-        """Since the start: samples ``accepted``, ``duplicate``, ``refused``, ``malformed``; ``bytes`` logged;
-        ``log_s`` and ``notify_s`` spent waiting for the disk and the master; messages ``dropped`` (not of the stream)
-        and ``repeated`` (sent again without need); now: ``waiting`` (received, not answered), ``held`` (in the
-        store)."""
+        """Return counters since the start: samples ``accepted``, ``duplicate``, ``refused``, ``malformed``; ``bytes``
+        logged; ``log_s`` and ``notify_s`` spent waiting for the disk and the master; messages ``dropped`` (not of the
+        stream) and ``repeated`` (sent again without need); and what is there now: ``waiting`` (received, not answered),
+        ``held`` (in the store)."""
         names = ("accepted", "duplicate", "refused", "malformed", "bytes", "notify_retries")
         return {
             **{name: float(self._counts[name]) for name in names},
@@ -126,8 +128,8 @@ class StreamDataset:
         }
 
     def close(self) -> None:
-        """Stop. Samples that the master has not answered for stay with their producers; the store is left as it
-        is."""
+        """Stop the threads. Samples without an answer from the master stay with their producers; the store is left as
+        it is."""
         self._closing.set()
         with self._filled:
             self._filled.notify()
@@ -141,7 +143,7 @@ class StreamDataset:
     # ---- threads
 
     def _deliver(self, messages: list[StreamMessage]) -> None:
-        """On the receiver's thread."""
+        """Queue received messages; runs on the receiver's thread."""
         self._counts["received"] += len(messages)
         with self._filled:
             self._queue.extend(messages)
@@ -162,7 +164,7 @@ class StreamDataset:
             _log.exception("the stream of samples failed")
 
     def _next_round(self) -> list[StreamMessage]:
-        """Messages of distinct ids: two attempts at one sample are answered one after the other."""
+        """Take messages of distinct ids: two attempts at one sample are answered one after the other."""
         ids: set[str] = set()
         messages: list[StreamMessage] = []
         while self._queue and len(messages) < MAX_ROUND and self._queue[0].id not in ids:
@@ -206,11 +208,12 @@ class StreamDataset:
         return items
 
     def _is_safe(self, id: str, attempt: int) -> bool:
-        """Whether the store holds this attempt and the master knows."""
+        """Return whether the store holds this attempt and the master knows of it."""
         return self._held.get(id) == _Held(attempt, safe=True)
 
     def _put(self, arrival: Arrival, sample: SequenceSample, *, safe: bool) -> bool:
-        """False when the store holds the sample already, of this attempt or another one."""
+        """Put a sample into the store. Returns False when the store holds it already, from this attempt or another
+        one."""
         with self._held_lock:
             if arrival.id in self._held:
                 self._mark_safe(arrival, safe)
@@ -225,7 +228,7 @@ class StreamDataset:
             held.safe = held.safe or safe
 
     def _tell(self, arrivals: list[Arrival]) -> list[str] | None:
-        """The master's answers; None when this object was closed before there were any."""
+        """Ask the master for its answers; returns None when this object was closed before there were any."""
         if not arrivals:
             return []
         began, wait = time.monotonic(), RETRY_S[0]
@@ -246,7 +249,7 @@ class StreamDataset:
         return answers
 
     def _settle(self, item: _Item, answer: str) -> None:
-        """Keep what was accepted; forget the rest."""
+        """Keep what was accepted and forget the rest."""
         arrival, sample = item.arrival, item.sample
         self._counts["malformed" if sample is None else answer] += 1
         if sample is None:
@@ -274,7 +277,7 @@ class StreamDataset:
         return arrival
 
     def _forget(self, ids: frozenset[str]) -> None:
-        """The store has cleared these samples. On any thread."""
+        """Forget samples that the store has cleared; runs on any thread."""
         with self._held_lock:
             for id in ids:
                 self._held.pop(id, None)

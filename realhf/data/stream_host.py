@@ -1,4 +1,4 @@
-"""The stream of finished samples on the worker that trains on them: what the master may ask of it."""
+"""Serves the master's calls about the stream of finished samples, on the worker that trains on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTIFY_TIMEOUT_S = 60.0
 
 
 class StreamHost:
-    """``open`` makes the ``StreamDataset``; the rest belongs to it."""
+    """Owns the worker's ``StreamDataset``: ``open`` makes it, the other calls are passed on to it."""
 
     def __init__(self, run_id: str, worker: str, folder: Path, store: TensorStore) -> None:
         self._run_id, self._worker, self._folder, self._store = run_id, worker, folder, store
@@ -81,6 +81,7 @@ class StreamHost:
         return Nothing()
 
     def close(self) -> None:
+        """Close the connection to the master and the dataset, if ``open`` made them."""
         if self._master is not None:
             self._master.close()
         if self._dataset is not None:

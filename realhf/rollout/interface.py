@@ -1,4 +1,4 @@
-"""The ``actor_gen`` model function call: groups of multi-turn episodes played by the actor."""
+"""Implements the ``actor_gen`` model function call: the actor plays groups of multi-turn episodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 
 class EnginePolicy:
-    """What a pool asks for tokens: the generation engine of a model, its chat format and a seed."""
+    """Gives a pool tokens from the generation engine of a model, with its chat format and a seed."""
 
     def __init__(self, model: Model, config: GenConfig, seed: int) -> None:
         self.chat = TemplateChat(model.tokenizer, template_kwargs=model.chat_template_kwargs)
@@ -35,7 +35,7 @@ class EnginePolicy:
         self._seed = seed
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """One batched generation; ``round_index`` makes the seed of every round its own."""
+        """Generate one batch; ``round_index`` gives every round a seed of its own."""
         began = time.perf_counter()
         outputs = self._generator.generate(
             requests, self._config, stop_ids=self.chat.stop_ids, seed=(self._seed * 1_000_003 + round_index) % 2**63
@@ -45,7 +45,7 @@ class EnginePolicy:
         return outputs
 
     def free(self, slots: Sequence[int]) -> None:
-        """The episodes in these cache slots are over."""
+        """Free these cache slots: their episodes are over."""
         self._generator.free(slots)
 
 
@@ -111,9 +111,11 @@ class EnvRolloutInterface:
             self._pool = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return {}: the interface has no state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the interface has no state."""
         del state
 
     def _play(
@@ -163,7 +165,7 @@ class EnvRolloutInterface:
 
 
 def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, float]:
-    """Means over valid episodes, success by tier, and the number of failed ones by status."""
+    """Return means over valid episodes, success by tier, and the number of failed ones by status."""
     valid = [outcome for outcome in outcomes if outcome.valid]
     stats = {
         "reward": _mean([outcome.reward or 0.0 for outcome in valid]),

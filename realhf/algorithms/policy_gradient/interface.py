@@ -1,4 +1,4 @@
-"""The policy-gradient train step: GRPO and its relatives (docs/reference/dataflow.md 10)."""
+"""Runs the policy-gradient train step: GRPO and its relatives (docs/reference/dataflow.md 10)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,16 @@ from realhf.builtins import advantage_estimators
 
 
 class PolicyGradientInterface:
-    """One train step from ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present,
-    ``outcome`` (0: valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs`` and
-    ``proximal_logprobs``.
+    """Trains one step on ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present, ``outcome`` (0:
+    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs`` and ``proximal_logprobs``.
 
     Advantages are computed once per step from the groups (the sequences of one sample); then follow ``sample_reuse``
-    passes of ``ppo_n_minibatches`` optimizer steps, over sequences shuffled by seed, step and pass.
-    ``temperature`` is the sampling temperature; ``loss_scale_len`` the divisor of ``loss_agg=constant`` where ``ppo``
-    does not give it.
+    passes of ``ppo_n_minibatches`` optimizer steps, over sequences shuffled by seed, step and pass. ``temperature`` is
+    the sampling temperature; ``loss_scale_len`` the divisor of ``loss_agg=constant`` where ``ppo`` does not give it.
 
-    A sequence without any advantage contributes nothing to a pure policy gradient, so it is left out of
-    the forward and backward pass; the normalisers T and S still count it. With a KL term or an entropy
-    bonus such a sequence does contribute and stays in. ``skip_zero_advantage=False`` keeps all (the
-    gradient is the same; tests compare both).
+    A sequence without any advantage contributes nothing to a pure policy gradient, so it is left out of the forward and
+    backward pass; the normalisers T and S still count it. With a KL term or an entropy bonus such a sequence does
+    contribute and stays in. ``skip_zero_advantage=False`` keeps all (the gradient is the same; tests compare both).
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class PolicyGradientInterface:
 
     @property
     def _kl_of_proximal(self) -> bool:
-        """Whether the proximal policy stands for the behaviour policy in the KL part of the reward too."""
+        """Return whether the proximal policy stands for the behaviour policy in the KL part of the reward too."""
         return self.options.recompute_logprob and self.options.kl_ctl != 0
 
     def _needed_keys(self) -> tuple[str, ...]:
@@ -100,7 +97,7 @@ class PolicyGradientInterface:
         return staleness_statistics(sample["packed_versions"].cpu(), tokens, step)
 
     def _minibatches(self, model: Model, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
-        """What is trained, update by update. With several updates the proximal log-probabilities are computed here,
+        """Return what each update trains on. With several updates the proximal log-probabilities are computed here,
         before the first; with one they are those of its own forward pass."""
         options, parts = self.options, [prepared]
         if options.n_updates > 1:
@@ -116,7 +113,7 @@ class PolicyGradientInterface:
     def _with_proximal(
         self, model: Model, sample: SequenceSample, context: CallContext, only: Tensor | None = None
     ) -> SequenceSample:
-        """``only`` bool (n sequences,): the others are not scored."""
+        """Add the proximal log-probabilities. Only sequences in ``only``, bool (n sequences,), are scored."""
         scored = sample
         if only is not None:
             tokens = torch.from_numpy(sample.lengths("packed_input_ids").values)
@@ -126,7 +123,7 @@ class PolicyGradientInterface:
         return replace_keys(sample, shifted={PROXIMAL: logprobs})
 
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
-        """The batch with ``advantages`` f32 (L-1) and ``loss_mask`` False on invalid (and, with
+        """Return the batch with ``advantages`` f32 (L-1) and with ``loss_mask`` False on invalid (and, with
         ``mask_too_long``, truncated) sequences; and statistics of the batch."""
         valid = _valid(sample)
         scores, tokens = sample["rewards"].cpu().float(), PredictedTokens.of(sample)
@@ -159,8 +156,8 @@ class PolicyGradientInterface:
         return out, stats
 
     def _trained_keys(self, sample: SequenceSample) -> list[str]:
-        """Keys of the input that the loss reads. ``proximal_logprobs`` only if they were asked for: by
-        ``actor_inf``, or computed in this call for the reward."""
+        """List the keys of the input that the loss reads. ``proximal_logprobs`` is one only if ``actor_inf`` was asked
+        for it or this call computed it for the reward."""
         keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs"]
         if self.options.needs_actor_inf or self._kl_of_proximal:
             keys.append(PROXIMAL)
@@ -169,8 +166,9 @@ class PolicyGradientInterface:
         return [key for key in keys if key in sample.keys]
 
     def _token_advantages(self, sample: SequenceSample, per_sequence: Tensor, tokens: PredictedTokens) -> Tensor:
-        """f32 (L-1), 0 outside the mask: the estimate of the sequence at each of its tokens plus what the KL terms
-        from there on earn; or, for the estimators that tell tokens apart, the discounted return-to-go of both."""
+        """Return the advantage of every token, f32 (L-1), 0 outside the mask: the estimate of its sequence plus what
+        the KL terms from there on earn; or, for the estimators that tell tokens apart, the discounted return-to-go of
+        both."""
         options, mask = self.options, tokens.mask
         rewards = self._kl_rewards(sample, mask) if options.kl_ctl != 0 else torch.zeros(len(mask))
         if options.adv_estimator in RETURN_TO_GO:
@@ -182,7 +180,7 @@ class PolicyGradientInterface:
         return advantages + return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences)
 
     def _kl_rewards(self, sample: SequenceSample, mask: Tensor) -> Tensor:
-        """-kl_ctl * KL(old, ref) at every trainable token, 0 elsewhere, f32 (L-1)."""
+        """Return -kl_ctl * KL(old, ref) at every trainable token, 0 elsewhere, f32 (L-1)."""
         _require(sample, ("packed_ref_logprobs",))
         old = torch.where(mask, sample[PROXIMAL if self._kl_of_proximal else "packed_logprobs"].cpu(), 0.0)
         ref = torch.where(mask, sample["packed_ref_logprobs"].cpu(), 0.0)
@@ -190,7 +188,8 @@ class PolicyGradientInterface:
         return torch.where(mask, reward, 0.0)
 
     def _trained_part(self, part: SequenceSample) -> SequenceSample | None:
-        """The minibatch with its loss weights, less the sequences that cannot contribute; None if empty."""
+        """Return the minibatch with its loss weights, without the sequences that cannot contribute; None if it is
+        empty."""
         tokens, options = PredictedTokens.of(part), self.options
         weights = token_weights(
             tokens.mask, tokens.sequence, tokens.n_sequences, options.loss_agg, options.loss_scale_len or 1
@@ -198,7 +197,7 @@ class PolicyGradientInterface:
         return select_sequences(replace_keys(part, shifted={WEIGHTS: weights}), self._contributes(part))
 
     def _contributes(self, part: SequenceSample) -> Tensor:
-        """Which sequences have a gradient, bool (n sequences,)."""
+        """Return which sequences have a gradient, bool (n sequences,)."""
         tokens, options = PredictedTokens.of(part), self.options
         every_token_counts = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
         counts = tokens.mask if every_token_counts else tokens.mask & (part[ADVANTAGES] != 0)
@@ -207,9 +206,11 @@ class PolicyGradientInterface:
         return keep
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the count of consecutive updates without a finite gradient; the rest of the interface has no state."""
         return {"nonfinite_in_a_row": self._guard.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. Raises KeyError without ``nonfinite_in_a_row``."""
         self._guard.in_a_row = int(state["nonfinite_in_a_row"])
 
 
@@ -220,7 +221,7 @@ def _valid(sample: SequenceSample) -> Tensor:
 
 
 def _length_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: Tensor) -> dict[str, float]:
-    """Sampled tokens of valid sequences, and the fraction of those that a limit of tokens ended."""
+    """Return how many tokens valid sequences sampled, and the fraction of those sequences that a token limit ended."""
     blank = torch.zeros(tokens.n_sequences, dtype=torch.int64)
     count = blank.index_add(0, tokens.sequence, tokens.mask.long())[valid]
     if not len(count):
@@ -257,8 +258,8 @@ _TOTALS = ("clamped_exponents", "n_trained_tokens")
 
 
 def _summary(results: list[TrainResult]) -> dict[str, float]:
-    """Statistics of a train step. Per-token means, losses averaged over minibatches; the mismatch is that of
-    the first minibatch, the only one that ran before any update."""
+    """Summarise a train step. Per-token means and losses are averaged over minibatches; the mismatch is that of the
+    first minibatch, the only one that ran before any update."""
     skipped = float(sum(result.skipped for result in results))
     out = {"n_updates": len(results) - skipped, "skipped": skipped, "n_trained_tokens": 0.0, "grad_norm": 0.0}
     if not results:

@@ -1,7 +1,7 @@
-"""Policy losses per token and KL estimators (docs/reference/dataflow.md 10).
+"""Defines policy losses per token and KL estimators (docs/reference/dataflow.md 10).
 
-All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside ``mask``
-may hold anything, NaN included: they change neither loss nor gradient.
+All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside ``mask`` may hold
+anything, NaN included: they change neither loss nor gradient.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ _MAX_KL = 10.0
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Inputs of a policy loss. ``logprobs`` has a gradient; ``old`` is of the policy that the ratio is taken
-    against: the behaviour policy's, or the proximal one's; ``sequence`` i64 (n,) numbers the sequence of each
-    position, in [0, n_sequences)."""
+    """Holds the inputs of a policy loss.
+
+    ``logprobs`` has a gradient; ``old`` belongs to the policy that the ratio is taken against: the behaviour policy or
+    the proximal one; ``sequence`` i64 (n,) numbers the sequence of each position, in [0, n_sequences).
+    """
 
     logprobs: Tensor
     old: Tensor
@@ -31,7 +33,7 @@ class LossTerms:
     n_sequences: int
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean of ``values`` (n,), 0 outside the mask, over each sequence's trainable tokens: (n_sequences,)."""
+        """Average ``values`` (n,), 0 outside the mask, over each sequence's trainable tokens: (n_sequences,)."""
         blank = values.new_zeros(self.n_sequences)
         count = blank.index_add(0, self.sequence, self.mask.to(values.dtype))
         return blank.index_add(0, self.sequence, values) / count.clamp(min=1)
@@ -39,9 +41,9 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """``loss`` (n,), 0 outside the mask; ``ratio`` (n,) without gradient, 1 outside the mask; ``clipped`` and
-    ``dual_clipped`` bool (n,): where the clip decides the value; ``clamped``: positions whose exponent was
-    cut to +-20."""
+    """Holds the result of a policy loss: ``loss`` (n,), 0 outside the mask; ``ratio`` (n,) without gradient, 1 outside
+    the mask; ``clipped`` and ``dual_clipped`` bool (n,), true where the clip decides the value; ``clamped``, the number
+    of positions whose exponent was cut to +-20."""
 
     loss: Tensor
     ratio: Tensor
@@ -51,7 +53,7 @@ class TokenLoss:
 
 
 def ppo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
-    """max(-A rho, -A clip(rho)), and at most ``c_clip`` |A| (dual clip; binds only for A < 0). With
+    """Return max(-A rho, -A clip(rho)), at most ``c_clip`` |A| (the dual clip; it binds only for A < 0). With
     ``ratio=sequence`` rho is the length-normalised sequence ratio (GSPO, Zheng et al. 2025)."""
     ratio, clamped = policy_ratio(terms, options.ratio)
     advantages = torch.where(terms.mask, terms.advantages, 0.0)
@@ -68,7 +70,8 @@ def ppo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
 
 
 def cispo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
-    """-stop_gradient(clip(rho)) A log pi: clipped weights, no token loses its gradient (MiniMax-M1, 2025)."""
+    """Return -stop_gradient(clip(rho)) A log pi: weights are clipped, and no token loses its gradient (MiniMax-M1,
+    2025)."""
     ratio, clamped = policy_ratio(terms, options.ratio)
     ratio = ratio.detach()
     weight = ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_higher)
@@ -78,7 +81,7 @@ def cispo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
 
 
 def reinforce_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
-    """-A log pi; the ratio is reported, not used."""
+    """Return -A log pi; the ratio is reported, not used."""
     ratio, clamped = policy_ratio(terms, "token")
     advantages = torch.where(terms.mask, terms.advantages, 0.0)
     loss = -advantages * torch.where(terms.mask, terms.logprobs, 0.0)
@@ -87,10 +90,11 @@ def reinforce_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
 
 
 def policy_ratio(terms: LossTerms, level: str) -> tuple[Tensor, int]:
-    """Current over behaviour probability, (n,), 1 outside the mask, and the number of clamped exponents.
+    """Return the current over the behaviour probability, (n,), 1 outside the mask, and the number of clamped exponents.
 
-    ``token``: exp(lp - old). ``sequence``: the value is the geometric mean of the sequence, the gradient that
-    of the own token."""
+    ``token``: exp(lp - old). ``sequence``: the value is the geometric mean of the sequence, the gradient that of the
+    own token.
+    """
     difference = torch.where(terms.mask, terms.logprobs, 0.0) - torch.where(terms.mask, terms.old, 0.0)
     if level == "token":
         return exponential(difference)
@@ -100,14 +104,14 @@ def policy_ratio(terms: LossTerms, level: str) -> tuple[Tensor, int]:
 
 
 def exponential(exponent: Tensor) -> tuple[Tensor, int]:
-    """exp of the exponent cut to +-20, and how many were cut."""
+    """Return exp of the exponent cut to +-20, and how many were cut."""
     beyond = int((exponent.detach().abs() > _MAX_EXPONENT).sum())
     return exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp(), beyond
 
 
 def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(a, b) at tokens drawn from a, with x = log a - log b: k1 x, k2 x^2 / 2, k3 exp(-x) - 1 +
-    x; clamped to +-10. Source: Schulman 2020, Approximating KL divergence."""
+    """Estimate KL(a, b) at tokens drawn from a. With x = log a - log b: k1 is x, k2 is x^2 / 2, k3 is exp(-x) - 1 + x;
+    all are clamped to +-10. Source: Schulman 2020, Approximating KL divergence."""
     x = a - b
     if estimator == "k1":
         value = x

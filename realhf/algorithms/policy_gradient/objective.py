@@ -1,4 +1,5 @@
-"""The loss of a minibatch of the policy-gradient step, microbatch by microbatch (docs/reference/dataflow.md 10)."""
+"""Computes the loss of a minibatch of the policy-gradient step, microbatch by microbatch
+(docs/reference/dataflow.md 10)."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ ADVANTAGES, WEIGHTS, PROXIMAL = "advantages", "loss_weights", "proximal_logprobs
 
 
 class PolicyObjective:
-    """A ``LossFn`` for one minibatch of train step ``step`` (u).
+    """Is the ``LossFn`` of one minibatch of train step ``step`` (u).
 
-    Reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch, and as the options ask
+    It reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch, and as the options ask
     ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. Without ``proximal_logprobs`` the current
     log-probabilities stand for them: before any update of the step they are the same.
 
-    ``mismatch``: |behaviour - current| of the trained tokens seen so far, one tensor per microbatch."""
+    ``mismatch`` collects |behaviour - current| of the trained tokens seen so far, one tensor per microbatch.
+    """
 
     def __init__(self, options: ResolvedOptions, step: int) -> None:
         self._options, self._step = options, step
@@ -33,7 +35,7 @@ class PolicyObjective:
     def __call__(
         self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of a microbatch and sums of its statistics."""
+        """Return the loss of a microbatch and the sums of its statistics."""
         options, device, tokens = self._options, logprobs.device, PredictedTokens.of(part)
         mask, weights = tokens.mask.to(device), part[WEIGHTS].to(device)
         behaviour = part["packed_logprobs"].to(device)
@@ -65,7 +67,7 @@ class PolicyObjective:
     def _reference_loss(
         self, part: SequenceSample, logprobs: Tensor, mask: Tensor, weights: Tensor, stats: dict[str, float]
     ) -> Tensor:
-        """The KL term of the loss (0 where the KL is in the reward); adds the sum of KL to ``stats``."""
+        """Return the KL term of the loss (0 where the KL is in the reward), and add the sum of KL to ``stats``."""
         ref = torch.where(mask, part["packed_ref_logprobs"].to(mask.device), 0.0)
         current = torch.where(mask, logprobs, 0.0)
         stats["kl_ref"] = float(kl_estimate(current.detach(), ref, "k3").sum())
@@ -75,7 +77,7 @@ class PolicyObjective:
         return self._options.kl_loss_coef * weighted_sum(kl, weights, mask)
 
     def _policy_statistics(self, terms: LossTerms, policy: TokenLoss, behaviour: Tensor) -> dict[str, float]:
-        """Sums over the microbatch's trainable tokens; ``mismatch`` compares engine and trainer."""
+        """Sum the statistics over the microbatch's trainable tokens; ``mismatch`` compares engine and trainer."""
         mask = terms.mask
         sampled = torch.where(mask, behaviour, 0.0)
         current = torch.where(mask, terms.logprobs.detach(), 0.0)
@@ -96,8 +98,8 @@ class PolicyObjective:
 def _add_weight_statistics(
     stats: dict[str, float], correction: BehaviourWeight, mask: Tensor, options: ResolvedOptions
 ) -> None:
-    """``behav_weight_mean`` of the weights used, ``behav_weight_max`` before any bound; the fraction of tokens that
-    the bounds left out (``rejected_fraction``) or cut (``truncated_fraction``)."""
+    """Add ``behav_weight_mean`` of the weights used, ``behav_weight_max`` before any bound, and the fraction of tokens
+    that the bounds left out (``rejected_fraction``) or cut (``truncated_fraction``)."""
     stats["behav_weight_mean"] = float(torch.where(mask, correction.weight, 0.0).double().sum())
     stats["behav_weight_max"] = float(correction.raw[mask].max()) if bool(mask.any()) else 0.0
     stats["clamped_exponents"] += correction.clamped

@@ -1,4 +1,4 @@
-"""Policy-gradient options that are refused because of each other: without effect, or contradictory. No torch."""
+"""Refuses policy-gradient options because of each other: without effect, or contradictory. It does not import torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 
 RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
-"""Estimators whose advantage is what a token and those after it earn; the others know one number per response."""
+"""Estimators whose advantage is what a token and those after it earn; the others give one number per response."""
 DEFAULT_CAP = 5.0
-"""Of the behaviour weight."""
+"""Largest behaviour weight that is kept, where the options set no cap."""
 
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline")
 _CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
 _HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip",)})
-"""Loss -> options that it does not read."""
+"""For each loss, the options that it does not read."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
 
 
 def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> None:
-    """``value``: the options of ``config`` with those of the preset filled in, and whether log-probabilities are
+    """Check ``value``: the options of ``config`` with those of the preset filled in, and whether log-probabilities are
     recomputed. Raises ValueError naming the option."""
     _check_effect(value, config)
     _check_off_policy(value, config)

@@ -1,5 +1,5 @@
-"""The section ``ppo`` of experiments that train with a policy gradient, and the form in which no option is open. No
-torch: the launcher resolves options too."""
+"""Defines the section ``ppo`` of experiments that train with a policy gradient, and the form in which no option is
+open. It does not import torch, because the launcher resolves options too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
 WEIGHT_MODES = ("mask", "truncate", "none")
 LEVELS = ("token", "sequence")
-"""Of the policy ratio and of the behaviour weight."""
+"""Levels at which the policy ratio and the behaviour weight are taken."""
 
 _NO_KL = "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)"
 
@@ -102,9 +102,9 @@ class PolicyGradientOptions:
 
 
 class ResolvedOptions(PolicyGradientOptions):
-    """The same options with the preset filled in: those below are never None. ``loss_scale_len`` is the divisor of
-    ``loss_agg=constant`` (None with another aggregation), ``prox_logp_method`` is None when no proximal
-    log-probabilities are used, ``behav_imp_weight_mode`` none when the objective is not decoupled."""
+    """Holds the same options with the preset filled in: those below are never None. ``loss_scale_len`` is the divisor
+    of ``loss_agg=constant`` (None with another aggregation), ``prox_logp_method`` is None when no proximal
+    log-probabilities are used, ``behav_imp_weight_mode`` is ``none`` when the objective is not decoupled."""
 
     adv_estimator: str
     loss: str
@@ -145,7 +145,7 @@ class ResolvedOptions(PolicyGradientOptions):
 
 
 def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with groups and minibatches beside the options of rollouts and batches."""
+    """Yield what is wrong with groups and minibatches beside the options of rollouts and batches."""
     if config.rollout.min_group_size > ppo.group_size:
         yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than ppo.group_size={ppo.group_size}")
     sequences = config.dataset.train_bs_n_seqs * ppo.group_size

@@ -1,4 +1,4 @@
-"""Algorithms as rows of a table (docs/reference/dataflow.md 10): what each of them chooses differently from GRPO."""
+"""Lists the algorithms as rows of a table (docs/reference/dataflow.md 10): what each chooses differently from GRPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From the options of a policy gradient, most of them left to a preset, to all of their values. No torch."""
+"""Resolves the options of a policy gradient, most of them left to a preset, to all of their values. It does not import
+torch."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def resolve(config: PolicyGradientOptions | Mapping[str, Any], *, loss_scale_len
 
 
 def policy_gradient_options(options: PolicyGradientOptions | Mapping[str, Any]) -> PolicyGradientOptions:
-    """Options from plain data. Raises ValueError that names an unknown option and a close one."""
+    """Build options from plain data. Raises ValueError that names an unknown option and a close one."""
     if isinstance(options, PolicyGradientOptions):
         return options
     known = [every.name for every in fields(PolicyGradientOptions)]
@@ -44,7 +45,8 @@ def policy_gradient_options(options: PolicyGradientOptions | Mapping[str, Any]) 
 
 
 def _divisor(config: PolicyGradientOptions, value: Mapping[str, Any], default: int | None) -> int | None:
-    """The same number for whoever validates and whoever trains; there is no silent one."""
+    """Return the divisor: the same number for the part that validates and the part that trains. It never has a silent
+    default."""
     if value["loss_agg"] != "constant":
         return None
     divisor = default if config.loss_scale_len is None else config.loss_scale_len
@@ -59,17 +61,18 @@ def _divisor(config: PolicyGradientOptions, value: Mapping[str, Any], default: i
 
 
 def _recomputes(config: PolicyGradientOptions, value: Mapping[str, Any]) -> bool:
-    """Whether the ratio is taken against recomputed log-probabilities in place of the generator's.
+    """Return whether the ratio is taken against recomputed log-probabilities in place of the generator's.
 
-    The ratio of a sequence is clipped within 3e-4 or so, less than what rounding makes of the same weights in two
-    programs: against the generator's own numbers a third of the sequences would be clipped by chance."""
+    The ratio of a sequence is clipped within about 3e-4, less than the rounding by which two programs differ for the
+    same weights: against the generator's own numbers a third of the sequences would be clipped by chance.
+    """
     if config.recompute_logprob is not None:
         return config.recompute_logprob
     return value["ratio"] == "sequence" and value["loss"] != "reinforce" and not config.use_decoupled_loss
 
 
 def _off_policy(config: PolicyGradientOptions, value: Mapping[str, Any]) -> dict[str, Any]:
-    """The options about the proximal policy and the behaviour weight, with their defaults."""
+    """Return the options about the proximal policy and the behaviour weight, with their defaults."""
     proximal = config.use_decoupled_loss or value["recompute_logprob"]
     chosen = config.use_decoupled_loss or config.recompute_logprob is not None
     # What nobody chose does not change the graph: the train call recomputes.

@@ -13,8 +13,9 @@ from realhf.env.curriculum.factory import make_curriculum
 
 
 class TaskCurriculumSource:
-    """Endless. Ids are ``<template>-<seed>@<n>`` with n counting from 0; metadata holds the task as JSON text and
-    ``task_id``, ``template``, ``tier``, ``task_seed``. There are no values: the task travels as metadata."""
+    """Draws tasks from a curriculum, without end. Ids are ``<template>-<seed>@<n>`` with n counting from 0; metadata
+    holds the task as JSON text and ``task_id``, ``template``, ``tier``, ``task_seed``. There are no values: the task
+    travels as metadata."""
 
     def __init__(
         self,
@@ -31,13 +32,13 @@ class TaskCurriculumSource:
         self._drawn = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        """Exactly ``n`` tasks."""
+        """Draw exactly ``n`` tasks."""
         items = [_item(task, self._drawn + index) for index, task in enumerate(self._curriculum.next_tasks(n))]
         self._drawn += n
         return items
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Tell the curriculum; rollouts that failed through no fault of the policy do not count."""
+        """Report results to the curriculum; rollouts that failed through no fault of the policy do not count."""
         for result in results:
             valid = [i for i, reward in enumerate(result.rewards) if reward is not None]
             achieved = sum(bool(result.achieved[i]) for i in valid) / len(valid) if valid else None
@@ -45,13 +46,16 @@ class TaskCurriculumSource:
             self._curriculum.record_template(result.metadata["task_id"], achieved, reward)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the number of tasks drawn and the curriculum's state."""
         return {"drawn": self._drawn, "curriculum": self._curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
         self._curriculum.load_state_dict(state["curriculum"])
         self._drawn = state["drawn"]
 
     def stats(self) -> dict[str, float]:
+        """Return the curriculum's metrics."""
         return self._curriculum.stats()
 
 

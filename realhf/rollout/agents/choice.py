@@ -1,4 +1,4 @@
-"""Which agent plays: the built-in one, or a function of the user's."""
+"""Chooses which agent plays: the built-in one, or a function of the user's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from realhf.rollout.episode.rollout_state import Limits
 def make_agent(
     name: str, chat: TemplateChat, episodes: RolloutOptions, options: Mapping[str, Any] | None = None
 ) -> EpisodeAgent:
-    """Return the agent ``name`` ("" is the built-in one). ``options`` are the agent's own, which its function takes as
-    keyword arguments. Raises ValueError for an agent that cannot be had."""
+    """Build the agent called ``name``. ``args`` are those of the ``env_rollout`` interface; ``options`` are the agent's
+    own, which its function takes as keyword arguments. Raises ValueError for an agent that cannot be had."""
     check_whole_distribution(episodes.gen)
     limits = Limits(episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens, OBSERVATION_CHARS)
     if not name and options:
@@ -33,7 +33,7 @@ def make_agent(
 
 
 def check_whole_distribution(gen: GenConfig) -> None:
-    """Raises ValueError for sampling options with which no policy gradient can be computed."""
+    """Raise ValueError for sampling options with which no policy gradient can be computed."""
     if cut := gen.truncations():
         raise ValueError(
             f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, top_k=0, "

@@ -1,4 +1,5 @@
-"""Environments that fail, as data: the status of an error, a rollout without reward, a group with its outcomes.
+"""Describes failures of environments as data: the status of an error, a rollout without reward, a group with its
+outcomes.
 
 Source: docs/reference/environment.md 9. A failed environment is never a reward of 0.
 """
@@ -44,7 +45,8 @@ class GroupResetError(GroupError):
 
 
 def failure_status(error: BaseException) -> str:
-    """Status of a rollout whose environment raised ``error``; ``policy_error`` for what is none of FAILURES."""
+    """Return the status of a rollout whose environment raised ``error``; ``policy_error`` for an error that is none of
+    FAILURES."""
     if isinstance(error, CapacityError):
         return "capacity"
     if isinstance(error, TimeoutError):
@@ -55,17 +57,17 @@ def failure_status(error: BaseException) -> str:
 
 
 def as_failure(error: BaseException) -> RolloutFailure:
-    """``error`` as an outcome."""
+    """Turn ``error`` into an outcome."""
     return RolloutFailure(failure_status(error), str(error) or type(error).__name__)
 
 
 def failed_ones(outcomes: Sequence[Any]) -> str:
-    """Words for an error message: which entries failed, and how."""
+    """Say, for an error message, which entries failed and how."""
     named = [f"{i}: {o.status} ({o.message})" for i, o in enumerate(outcomes) if getattr(o, "valid", True) is False]
     return "; ".join(named)
 
 
 def check_on_failure(value: str) -> None:
-    """Raises ValueError for a policy that does not exist."""
+    """Raise ValueError for a policy that does not exist."""
     if value not in ON_FAILURE:
         raise ValueError(f"on_failure is {value!r}; allowed: {', '.join(ON_FAILURE)}")

@@ -1,4 +1,4 @@
-"""Tokens from generation workers: which worker is asked, and what happens when it dies.
+"""Gets tokens from generation workers: it decides which worker is asked, and what happens when one dies.
 
 Source: docs/reference/dataflow.md 9.
 """
@@ -18,11 +18,11 @@ from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.service.client import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
-"""Errors of living workers after which a request is given up."""
+"""After this many errors of living workers a request is given up."""
 _DEATHS = 4
-"""So many workers may a request lose; it may be what kills them, and the next must be spared."""
+"""After this many dead workers a request is given up: it may be what kills them, and the next must be spared."""
 _RECONNECT_S = 1.0
-"""So long after its connection broke, a worker that is still registered is tried again."""
+"""Seconds after a connection broke until a worker that is still registered is tried again."""
 
 
 class _Worker:
@@ -34,9 +34,12 @@ class _Worker:
 
 
 class GenerationClient:
-    """A ``TokenSource`` over all generation workers of the roster. A slot stays with the worker that holds its keys and
-    values; a new one goes to the worker with the fewest tokens in hand. A worker that dies loses nothing: the request
-    holds all tokens so far and is sent to another, within ``timeout_s`` of its start and a few times at most."""
+    """Is a ``TokenSource`` over all generation workers of the roster.
+
+    A slot stays with the worker that holds its keys and values; a new one goes to the worker with the fewest tokens in
+    hand. When a worker dies nothing is lost: the request holds all tokens so far and is sent to another, within
+    ``timeout_s`` of its start and a few times at most.
+    """
 
     def __init__(self, name: str, run_id: str, *, timeout_s: float) -> None:
         self._name, self._run_id, self._timeout_s = name, run_id, timeout_s
@@ -49,7 +52,7 @@ class GenerationClient:
         self.rerouted = 0
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """The generation workers that are registered now: name -> endpoint."""
+        """Set which generation workers are registered now: name -> endpoint."""
         self._registered = {} if self._closed else {endpoint: name for name, endpoint in endpoints.items()}
         for endpoint in set(self._workers) - set(self._registered):
             self._drop(endpoint, self._workers[endpoint])
@@ -57,7 +60,7 @@ class GenerationClient:
             self._connect(endpoint)
 
     async def generate(self, request: GenRequest) -> GenOutput:
-        """The rest of a turn. Raises GenerationFailed."""
+        """Return the rest of a turn. Raises GenerationFailed."""
         deadline, failures = time.monotonic() + self._timeout_s, 0
         lost: set[str] = set()
         asked = GenerateRequest(
@@ -87,7 +90,7 @@ class GenerationClient:
                 worker.tokens -= len(request.token_ids)
 
     def free(self, slots: Sequence[int]) -> None:
-        """The episodes in these slots are over."""
+        """Forget the episodes in these slots: they are over."""
         by_worker: dict[str, list[int]] = {}
         for slot in slots:
             endpoint = self._home.pop(slot, None)
@@ -99,7 +102,7 @@ class GenerationClient:
             task.add_done_callback(self._freeing.discard)
 
     def close(self) -> None:
-        """Requests in flight and later ones fail."""
+        """Close all connections; requests in flight and later ones fail."""
         self._closed = True
         self.update({})
         self._wake()
@@ -109,7 +112,7 @@ class GenerationClient:
             await client.ask(FREE, FreeRequest(list(slots)), timeout_s=self._timeout_s)
 
     async def _endpoint(self, slot: int, deadline: float) -> str:
-        """The worker of a slot; waits for one to join where there is none."""
+        """Return the worker of a slot; waits for one to join where there is none."""
         while not self._workers:
             if self._closed:
                 raise GenerationFailed("the client of the generation workers is closed")
@@ -128,14 +131,15 @@ class GenerationClient:
         return self._workers[endpoint].tokens, endpoint
 
     def _connect(self, endpoint: str) -> None:
-        """If it is registered and not connected."""
+        """Connect to a worker if it is registered and not connected."""
         if endpoint in self._registered and endpoint not in self._workers:
             client = ServiceClient(endpoint, self._registered[endpoint], self._name, self._run_id)
             self._workers[endpoint] = _Worker(client)
             self._wake()
 
     def _drop(self, endpoint: str, worker: _Worker) -> None:
-        """Its requests fail with PeerLost. A later connection to the same worker stays."""
+        """Close the connection to a worker; its requests fail with PeerLost. A later connection to the same worker
+        stays."""
         worker.client.close()
         if self._workers.get(endpoint) is worker:
             del self._workers[endpoint]
@@ -147,8 +151,8 @@ class GenerationClient:
 
 
 class NewEnough:
-    """A ``TokenSource`` over another, for a sample that was admitted at policy version ``version``: none of its tokens
-    comes from older weights, also not from a worker that has missed an update."""
+    """Wraps a ``TokenSource`` for a sample that was admitted at policy version ``version``: none of its tokens comes
+    from older weights, not even from a worker that has missed an update."""
 
     def __init__(self, tokens: TokenSource, version: int) -> None:
         self._tokens, self._version = tokens, version
@@ -158,6 +162,7 @@ class NewEnough:
         return await self._tokens.generate(replace(request, min_version=self._version))
 
     def free(self, slots: Sequence[int]) -> None:
+        """See ``TokenSource``."""
         self._tokens.free(slots)
 
 

@@ -1,4 +1,4 @@
-"""The life of a rollout worker: take a sample, play it, stream it, again (docs/reference/dataflow.md 9)."""
+"""Runs a rollout worker: take a sample, play it, stream it, again (docs/reference/dataflow.md 9)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from realhf.transport.service.client import ServiceClient
 
 _log = logging.getLogger(__name__)
 HOLD_S = 10.0
-"""How long the master may hold a request for samples before it has to say that there are none yet."""
+"""Seconds that the master may hold a request for samples before it has to answer that there are none yet."""
 
 Encode = Callable[[RolloutLease, PlayedGroup], Sequence[Any]]
-"""The frames of a finished sample."""
+"""Encodes a finished sample as the frames that are streamed."""
 
 
 class Stream(Protocol):
-    """Where finished samples go; ``StreamProducer`` is one."""
+    """Takes finished samples; ``StreamProducer`` is one."""
 
-    async def push(self, id: str, attempt: int, frames: Sequence[Any], *, timeout_s: float) -> None: ...
+    async def push(self, id: str, attempt: int, frames: Sequence[Any], *, timeout_s: float) -> None:
+        """Wait for a credit and send one attempt at a sample. The buffers must not change until it is acknowledged.
+        Raises TimeoutError without a credit within ``timeout_s``, ProtocolError when the frames exceed the limits of
+        the wire."""
+        ...
 
 
 class RolloutLoop:
-    """Runs one sample on each player at a time. An episode that fails, a player that breaks, a sample that cannot be
-    encoded: each ends one attempt and is told to the master; the loop goes on."""
+    """Runs one sample on each player at a time. When an episode fails, a player breaks or a sample cannot be encoded,
+    this attempt ends and the master is told so; the loop goes on."""
 
     def __init__(
         self,
@@ -52,8 +56,8 @@ class RolloutLoop:
         self.played = 0
 
     async def run(self) -> None:
-        """Until the master gives no more samples; then what is in play is finished. Raises TransportError when master
-        or stream are lost."""
+        """Work until the master gives no more samples; then what is in play is finished. Raises TransportError when
+        master or stream are lost."""
         try:
             while await self._take():
                 pass
@@ -67,7 +71,7 @@ class RolloutLoop:
             await asyncio.gather(*(player.close() for player, _ in self._players.values()), return_exceptions=True)
 
     async def _take(self) -> bool:
-        """Ask for as many samples as there are idle players; False when there are no more."""
+        """Ask for as many samples as there are idle players; returns False when there are no more."""
         while not self._idle:
             self._freed.clear()
             await self._freed.wait()
@@ -98,7 +102,7 @@ class RolloutLoop:
             self._freed.set()
 
     async def _finished(self, player: Player, lease: RolloutLease) -> Sequence[Any] | None:
-        """The frames of the sample; None when the attempt failed and the master knows."""
+        """Return the frames of the sample; None when the attempt failed and the master knows."""
         try:
             return self._encode(lease, await within(player, lease))
         except GroupFailed as error:
