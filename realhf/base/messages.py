@@ -1,8 +1,8 @@
-"""The one serialiser of what processes of a run say to each other: typed messages to plain data and back.
+"""Serialises the messages between the processes of a run: typed messages to plain data and back.
 
 A message is a ``Message`` (a frozen msgspec struct). ``Call`` joins the name of a request, its form and the form of its
-answer; ``realhf.api.calls`` lists those of a run. Whatever is not of its form is a ``MessageError`` that names the
-message and the field. The transport packs plain data and knows none of this.
+answer; ``realhf.api.calls`` lists those of a run. A message that does not have its form raises a ``MessageError``
+that names the message and the field. The transport packs plain data and does not know messages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 class MessageError(ValueError):
-    """A message that has not the form it must have; the text names the message and the field."""
+    """Is raised for a message that does not have its form; the text names the message and the field."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request, an answer or a part of one. Its fields are annotated; unknown ones are refused."""
+    """Is the base of requests, answers and their parts. Fields are annotated; unknown ones are refused."""
 
 
 M = TypeVar("M", bound=Message)
@@ -32,7 +32,7 @@ A = TypeVar("A", bound=Message)
 
 
 def to_payload(message: Message, name: str = "") -> Any:
-    """Maps, lists, scalars and bytes. Raises MessageError for a value that is none of these."""
+    """Convert a message to maps, lists, scalars and bytes. Raises MessageError for a value that is none of these."""
     try:
         return msgspec.to_builtins(message, builtin_types=_BYTES, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError) as error:
@@ -40,7 +40,7 @@ def to_payload(message: Message, name: str = "") -> Any:
 
 
 def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
-    """The inverse of ``to_payload``. Raises MessageError for anything that is not a ``kind``."""
+    """Rebuild a message from what ``to_payload`` returned. Raises MessageError for anything that is not a ``kind``."""
     try:
         return msgspec.convert(payload, kind, builtin_types=_BYTES)
     except msgspec.ValidationError as error:
@@ -53,7 +53,7 @@ def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
 
 @dataclass(frozen=True)
 class Call(Generic[Q, A]):
-    """Something that one process may ask of another: the name on the wire, the form of the request and of the
+    """Describes a request that one process may send to another: its name on the wire, and the forms of request and
     answer."""
 
     name: str
@@ -61,23 +61,23 @@ class Call(Generic[Q, A]):
     answer: type[A]
 
     def pack(self, request: Q) -> Any:
-        """The payload of a request. Raises MessageError."""
+        """Return the payload of a request. Raises MessageError."""
         return to_payload(request, self.name)
 
     def unpack(self, payload: Any) -> Q:
-        """The request in a payload. Raises MessageError."""
+        """Return the request in a payload. Raises MessageError."""
         return from_payload(self.request, payload, self.name)
 
     def pack_answer(self, answer: A) -> Any:
-        """The payload of an answer. Raises MessageError."""
+        """Return the payload of an answer. Raises MessageError."""
         return to_payload(answer, self.name)
 
     def unpack_answer(self, payload: Any, peer: str) -> A:
-        """The answer of ``peer`` in a payload. Raises MessageError."""
+        """Return the answer of ``peer`` in a payload. Raises MessageError."""
         return from_payload(self.answer, payload, f"{self.name} of {peer}")
 
     def served_by(self, serve: Callable[[Q], A]) -> tuple[str, Callable[[Any], Any]]:
-        """Name and handler, payload to payload, for a worker's table of handlers."""
+        """Return name and handler, payload to payload, for a worker's table of handlers."""
         return self.name, lambda payload: self.pack_answer(serve(self.unpack(payload)))
 
 
@@ -86,7 +86,7 @@ def _title(kind: type[Message], name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy, and other maps and sequences, as plain ones."""
+    """Convert numbers of numpy, and other maps and sequences, to plain ones."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

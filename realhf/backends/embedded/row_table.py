@@ -57,7 +57,7 @@ class RowTable:
         self.lengths[:] = 0
 
     def resize(self, rows: int, columns: int) -> None:
-        """Change the table to that many rows and columns; what fits stays."""
+        """Enlarge the table to that many rows and columns; what it holds stays."""
         if self.tokens.shape == (rows, columns):
             return
         old, lengths = self.tokens, self.lengths

@@ -37,8 +37,8 @@ def check_context(path: str, role: str, max_total_tokens: int) -> None:
 
 
 def check_folder(path: str, role: str) -> None:
-    """Raise ModelLoadError when ``path`` can only be a folder and is none; the hub client would report a bad repository
-    name."""
+    """Raise ModelLoadError when ``path`` can only be a folder but is not one; the hub client would report a bad
+    repository name."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelLoadError(f"{role}.path={path}: no such folder")
