@@ -20,7 +20,7 @@ from realhf.backends.embedded.attention_masks import sliding_window
 from realhf.backends.embedded.forward_pass import Decoding, Piece
 from realhf.backends.embedded.grouped_attention import blocks_attention, row_blocks
 from realhf.backends.embedded.kv_cache import RowCache
-from realhf.backends.embedded.onednn_linear import LEAST_ROWS, WideLinear, product, suits
+from realhf.backends.embedded.onednn_linear import LEAST_ROWS, OneDnnLinear, product, suits
 
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -72,7 +72,7 @@ def _unsuitable(model: Any) -> str | None:
     for layer in model.model.layers:
         parts = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         parts += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
-        if any(type(part) not in (nn.Linear, WideLinear) for part in parts):
+        if any(type(part) not in (nn.Linear, OneDnnLinear) for part in parts):
             return "a projection is not a plain linear layer"
     return None
 

@@ -23,7 +23,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class WideLinear(nn.Linear):
+class OneDnnLinear(nn.Linear):
     """Computes what ``nn.Linear`` computes, up to rounding. It has no second derivatives."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -35,12 +35,12 @@ class WideLinear(nn.Linear):
         return _Product.apply(input, self.weight, self.bias)
 
 
-def widen(model: nn.Module) -> int:
-    """Turn the plain float32 layers on the CPU into ``WideLinear``, in place; return how many. Parameters and their
+def use_onednn(model: nn.Module) -> int:
+    """Turn the plain float32 layers on the CPU into ``OneDnnLinear``, in place; return how many. Parameters and their
     names stay."""
     found = [module for module in model.modules() if type(module) is nn.Linear and suits(module.weight)]
     for module in found:
-        module.__class__ = WideLinear
+        module.__class__ = OneDnnLinear
     return len(found)
 
 

@@ -18,7 +18,7 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.model import LossFn, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
-from realhf.backends.embedded.onednn_linear import widen
+from realhf.backends.embedded.onednn_linear import use_onednn
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.training.micro_batches import micro_batches
@@ -45,7 +45,7 @@ class TorchEngine:
         self.tokenizer = tokenizer
         _disable_dropout(model)
         model.eval()
-        widen(model)
+        use_onednn(model)
         self._forward = PackedForward(model)
         self._checkpointing = gradient_checkpointing and optimizer is not None
         if self._checkpointing:

@@ -221,12 +221,12 @@ class VllmGenerator:
             elif any(answer["touched"] or answer["ok"] for answer in answers if answer):
                 self._fail(VllmError(f"{self._api.url} has weights of two versions: {answers}"))
         finally:
-            await self._go_on()
+            await self._resume_server()
             self._weight_pause_ms = (time.monotonic() - began) * 1e3
         self._start_waiting()
         return answers
 
-    async def _go_on(self) -> None:
+    async def _resume_server(self) -> None:
         if self._paused:
             return
         try:

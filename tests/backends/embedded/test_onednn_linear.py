@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from realhf.backends.embedded.onednn_linear import LEAST_ROWS, WideLinear, widen
+from realhf.backends.embedded.onednn_linear import LEAST_ROWS, OneDnnLinear, use_onednn
 
 
 def pair(features: int, out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(features + out)
     plain = nn.Linear(features, out, bias=bias)
     wide = copy.deepcopy(plain)
-    assert widen(wide) == 1
-    assert type(wide) is WideLinear
+    assert use_onednn(wide) == 1
+    assert type(wide) is OneDnnLinear
     return plain, wide
 
 
@@ -59,10 +59,10 @@ def test_other_precisions_and_other_layers_stay_as_they_are():
 
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), Special(8, 8), nn.Linear(8, 8))
     names = list(model.state_dict())
-    assert widen(model) == 1
-    assert [type(layer) for layer in model] == [nn.Linear, Special, WideLinear]
+    assert use_onednn(model) == 1
+    assert [type(layer) for layer in model] == [nn.Linear, Special, OneDnnLinear]
     assert list(model.state_dict()) == names
-    assert widen(model) == 0
+    assert use_onednn(model) == 0
 
 
 def test_a_tied_weight_gets_both_gradients():
