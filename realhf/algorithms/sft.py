@@ -23,8 +23,8 @@ class SFTInterface:
         self._guard = NonFiniteGuard(max_nonfinite_steps)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
-        """One step. Stats ``loss, nll, grad_norm, lr, n_tokens, skipped``, and ``stop`` after ``max_nonfinite_steps``
-        updates in a row without a finite gradient."""
+        """Train one step. Returns the statistics ``loss, nll, grad_norm, lr, n_tokens, skipped``, and ``stop`` after
+        ``max_nonfinite_steps`` consecutive updates without a finite gradient."""
         batch = self._weighted(sample)
         result = model.engine.train_batch(batch, self.loss, temperature=1.0, mb_spec=context.mb_spec)
         self._guard.observe(result)

@@ -81,7 +81,7 @@ class GenerationFailed(RuntimeError):
 
 
 class TensorSlot(Message, frozen=True, array_like=True):
-    """Where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of ``realhf.api.keys``."""
+    """Says where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of ``realhf.api.keys``."""
 
     name: str
     dtype: str
@@ -91,9 +91,9 @@ class TensorSlot(Message, frozen=True, array_like=True):
 
 
 class WeightsManifest(Message, frozen=True):
-    """One version of a policy's weights and how to get it. ``medium``: ``shm`` (``location``: name of a segment),
-    ``disk`` (a safetensors file) or ``broadcast`` (address of a rendezvous). ``checksum``: hex digest (blake2b, 16
-    bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset."""
+    """Describes one version of a policy's weights and how to get it. ``medium``: ``shm`` (``location``: name of a
+    segment), ``disk`` (a safetensors file) or ``broadcast`` (address of a rendezvous). ``checksum``: hex digest
+    (blake2b, 16 bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset."""
 
     version: int
     medium: str

@@ -87,7 +87,8 @@ class DataFlowGraph:
         return [sorted(level) for level in nx.topological_generations(calls)]
 
     def roots(self) -> list[str]:
-        """Calls that need nothing but the data source: keys of it, or (no input keys) a sample's metadata alone."""
+        """Return the calls that need nothing but the data source: keys of it, or (no input keys) a sample's metadata
+        alone."""
         return [n for n in self._by_name if all(p == DATASET for p in self.nx.predecessors(n))]
 
     def leaves(self) -> list[str]:

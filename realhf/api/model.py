@@ -98,11 +98,12 @@ class TrainResult:
 
 
 class Engine(Protocol):
-    """The weights of one model role on one worker. Raises on a wrong batch, never trains silently less.
+    """Holds the weights of one model role on one worker. It raises on a wrong batch and never silently trains on less.
 
-    ``version`` is the policy version: committed train steps, which the learning rate follows. Only the model host
-    sets it, before and after the calls of a step. Setting it frees all rows of the generation engine. An engine
-    may also have ``use_threads(threads: ComputeThreads)``: then these compute for it (``realhf.backends``)."""
+    ``version`` is the policy version: committed train steps, which the learning rate follows. Only the model host sets
+    it, before and after the calls of a step. Setting it frees all rows of the generation engine. An engine may also
+    have ``use_threads(threads: ComputeThreads)``: then these compute for it (``realhf.backends``).
+    """
 
     version: int
 

@@ -1,4 +1,4 @@
-"""How rollouts are played: the options that an experiment builds once and that all who play or evaluate read.
+"""Defines the options of rollouts, which an experiment builds once and which all who play or evaluate read.
 
 They travel as the ``interface_args`` of the call ``env_rollout`` and in ``RolloutSpec``.
 """
@@ -15,13 +15,13 @@ from realhf.base.dataclass_json import from_plain, to_plain
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Options of every rollout of a run.
+    """Says how the rollouts of a run are played.
 
     ``group_size`` rollouts G play one task; ``sessions`` environment sessions are played at once. ``max_turns``,
-    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds) and ``on_failure``: see
-    ``RolloutConfig``. ``chaos``: whether episodes may be perturbed; the environment hears of it at every reset.
-    ``transcripts``: how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it
-    decides the random numbers of its rollouts.
+    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds) and ``on_failure``: see ``RolloutConfig``.
+    ``chaos``: whether episodes may be perturbed; the environment hears of it at every reset. ``transcripts``: how many
+    episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it decides the random numbers of
+    its rollouts.
     """
 
     group_size: int
@@ -37,18 +37,18 @@ class RolloutOptions:
     seed: int = 0
 
     def to_args(self) -> dict[str, Any]:
-        """JSON-able keyword arguments of the interface ``env_rollout``."""
+        """Return the keyword arguments of the interface ``env_rollout``, as JSON can hold them."""
         return to_plain(self)
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> RolloutOptions:
-        """The inverse of ``to_args``. Raises TypeError for an unknown or a missing option."""
+        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
         return from_plain(RolloutOptions, args)
 
 
 @dataclass(frozen=True)
 class HeldOutOptions:
-    """What a held-out evaluation plays: ``tasks`` are (task id, tier), on instances of ``split``, each
+    """Says what a held-out evaluation plays: ``tasks`` are (task id, tier), on instances of ``split``, each
     ``episodes_per_task`` times at the training temperature and ``greedy_episodes_per_task`` times greedily."""
 
     tasks: tuple[tuple[int, str], ...]
@@ -57,10 +57,10 @@ class HeldOutOptions:
     greedy_episodes_per_task: int
 
     def to_args(self) -> dict[str, Any]:
-        """JSON-able ``EvaluationSpec.args``."""
+        """Return ``EvaluationSpec.args``, as JSON can hold them."""
         return to_plain(self)
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> HeldOutOptions:
-        """The inverse of ``to_args``. Raises TypeError for an unknown or a missing option."""
+        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
         return from_plain(HeldOutOptions, args)

@@ -14,8 +14,8 @@ ENV_ERROR, ENGINE_ERROR, TIMEOUT, CANCELLED, REJECTED = "env_error", "engine_err
 
 
 class RolloutLease(Message, frozen=True):
-    """A sample to be played: admitted by the master, given to one rollout worker. ``(id, attempt)`` is the
-    idempotency key; ``order`` counts admissions; ``version`` is the policy version at admission. The worker has
+    """Describes a sample to be played, which the master has admitted and given to one rollout worker. ``(id, attempt)``
+    is the idempotency key; ``order`` counts admissions; ``version`` is the policy version at admission. The worker has
     ``deadline_s`` seconds. ``metadata`` and ``values`` are the source's item."""
 
     id: str
@@ -28,7 +28,7 @@ class RolloutLease(Message, frozen=True):
 
 
 PayloadRef = list[int]
-"""[segment, offset, bytes] in the payload log."""
+"""Where a payload lies in the payload log: [segment, offset, bytes]."""
 
 ACCEPTED, DUPLICATE, REFUSED = "accepted", "duplicate", "refused"
 """Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted before;
@@ -36,8 +36,8 @@ ACCEPTED, DUPLICATE, REFUSED = "accepted", "duplicate", "refused"
 
 
 class Arrival(Message, frozen=True):
-    """A sample that has arrived and is durable. ``ref`` says where it lies, ``meta`` is the
-    encoded metadata-only sample. With ``error`` set the sample is unusable, ``ref`` and ``meta`` are empty."""
+    """Describes a sample that has arrived and is durable. ``ref`` says where it lies, ``meta`` is the encoded
+    metadata-only sample. With ``error`` set the sample is unusable, and ``ref`` and ``meta`` are empty."""
 
     id: str
     attempt: int

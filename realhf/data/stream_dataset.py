@@ -244,7 +244,7 @@ class StreamDataset:
                 wait = min(2 * wait, RETRY_S[1])
         self._seconds["notify_s"] += time.monotonic() - began
         if wait > RETRY_S[0]:
-            # The master may have accepted what it was told before, and only its answer was lost.
+            # The master may have accepted what was reported to it before, and only its answer was lost.
             answers = [ACCEPTED if answer == DUPLICATE else answer for answer in answers]
         return answers
 

@@ -39,7 +39,7 @@ class StreamHost:
         self._dataset: StreamDataset | None = None
 
     def handlers(self) -> dict[str, Callable[[Any], Any]]:
-        """Handlers for the immediate lane, by name."""
+        """Return the handlers of the immediate lane, by name."""
         return dict(
             [
                 STREAM_OPEN.served_by(self.open),
@@ -50,7 +50,7 @@ class StreamHost:
         )
 
     def open(self, request: OpenStreamRequest) -> OpenStreamAnswer:
-        """Make the dataset, unless there is one."""
+        """Make the dataset and its connection to the master, unless there is one already."""
         if self._dataset is None:
             self._master = BlockingServiceClient(request.control, "the master", self._worker, self._run_id)
             known = KeyTable()
@@ -66,7 +66,7 @@ class StreamHost:
         return OpenStreamAnswer(self._dataset.endpoint)
 
     def restore(self, request: RestoreStreamRequest) -> RestoreStreamAnswer:
-        """What was logged before is in the store again."""
+        """Put what was logged before back into the store, and return its arrivals."""
         return RestoreStreamAnswer(self._opened().restore(request.items))
 
     def prune(self, request: PruneStreamRequest) -> Nothing:
@@ -75,7 +75,7 @@ class StreamHost:
         return Nothing()
 
     def check(self, request: Nothing) -> Nothing:
-        """Raises StreamFailed when nothing can arrive any more."""
+        """Raise StreamFailed when nothing can arrive any more."""
         del request
         self._opened().check()
         return Nothing()

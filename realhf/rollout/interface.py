@@ -79,7 +79,7 @@ class EnvRolloutInterface:
         return outcomes_to_sample(sample.ids, groups, min_group_size=options.min_group_size), stats
 
     def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
-        """Success on held-out instances, sampled and greedy.
+        """Measure success on held-out instances, sampled and greedy.
 
         ``args`` are ``HeldOutOptions.to_args()``. Returns {"sampled": {"overall": {success, episodes, ...}, tier: ...},
         "greedy": {...}}.

@@ -54,8 +54,8 @@ class PolicyGradientInterface:
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
-        """One step. Raises ValueError on a missing key. After ``max_nonfinite_steps`` updates in a row without a finite
-        gradient the statistic ``stop`` tells so."""
+        """Train one step. Raises ValueError on a missing key. After ``max_nonfinite_steps`` consecutive updates without
+        a finite gradient the statistic ``stop`` holds the reason."""
         _require(sample, self._needed_keys())
         stats = self._staleness(sample, context.step)
         if self._kl_of_proximal and not self.options.needs_actor_inf:

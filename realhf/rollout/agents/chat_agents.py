@@ -39,10 +39,11 @@ class _Tokens:
 
 @dataclass
 class LocalModelAgent:
-    """A causal language model of transformers in this process; ``path`` is a folder or hub id.
+    """Answers with a causal language model of transformers in this process; ``path`` is a folder or hub id.
 
-    ``gen``: sampling (temperature 0: greedy). ``max_total_tokens`` ends a conversation that grew too long.
-    Raises ModelLoadError from ``load``."""
+    ``gen``: sampling (temperature 0: greedy). ``max_total_tokens`` ends a conversation that grew too long. Raises
+    ModelLoadError from ``load``.
+    """
 
     path: str
     gen: GenConfig
@@ -106,10 +107,11 @@ class LocalModelAgent:
 
 @dataclass
 class ChatApiAgent:
-    """An OpenAI-compatible ``/chat/completions`` endpoint, asked with ``concurrency`` requests at once.
+    """Answers with an OpenAI-compatible ``/chat/completions`` endpoint, asked with ``concurrency`` requests at once.
 
     ``base_url`` ends before ``/chat/completions`` (usually in ``/v1``). A request that fails for a moment is sent
-    again, with pauses; one that keeps failing raises AgentError."""
+    again, with pauses; one that keeps failing raises AgentError.
+    """
 
     base_url: str
     model: str

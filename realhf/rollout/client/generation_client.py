@@ -167,11 +167,11 @@ class NewEnough:
 
 
 def answer_of(output: GenOutput) -> GenerateAnswer:
-    """What a generation worker replies; an aborted turn is one that the client goes on with."""
+    """Return what a generation worker replies; the client goes on with an aborted turn."""
     reason = "interrupted" if output.finish_reason == "aborted" else output.finish_reason
     return GenerateAnswer(output.token_ids, output.logprobs, output.versions, reason)
 
 
 def request_of(asked: GenerateRequest, slot: int) -> GenRequest:
-    """The request of a client, in a slot of the worker's own."""
+    """Return the request of a client, in a slot of the worker's own."""
     return GenRequest(slot, asked.token_ids, asked.sampled, asked.seed, asked.min_version)

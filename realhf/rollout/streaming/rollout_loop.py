@@ -35,7 +35,7 @@ class Stream(Protocol):
 
 class RolloutLoop:
     """Runs one sample on each player at a time. When an episode fails, a player breaks or a sample cannot be encoded,
-    this attempt ends and the master is told so; the loop goes on."""
+    this attempt ends and is reported to the master; the loop goes on."""
 
     def __init__(
         self,
