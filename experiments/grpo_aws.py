@@ -51,6 +51,7 @@ class Config(sft_aws.Config):
 
 
 def build(config: Config) -> ExperimentSpec:
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     ppo = policy_options(config)
     before = (warm_start(config),) if config.actor.path == "builtin" else ()
     actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
@@ -145,6 +146,7 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
 
 
 def actor_model(config: Config, path: str) -> ModelSpec:
+    """Return the role that is trained, with its first weights in ``path``."""
     actor = config.actor
     return ModelSpec(
         "actor",

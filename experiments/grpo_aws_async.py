@@ -17,6 +17,7 @@ from realhf.api.graph import to_async
 
 
 def build(config: Config) -> ExperimentSpec:
+    """Return ``grpo_aws`` with its rollouts streamed. Raises ConfigError for options that contradict."""
     return asynchronous(grpo_aws.build(config), config)
 
 

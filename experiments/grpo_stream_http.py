@@ -19,6 +19,7 @@ from realhf.api.mfc import InterfaceType, MFCDef
 
 
 def build(config: Config) -> ExperimentSpec:
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     # Who samples is not known here, and neither is how much: the longest sequence bounds it.
     ppo = resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens)
     before = (warm_start(config),) if config.actor.path == "builtin" else ()

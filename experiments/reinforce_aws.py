@@ -13,6 +13,7 @@ from realhf.api.experiment import ExperimentSpec
 
 
 def build(config: Config) -> ExperimentSpec:
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     ppo = policy_options(config)
     if ppo.loss != "reinforce" or ppo.scored_keys:
         raise ConfigError(

@@ -43,6 +43,7 @@ class Config(ExperimentConfig):
 
 
 def build(config: Config) -> ExperimentSpec:
+    """Return supervised training on demonstrations that are played first, unless they are there already."""
     spec = _supervised(
         config, steps=config.total_train_steps, batch=config.dataset.train_bs_n_seqs, optimizer=config.actor.optimizer
     )

@@ -67,6 +67,7 @@ def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
 
 
 def print_graph(built: BuiltExperiment) -> int:
+    """Print the dataflow graph as text and as a Mermaid diagram. Returns the exit code 0."""
     print(built.graph.summary())
     print()
     print(built.graph.to_mermaid())
@@ -76,6 +77,7 @@ def print_graph(built: BuiltExperiment) -> int:
 
 
 def print_check(built: BuiltExperiment) -> int:
+    """Print what would run, and what is made before. Returns the exit code 0."""
     spec = built.spec
     print(
         f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
