@@ -100,6 +100,7 @@ def test_the_newcomers_walk_names_files_that_exist() -> None:
 # ---- backend, data source, metric: one experiment
 
 
+@pytest.mark.slow
 def test_the_experiment_of_ones_own_parts_learns_to_count(tmp_path: Path) -> None:
     """Launched from outside the tree, it draws from its source, trains its backend and logs its metric."""
     options = ("trial_name=t", f"fileroot={tmp_path}")

@@ -70,6 +70,7 @@ def test_groups_are_pushed_and_pulled_with_curl(tmp_path: Path) -> None:
     assert answers[-1] == {"current_step": 1, "queue_size": 0}
 
 
+@pytest.mark.slow
 def test_a_trainer_of_ones_own_learns_from_the_server() -> None:
     """A score of 1/16 is chance; fifteen steps on pulled batches bring it far above."""
     printed = run(sys.executable, str(EXAMPLES / "own_trainer.py"), "15", OMP_NUM_THREADS="1")

@@ -16,6 +16,8 @@ from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.client.aws_env import AwsEnv
 from realhf.rollout.client.env_client import CapacityError, ConnectError, OpenEnvClient
 
+pytestmark = pytest.mark.sim
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PEERS = {"openenv 0.10.0": ROOT / ".venv-openenv", "openenv-core 0.3.0": ROOT / ".venv-openenv-core"}

@@ -18,6 +18,8 @@ import pytest
 
 from tests.process_family import family, gone
 
+pytestmark = pytest.mark.slow
+
 TOY = Path(__file__).with_name("toy_experiment.py")
 SUMMARY_FIELDS = {
     "heldout_success_before",

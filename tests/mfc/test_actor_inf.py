@@ -14,6 +14,8 @@ from realhf.api.config import GenConfig
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 0.8
 GROUPS = [[12, 7], [9, 20]]
 

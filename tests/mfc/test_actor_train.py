@@ -18,6 +18,8 @@ from realhf.api.sample import SequenceSample
 from realhf.aws.tasks.task import Task
 from tests.mfc.mfc_bench import USELESS, MfcBench, sequences
 
+pytestmark = pytest.mark.slow
+
 GROUPS = [[12, 20, 15, 9], [10, 18, 14, 11]]
 REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5]
 LR = 1e-4

@@ -15,6 +15,8 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 0.7
 GROUPS = [[9, 30, 2], [17, 17, 5]]
 

@@ -15,6 +15,8 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists
 
+pytestmark = pytest.mark.slow
+
 ENV_ERROR, FILTERED = 3, 2
 
 

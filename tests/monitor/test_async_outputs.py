@@ -30,6 +30,8 @@ from realhf.monitor.run_log import RunLog
 from realhf.monitor.summary import build_summary
 from realhf.monitor.trace import open_trace
 
+pytestmark = pytest.mark.slow
+
 EVENT = {
     "kind": "rollouts",
     "admission": {"running": 48, "accepted": 320, "rejected": 2, "capacity": 16, "dropped": 0},

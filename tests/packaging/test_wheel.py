@@ -13,6 +13,8 @@ import pytest
 
 import realhf
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("configs", "experiments", "realhf", "workers")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from realhf.trajectory.client import AsyncTrajectoryClient
 from realhf.transport.rpc.master import RpcMaster
+
+pytestmark = pytest.mark.slow
 
 GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
 

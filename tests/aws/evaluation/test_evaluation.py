@@ -16,6 +16,8 @@ from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.names import is_name
 from realhf.rollout.agents.chat_agents import ChatApiAgent, served_model
 
+pytestmark = pytest.mark.sim
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[MiniStackPool]:

@@ -7,6 +7,8 @@ from realhf.aws.tasks import instantiate, load_templates
 from realhf.aws.tasks.loader import fill
 from realhf.aws.validation.acceptance import play
 
+pytestmark = pytest.mark.sim
+
 REPAIRS = [template for template in load_templates(["expert"]) if not template.possible_drifts]
 OWN_GROUP = "aws ec2 create-security-group --group-name mine --description mine"
 OWN_RULE = "--group-id ${step1:GroupId} --protocol tcp --port 22 --cidr 0.0.0.0/0"

@@ -14,6 +14,8 @@ from realhf.aws.validation.adversarial import MAX_STEPS
 from realhf.aws.validation.plays.collection import instance_to_play, plays_of
 from realhf.aws.validation.plays.play import Play, perform
 
+pytestmark = pytest.mark.sim
+
 WHOLE = (6, 112, 207, 214, 413, 507)
 """Templates all of whose plays are played."""
 SPELLED = (1, 2, 8, 9, 13, 14, 15, 20, 22, 24)

@@ -21,6 +21,8 @@ from realhf.rollout.client.server_metadata import fetch_metadata
 from realhf.rollout.players.grpo_pool import GrpoPool
 from tests.rollout.fake_env_server import FakeEnvServer
 
+pytestmark = pytest.mark.sim
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EnvServerProcess]:

@@ -21,6 +21,8 @@ from realhf.rollout.players.grpo_pool import GrpoPool
 from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 from tests.rollout.fake_env_server import FakeEnvServer
 
+pytestmark = pytest.mark.sim
+
 GENEROUS_S = 20
 
 

@@ -22,6 +22,8 @@ from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.rollout.scripted import ScriptedPolicy
 
+pytestmark = pytest.mark.sim
+
 N = 3
 
 

@@ -16,6 +16,8 @@ from realhf.rollout.client.env_client import CapacityError, ConnectionLost
 from realhf.rollout.trl.aws_tool import AwsToolEnv
 from tests.rollout.fake_env_server import FakeEnvServer
 
+pytestmark = pytest.mark.sim
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EnvServerProcess]:

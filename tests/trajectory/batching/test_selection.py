@@ -23,6 +23,8 @@ from realhf.trajectory.batching.queue_index import Lane, QueueIndex
 from realhf.trajectory.batching.selection import select_batch
 from realhf.trajectory.state.mixbuffer import find_groups_summing_to_target, find_set
 
+pytestmark = pytest.mark.slow
+
 PAYLOAD = Payload(b"", 10, Encoding.JSON, 0, 0)
 
 

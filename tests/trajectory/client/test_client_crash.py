@@ -17,6 +17,8 @@ import pytest
 from realhf.trajectory.client import AsyncTrajectoryClient, LeaseLost, NoBatchYet
 from tests.trajectory.groups import group
 
+pytestmark = pytest.mark.slow
+
 GROUPS, KILLS, PRODUCERS = 48, 2, 4
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.trajectory.crash_ledger import LOSS, Ledger, compare, run, start_servers, untold
 
+pytestmark = pytest.mark.slow
+
 needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 
 

@@ -23,6 +23,8 @@ from tests.trajectory.conftest import REGISTRATION
 from tests.trajectory.crash_ledger import ServerProcess
 from tests.trajectory.groups import group
 
+pytestmark = pytest.mark.slow
+
 KILLS, LIST, BATCH = 8, 3, 8
 HEADERS = {"X-Trainer-Id": "me"}
 

@@ -17,6 +17,8 @@ import pytest
 from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start
 from tests.trajectory.groups import binary, encoded, group
 
+pytestmark = pytest.mark.slow
+
 MSGPACK = {"Content-Type": "application/msgpack"}
 
 

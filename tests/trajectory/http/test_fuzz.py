@@ -11,9 +11,12 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from tests.trajectory.conftest import REGISTRATION, register_env, start
 from tests.trajectory.groups import group
+
+pytestmark = pytest.mark.slow
 
 PATHS = (
     "/", "/register", "/wandb_info", "/info", "/status", "/register-env", "/disconnect-env", "/status-env", "/batch",

@@ -23,6 +23,8 @@ import pytest
 from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH = 200, 16
 POLL_S = 0.01
 

@@ -23,6 +23,8 @@ from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.open import open_store
 from realhf.trajectory.store.sqlite import SqliteStore
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def limit_file_size() -> Iterator[Any]:

@@ -200,6 +200,7 @@ def test_other_types_are_refused(kind: str):
     assert refused(encoded(group()), content_type=kind)
 
 
+@pytest.mark.slow
 def test_a_large_body_is_validated_elsewhere_with_the_same_result():
     big = encoded(group(8, 60_000))
     assert len(big) > 4 << 20

@@ -26,6 +26,8 @@ from realhf.transport.tensors.store import TensorStore
 from tests.process_family import freeze
 from tests.transport.shared_segments import named_segments
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 SCRIPT = str(Path(__file__).with_name("store_process.py"))
 ROWS = 50_000

@@ -26,6 +26,8 @@ from realhf.transport.weights.receiver import receive
 from tests.transport.shared_segments import named_segments
 from tests.transport.weights.weights_process import values
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 SCRIPT = str(Path(__file__).with_name("weights_process.py"))
 MEDIA: list[Medium] = ["shm", "disk", "broadcast"]
