@@ -173,7 +173,7 @@ class Run:
         while time.monotonic() < until:
             report = await self._executor.execute_step(self._step)
             self._step += 1
-            await self._rollouts.after_step(self._step)
+            await self._rollouts.publish(self._step)
             await self._rollouts.step_metrics(report)
             if self._step % self._plan.exp_ctrl.ckpt_freq_steps == 0:
                 await self._rollouts.before_checkpoint()

@@ -1,4 +1,4 @@
-"""The master: waits for the workers, runs the graph step by step, saves, evaluates, reports.
+"""The master: waits for the workers, then train step, publish, report, checkpoint, evaluate, step by step.
 
     python -m workers.master_worker --run-dir DIR --run-id ID
 
@@ -14,7 +14,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from realhf.api.config import RecoverMode
 from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
+from realhf.api.source import DataSource
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
 from realhf.builtins import sources
@@ -42,8 +43,8 @@ from realhf.dataflow.caller import A, Q, ask
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
-from realhf.dataflow.rollouts.statistics import episode_texts
 from realhf.dataflow.step_report import StepReport
+from realhf.dataflow.step_source import StepSource, SynchronousSteps
 from realhf.monitor.events import EventStream
 from realhf.monitor.graph_files import write_graph_files
 from realhf.monitor.metrics_log import flatten_step
@@ -81,7 +82,7 @@ class MasterWorker:
         self._wall_before = 0.0
         self._saved_step = 0
         self._drawing: asyncio.Task[None] | None = None
-        self._rollouts: AsyncRollouts | None = None
+        self._told_of_workers: StepSource | None = None
 
     async def run(self) -> None:
         await self._rpc.start()
@@ -91,9 +92,8 @@ class MasterWorker:
                 tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
                 await self._workers_ready()
                 checkpoint = await self._last_checkpoint()
-                if self._spec.rollout is not None:
-                    self._rollouts = await self._open_rollouts(self._spec.rollout, checkpoint)
-                    stack.push_async_callback(self._rollouts.close)
+                self._steps = await self._open_steps(checkpoint)
+                stack.push_async_callback(self._steps.close)
                 self._executor = self._make_executor()
                 if checkpoint is not None:
                     await self._restore(checkpoint)
@@ -129,19 +129,15 @@ class MasterWorker:
         await self._rpc.wait_for(names, timeout)
 
     def _make_executor(self) -> FunctionExecutor:
-        spec, rollouts = self._spec, self._rollouts
-        workers = {role: [f"model_worker/{i}" for i in model.workers] for role, model in spec.models.items()}
-        rest: dict[str, Any] = {
-            "workers": workers,
-            "seed": spec.seed,
-            "endpoints": self._endpoints(),
-            "control_timeout_s": self._plan.rpc.control_timeout_s,
-        }
-        if rollouts is not None:
-            return FunctionExecutor(self._graph, self._rpc, rollouts.control, make_loader=rollouts.loader, **rest)
-        source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
         return FunctionExecutor(
-            self._graph, self._rpc, source, source_worker=f"model_worker/{spec.source.worker}", **rest
+            self._graph,
+            self._rpc,
+            self._steps.results,
+            make_loader=self._steps.loader,
+            workers={role: [f"model_worker/{i}" for i in model.workers] for role, model in self._spec.models.items()},
+            seed=self._spec.seed,
+            endpoints=self._endpoints(),
+            control_timeout_s=self._plan.rpc.control_timeout_s,
         )
 
     def _endpoints(self) -> dict[str, list[str]]:
@@ -161,7 +157,28 @@ class MasterWorker:
             raise RuntimeError(f"recover_mode=resume: no valid checkpoint in {self._checkpoints.folder}")
         return checkpoint
 
-    async def _open_rollouts(self, rollout: RolloutSpec, checkpoint: Checkpoint | None) -> AsyncRollouts:
+    async def _open_steps(self, checkpoint: Checkpoint | None) -> StepSource:
+        """Return where samples come from, which from now on hears of every worker, those that are there first."""
+        source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
+        if self._spec.rollout is not None:
+            steps: StepSource = await self._open_rollouts(self._spec.rollout, source, checkpoint)
+        else:
+            steps = SynchronousSteps(
+                source,
+                self._rpc,
+                worker=f"model_worker/{self._spec.source.worker}",
+                keys=self._graph.required_dataset_keys(),
+                n_seqs=self._graph.n_seqs,
+                timeout_s=self._plan.rpc.control_timeout_s,
+            )
+        self._told_of_workers = steps
+        for info in list(self._rpc.roster.values()):
+            steps.joined(info)
+        return steps
+
+    async def _open_rollouts(
+        self, rollout: RolloutSpec, source: DataSource, checkpoint: Checkpoint | None
+    ) -> AsyncRollouts:
         trainer = f"model_worker/{self._spec.models[rollout.role].workers[0]}"
         plan = RolloutPlan(
             rollout,
@@ -175,23 +192,17 @@ class MasterWorker:
             self._plan.rpc.call_timeout_s,
             archive=rollout.options.keep_journal,
         )
-        source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
-        rollouts = await AsyncRollouts.open(
-            plan, self._rpc, source, lambda text: self._events.emit("warning", text=text)
-        )
-        for info in list(self._rpc.roster.values()):
-            rollouts.joined(info)
-        return rollouts
+        return await AsyncRollouts.open(plan, self._rpc, source, lambda text: self._events.emit("warning", text=text))
 
     def _joined(self, info: WorkerInfo) -> None:
-        if self._rollouts is not None:
-            self._rollouts.joined(info)
+        if self._told_of_workers is not None:
+            self._told_of_workers.joined(info)
 
     def _left(self, name: str, reason: str) -> None:
         if name in self._replaceable:
             self._rpc.expect(name)
-        if self._rollouts is not None:
-            self._rollouts.left(name, reason)
+        if self._told_of_workers is not None:
+            self._told_of_workers.left(name, reason)
 
     # ---- steps
 
@@ -209,25 +220,23 @@ class MasterWorker:
         await stack.enter_async_context(self._executor)
         watcher = asyncio.create_task(self._show_activity())
         stack.callback(watcher.cancel)
-        if self._rollouts is not None:
-            await self._rollouts.start()
+        await self._steps.start()
         for step in range(done, total):
             try:
                 report = await self._executor.execute_step(step)
             except EndOfData as end:
                 await self._data_ended(step, end)
                 break
-            if self._rollouts is not None:
-                await self._rollouts.after_step(step + 1)
+            await self._steps.publish(step + 1)
             await self._report(report)
             if (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0 or step + 1 == total:
                 await self._checkpoint(step + 1)
             every = self._spec.evaluation.every_steps if self._spec.evaluation else 0
             if every and (step + 1) % every == 0 and step + 1 < total:
-                async with self._rollouts_held():
-                    await self._evaluate(step + 1)
-        if self._rollouts is not None:
-            await self._rollouts.hold()
+                await self._steps.pause()  # an evaluation needs the environment's sessions for itself
+                await self._evaluate(step + 1)
+                await self._steps.resume()
+        await self._steps.pause()
 
     async def _data_ended(self, completed: int, end: EndOfData) -> None:
         """The source has no more: the run is complete with the steps it has. Raises RuntimeError where it has none."""
@@ -237,16 +246,6 @@ class MasterWorker:
         self._events.emit("warning", text=f"the data ended after step {completed}, before total_train_steps={total}")
         if self._saved_step < completed:
             await self._checkpoint(completed)
-
-    @contextlib.asynccontextmanager
-    async def _rollouts_held(self) -> AsyncIterator[None]:
-        """An evaluation needs the environment's sessions for itself."""
-        if self._rollouts is None:
-            yield
-            return
-        await self._rollouts.hold()
-        yield
-        await self._rollouts.go_on()
 
     async def _report(self, report: StepReport) -> None:
         step = report.step + 1
@@ -263,9 +262,8 @@ class MasterWorker:
             train_calls=self._trains,
         )
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
-        if self._rollouts is not None:
-            metrics |= await self._rollouts.step_metrics(report)
-            episodes += episode_texts(report.results)
+        metrics |= await self._steps.step_metrics(report)
+        episodes += self._steps.episodes(report)
         self._log.step(step, metrics, episodes)
         for call in report.calls:
             if call.stats.get("skipped"):
@@ -279,8 +277,8 @@ class MasterWorker:
         """Tell the display what runs, when it changes."""
         shown: dict[str, Any] = {}
         while True:
-            if self._rollouts is not None:
-                self._events.emit("rollouts", **await self._rollouts.live())
+            if sections := await self._steps.live():
+                self._events.emit("rollouts", **sections)
             running = [name for name, state in self._executor.activity().items() if state.startswith("runs")]
             resident, capacity = len(self._executor.buffer), self._executor.buffer.max_size
             now = {"calls": running, "resident": resident, "capacity": capacity}
@@ -311,7 +309,7 @@ class MasterWorker:
             step=step,
             seed=self._spec.seed,
             endpoints=self._endpoints(),
-            release=self._rollouts is not None,
+            release=self._steps.shares_environment,
         )
         return (await self._ask(worker, EVALUATE, request, step=step)).stats
 
@@ -338,8 +336,7 @@ class MasterWorker:
         return await ask(self._rpc, worker, call, request, timeout_s=self._plan.rpc.call_timeout_s, step=step)
 
     async def _checkpoint(self, step: int) -> None:
-        if self._rollouts is not None:
-            await self._rollouts.before_checkpoint()
+        await self._steps.before_checkpoint()
         state = {
             "executor": self._executor.state_dict(),
             "wall_seconds": self._wall_seconds(),
@@ -353,8 +350,7 @@ class MasterWorker:
         folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
         self._saved_step = step
         await asyncio.gather(*(self._ask(worker, COMMITTED, Nothing()) for worker in self._model_workers))
-        if self._rollouts is not None:
-            await self._rollouts.checkpointed(step, folder.name)
+        await self._steps.checkpointed(step, folder.name)
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
@@ -383,8 +379,7 @@ class MasterWorker:
         await self._export()
         if self._drawing is not None:
             await self._drawing
-        if self._rollouts is not None:
-            self._rollouts.end()
+        self._steps.end()
         summary = await asyncio.to_thread(self._log.finish, wall_seconds=self._wall_seconds(), train_calls=self._trains)
         self._events.emit("done", summary=summary)
 

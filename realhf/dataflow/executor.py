@@ -13,11 +13,11 @@ from typing import Any
 from realhf.api.calls import CLEAR, ClearRequest
 from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import InterfaceType
-from realhf.api.source import DataSource, ResultSink, SampleResult
+from realhf.api.source import ResultSink, SampleResult
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer.types import EndOfData, Retired
 from realhf.dataflow.caller import Caller, ask
-from realhf.dataflow.loader import Loader, StepLoader
+from realhf.dataflow.loader import StepLoader
 from realhf.dataflow.model_function_call import WAITS, ModelFunctionCall
 from realhf.dataflow.step_report import CallReport, StepReport, step_report
 from realhf.dataflow.storage_map import StorageMap
@@ -32,9 +32,8 @@ class StallError(RuntimeError):
 class FunctionExecutor:
     """Owns buffer, storage map, calls and loader.
 
-    ``workers`` maps a model role to the names of the workers that hold it; ``source_worker`` stores what the
-    source draws, unless ``make_loader`` gives another way of loading (samples that are streamed in);
-    ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
+    ``workers`` maps a model role to the names of the workers that hold it; ``make_loader`` and ``results`` are those
+    of a ``StepSource``; ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
     ``steps_in_flight`` steps ahead at most: with 1, the synchronous mode, the samples of step k + 1 are drawn
     after the results of step k were recorded, so that a curriculum always sees the same results in the same
     order. Use as ``async with``; or ``start`` and ``close``.
@@ -44,12 +43,11 @@ class FunctionExecutor:
         self,
         graph: DataFlowGraph,
         caller: Caller,
-        source: DataSource | ResultSink,
+        results: ResultSink,
         *,
         workers: Mapping[str, Sequence[str]],
         seed: int,
-        source_worker: str = "",
-        make_loader: Callable[[AsyncIOSequenceBuffer, StorageMap], StepLoader] | None = None,
+        make_loader: Callable[[AsyncIOSequenceBuffer, StorageMap], StepLoader],
         endpoints: Mapping[str, Sequence[str]] | None = None,
         steps_in_flight: int = 1,
         max_size: int | None = None,
@@ -72,24 +70,9 @@ class FunctionExecutor:
             mfc.name: make_call(mfc, graph, self.buffer, self.storage, caller, workers.get(mfc.model_role, ()))
             for mfc in graph.mfcs
         }
-        if make_loader is not None:
-            self.loader = make_loader(self.buffer, self.storage)
-        else:
-            if not isinstance(source, DataSource):
-                raise TypeError(f"{type(source).__name__} draws no samples; give make_loader")
-            self.loader = Loader(
-                source,
-                self.buffer,
-                self.storage,
-                caller,
-                worker=source_worker,
-                keys=graph.required_dataset_keys(),
-                n_seqs=graph.n_seqs,
-                steps_in_flight=steps_in_flight,
-                timeout_s=control_timeout_s,
-            )
+        self.loader = make_loader(self.buffer, self.storage)
         self.next_step = 0
-        self._caller, self._source = caller, source
+        self._caller, self._results = caller, results
         self._control_timeout_s = control_timeout_s
         self._stall_warn_s, self._stall_fail_s = stall_warn_s, stall_fail_s
         self._retired: dict[int, list[tuple[int, SampleResult]]] = {}
@@ -155,7 +138,7 @@ class FunctionExecutor:
         self.next_step = step + 1
         occupancy = {**self.buffer.stats(), "peak_resident": self._peak_resident}
         calls = [report for task in tasks.values() for report in task.result()]
-        report = step_report(step, time.monotonic() - began, calls, results, occupancy, self._source.stats())
+        report = step_report(step, time.monotonic() - began, calls, results, occupancy, self._results.stats())
         self.loader.finished(step)
         return report
 
@@ -246,7 +229,7 @@ class FunctionExecutor:
         retired = sorted(self._retired.pop(step, ()), key=lambda item: item[0])
         results = [result for _, result in retired]
         if results:
-            self._source.record(results)
+            self._results.record(results)
         return results
 
     async def _clear(self) -> None:

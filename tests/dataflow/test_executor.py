@@ -15,6 +15,7 @@ from realhf.dataflow.buffer.types import EndOfData
 from realhf.dataflow.executor import FunctionExecutor, StallError
 from realhf.dataflow.model_function_call import MFCFailed
 from realhf.dataflow.step_report import StepReport
+from realhf.dataflow.step_source import SynchronousSteps
 from realhf.transport.errors import WorkerDied
 from tests.dataflow.toy_graph import FakeCaller
 from tests.dataflow.toy_source import ToySource, toy_graph
@@ -34,11 +35,20 @@ class Bench:
             roles = [role for role, names in workers.items() if name in names]
             self.caller.add(name, roles, self.graph, tmp_path)
         self.source = ToySource(limit)
+        steps = SynchronousSteps(
+            self.source,
+            self.caller,
+            worker="w0",
+            keys=self.graph.required_dataset_keys(),
+            n_seqs=self.graph.n_seqs,
+            timeout_s=20.0,
+            steps_in_flight=kw.get("steps_in_flight", 1),
+        )
         self.executor = FunctionExecutor(
             self.graph,
             self.caller,
-            self.source,
-            source_worker="w0",
+            steps.results,
+            make_loader=steps.loader,
             workers=workers,
             seed=7,
             endpoints={"env": ["http://here"]},

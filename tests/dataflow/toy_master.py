@@ -20,6 +20,7 @@ import numpy as np
 
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.model_function_call import MFCFailed
+from realhf.dataflow.step_source import SynchronousSteps
 from realhf.transport.rpc.master import RpcMaster
 from tests.dataflow.toy_source import ToySource, toy_graph
 
@@ -67,7 +68,10 @@ async def run(folder: Path) -> dict[str, Any]:
     try:
         await rpc.wait_for(roles, 60)
         workers = {"actor": ["w0"], "ref": ["w1"]}
-        executor = FunctionExecutor(toy_graph(), rpc, ToySource(), source_worker="w0", workers=workers, seed=7)
+        graph, source = toy_graph(), ToySource()
+        keys = graph.required_dataset_keys()
+        steps = SynchronousSteps(source, rpc, worker="w0", keys=keys, n_seqs=graph.n_seqs, timeout_s=30.0)
+        executor = FunctionExecutor(graph, rpc, source, make_loader=steps.loader, workers=workers, seed=7)
         async with executor:
             report = await executor.execute_step(0)
             answer["noise"], answer["weight"] = report.stats["gen"]["noise"], report.stats["train"]["weight"]

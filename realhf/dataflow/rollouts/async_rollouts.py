@@ -28,7 +28,7 @@ from realhf.api.calls import (
 )
 from realhf.api.experiment import RolloutSpec
 from realhf.api.sample import SequenceSample
-from realhf.api.source import DataSource
+from realhf.api.source import DataSource, ResultSink
 from realhf.base.messages import Call
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.caller import A, Q, ask
@@ -36,10 +36,10 @@ from realhf.dataflow.journal.records import Admit, Draw, Drop
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.journal.state import Recovery
 from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutsFailed
-from realhf.dataflow.rollouts.sample_queue import Task, TaskSupply, item_of
+from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_of
 from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.staleness import StalenessManager
-from realhf.dataflow.rollouts.statistics import rollout_figures
+from realhf.dataflow.rollouts.statistics import episode_texts, rollout_figures
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.dataflow.rollouts.stream_loader import StreamLoader
 from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpdates
@@ -89,8 +89,9 @@ class RolloutPlan:
 
 
 class AsyncRollouts:
-    """Make it with ``open``, before the executor; ``start`` the rollouts, ``after_step`` every step, ``hold`` them for
-    an evaluation, ``close`` at the end."""
+    """The ``StepSource`` of an asynchronous run. Make it with ``open``, before the executor."""
+
+    shares_environment = True
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class AsyncRollouts:
         self._plan, self._caller, self._ledger, self._warn = plan, caller, ledger, warn
         eta = options.max_head_offpolicyness
         consumed = plan.completed_steps * plan.batch_size
-        self._supply = TaskSupply(source, plan.batch_size)
+        self._queue = SampleQueue(source, plan.batch_size)
         self._staleness = StalenessManager(
             batch_size=plan.batch_size,
             max_head_offpolicyness=eta,
@@ -123,7 +124,7 @@ class AsyncRollouts:
             options.on_failure.max_deaths,
         )
         self.control = RolloutControl(
-            self._supply,
+            self._queue,
             ledger,
             self._staleness,
             StragglerGate(plan.batch_size, eta, wait=not drop),
@@ -196,10 +197,10 @@ class AsyncRollouts:
             replay[step] = ids
         admitted = [*(admit.id for admit, _ in recovery.accepted), *(admit.id for admit in recovery.requeue)]
         if recovery.draw is not None:
-            self._supply.load_state(recovery.draw, admitted)
-        self._supply.recorded |= {sample_id for _, ids in recovery.replay for sample_id in ids}
+            self._queue.load_state(recovery.draw, admitted)
+        self._queue.recorded |= {sample_id for _, ids in recovery.replay for sample_id in ids}
         if lost:
-            self._ledger.append(*lost, Draw(self._supply.state()))
+            self._ledger.append(*lost, Draw(self._queue.state()))
         tasks = [Task(item_of(admit.item), admit.attempt + 1, order=admit.order) for admit in recovery.requeue]
         self.control.restore(tasks, staged, replay, recovery.order)
         _log.info(
@@ -208,6 +209,11 @@ class AsyncRollouts:
             len(tasks),
             len(replay),
         )
+
+    @property
+    def results(self) -> ResultSink:
+        """Return the control of the rollouts, which writes down what was trained and tells the data source."""
+        return self.control
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StreamLoader:
         """Fills the executor's buffer."""
@@ -268,19 +274,19 @@ class AsyncRollouts:
         except WorkerDied as error:
             _log.warning("%s", error)
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         """Let what is in play come to its end and the sessions be closed. Raises RolloutsFailed when it does not."""
         self._playing = False
-        self.control.hold(True)
+        self.control.pause()
         try:
             async with asyncio.timeout(self._plan.spec.options.rollout_deadline_s + STOP_TIMEOUT_S):
                 await self.control.stopped()
         except TimeoutError:
             raise RolloutsFailed(f"{', '.join(self.control.workers)} did not stop") from None
 
-    async def go_on(self) -> None:
-        """After ``hold``."""
-        self.control.hold(False)
+    async def resume(self) -> None:
+        """After ``pause``."""
+        self.control.resume()
         await self._play_all()
 
     def _not_loaded(self, worker: str, error: Exception) -> None:
@@ -299,7 +305,7 @@ class AsyncRollouts:
 
     # ---- steps
 
-    async def after_step(self, completed_steps: int) -> None:
+    async def publish(self, completed_steps: int) -> None:
         """New weights for the generation workers."""
         await self._weights.publish(completed_steps)
 
@@ -329,6 +335,10 @@ class AsyncRollouts:
             "tokens": tokens,
             "tokens_per_second": tokens / report.wall_s,
         }
+
+    def episodes(self, report: StepReport) -> list[str]:
+        """Return the transcripts that travelled with the samples."""
+        return episode_texts(report.results)
 
     async def live(self) -> dict[str, dict[str, float]]:
         """What the display shows between steps: {section: {figure: value}}."""

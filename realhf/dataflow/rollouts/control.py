@@ -19,7 +19,7 @@ from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.dataflow.journal.records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
-from realhf.dataflow.rollouts.sample_queue import Task, TaskSupply, item_map
+from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_map
 from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.transport.codec import decode_sample
@@ -69,7 +69,7 @@ class RolloutControl:
 
     def __init__(
         self,
-        supply: TaskSupply,
+        supply: SampleQueue,
         ledger: RolloutLedger,
         staleness: StalenessManager,
         gate: StragglerGate,
@@ -78,7 +78,7 @@ class RolloutControl:
         discard: Callable[[Sequence[str]], None],
         warn: Callable[[str], None] = _log.warning,
     ) -> None:
-        self._supply, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
+        self._queue, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
         self._warn = warn
         self.staleness, self._gate = staleness, gate
         self._workers: set[str] = set()
@@ -89,7 +89,7 @@ class RolloutControl:
         self._next_order = 0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
-        self.holding = False
+        self.paused = False
         self._in_vain = 0
         self.lost_attempts = 0
         self.given_up = 0
@@ -133,10 +133,10 @@ class RolloutControl:
     async def allocate(self, worker: str, count: int, hold_s: float) -> list[RolloutLease] | None:
         """Between one and ``count`` samples to play, in the journal before they are given: on the disk no later than
         what comes of them, and lost only together with this process and all who heard of them. Waits for capacity up
-        to ``hold_s`` seconds, then None: ask again. [] when the worker is to stop: the run needs no more, holds, or
+        to ``hold_s`` seconds, then None: ask again. [] when the worker is to stop: the run needs no more, pauses, or
         has seen it leave."""
         until = time.monotonic() + hold_s
-        while worker in self._workers and self._failure is None and not (self.holding or self.complete):
+        while worker in self._workers and self._failure is None and not (self.paused or self.complete):
             leases = self._admit(worker, count)
             if leases:
                 return leases
@@ -144,9 +144,14 @@ class RolloutControl:
                 return None
         return []
 
-    def hold(self, holding: bool) -> None:
-        """Give no more samples, or give them again; what is in play is played to its end."""
-        self.holding = holding
+    def pause(self) -> None:
+        """Give no more samples; what is in play is played to its end."""
+        self.paused = True
+        self._wake()
+
+    def resume(self) -> None:
+        """Give samples again, after ``pause``."""
+        self.paused = False
         self._wake()
 
     @property
@@ -164,14 +169,14 @@ class RolloutControl:
     def _admit(self, worker: str, count: int) -> list[RolloutLease]:
         leases: list[RolloutLease] = []
         records: list[Record] = []
-        exhausted_before = self._supply.exhausted
+        exhausted_before = self._queue.exhausted
         suspected = any(entry.task.suspect and entry.worker == worker for entry in self._open.values())
         while len(leases) < count and self.capacity > 0:
-            draws_before = self._supply.draws
-            task = self._supply.take(suspects=not suspected)
+            draws_before = self._queue.draws
+            task = self._queue.take(suspects=not suspected)
             if task is None:
                 break
-            if self._supply.draws > draws_before:
+            if self._queue.draws > draws_before:
                 records.append(self._draw_with(task))
             suspected = suspected or task.suspect
             lease = self._lease(task, worker)
@@ -179,13 +184,13 @@ class RolloutControl:
             leases.append(lease)
         if records:
             self._ledger.append(*records)
-        if self._supply.exhausted and not exhausted_before:
+        if self._queue.exhausted and not exhausted_before:
             self._wake()
         return leases
 
     def _draw_with(self, first: Task) -> Draw:
         """The state after a draw, of which ``first`` has been taken already."""
-        state = self._supply.state()
+        state = self._queue.state()
         return Draw({**state, "drawn": [item_map(first.item), *state["drawn"]]})
 
     def _lease(self, task: Task, worker: str) -> RolloutLease:
@@ -241,9 +246,9 @@ class RolloutControl:
         reject = Reject(sample_id, entry.attempt, outcome, message[:1000], final)
         if not final:
             self._ledger.append(reject)
-            self._supply.give_back(task)
+            self._queue.give_back(task)
             return
-        self._ledger.append(reject, Draw(self._supply.state()))
+        self._ledger.append(reject, Draw(self._queue.state()))
         self.given_up += 1
         self._in_vain += 1
         tally = f"{task.failures} failed attempts and {task.deaths} deaths of the process that played it"
@@ -308,7 +313,7 @@ class RolloutControl:
             return planned
         if self._rules.drop:
             self._drop(self._gate.drop_stale(step))
-        final = self.complete or (self._supply.empty and not self._open)
+        final = self.complete or (self._queue.empty and not self._open)
         return self._gate.release(step, final=final)
 
     def _drop(self, ids: Sequence[str]) -> None:
@@ -317,7 +322,7 @@ class RolloutControl:
         for sample_id in ids:
             self.staleness.drop()
             del self._staged[sample_id]
-        self._ledger.append(*(Drop(sample_id, "stale") for sample_id in ids), Draw(self._supply.state()))
+        self._ledger.append(*(Drop(sample_id, "stale") for sample_id in ids), Draw(self._queue.state()))
         self._discard(ids)
         self._wake()
 
@@ -333,9 +338,9 @@ class RolloutControl:
         for result in results:
             del self._step_of[result.id]
         self.staleness.consume(len(results))
-        self._supply.record(results)
+        self._queue.record(results)
         self._ledger.append(
-            Consume([result.id for result in results], step), Commit(step, step + 1), Draw(self._supply.state())
+            Consume([result.id for result in results], step), Commit(step, step + 1), Draw(self._queue.state())
         )
 
     def set_version(self, version: int) -> None:
@@ -346,7 +351,7 @@ class RolloutControl:
 
     def stats(self) -> dict[str, float]:
         """The source's own figures."""
-        return self._supply.source.stats()
+        return self._queue.source.stats()
 
     def counters(self) -> dict[str, int]:
         """Every counter of admission."""
@@ -354,7 +359,7 @@ class RolloutControl:
             **self.staleness.counters(),
             "capacity": self.capacity,
             "staged": self._gate.staged,
-            "waiting": self._supply.returned,
+            "waiting": self._queue.returned,
             "lost_attempts": self.lost_attempts,
             "given_up": self.given_up,
             "refused": self.refused,
@@ -372,7 +377,7 @@ class RolloutControl:
         """Continue from a journal: samples that were in play are played again, what had arrived is there."""
         self._next_order = next_order
         for task in open_tasks:
-            self._supply.give_back(task)
+            self._queue.give_back(task)
         for sample_id, (admit, meta) in staged.items():
             self._gate.admit(sample_id, admit.version, admit.order)
             self._gate.stage(sample_id)

@@ -26,7 +26,7 @@ class Task:
 
 
 @dataclass
-class TaskSupply:
+class SampleQueue:
     """Draws ``batch_size`` items at a time, as the synchronous run does, so that a curriculum sees the same requests;
     samples that came back go first, in the order of their admission, so that what waits longest is played first. A
     sample whose result was recorded before a crash is not recorded again (``recorded``). ``draws`` counts."""

@@ -137,7 +137,7 @@ async def test_during_an_evaluation_nobody_begins_to_play_and_afterwards_everybo
     rollouts = await scene.open()
     await rollouts.start()
     await scene.play(W0)
-    holding = asyncio.create_task(rollouts.hold())
+    holding = asyncio.create_task(rollouts.pause())
     await breathe()
     assert not holding.done() and await rollouts.control.allocate(W0, 1, 60.0) == []
     rollouts.control.worker_stopped(W0)
@@ -147,7 +147,7 @@ async def test_during_an_evaluation_nobody_begins_to_play_and_afterwards_everybo
     scene.join(worker_info("rollout_worker", 1, pid=300))
     await breathe()
     assert len(scene.workers.plays) == before
-    await rollouts.go_on()
+    await rollouts.resume()
     assert sorted(scene.workers.plays[before:]) == ["rollout_worker/0", "rollout_worker/1"]
     await scene.play("rollout_worker/1:300")
 
@@ -158,7 +158,7 @@ async def test_a_worker_that_does_not_stop_is_named(scene: Scene, monkeypatch: p
     await rollouts.start()
     rollouts.control.worker_stopped(W0)
     with pytest.raises(RolloutsFailed, match=f"{W1} did not stop"):
-        await rollouts.hold()
+        await rollouts.pause()
 
 
 @pytest.mark.parametrize("handler", ["update_weights", "play"])
@@ -183,7 +183,7 @@ async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_
     assert scene.workers.unlisted == set()
     scene.workers.failing["update_weights"] = RpcTimeout("a wrong checksum")
     scene.workers.fails_only = "generation/1"
-    await rollouts.after_step(1)
+    await rollouts.publish(1)
     await breathe()
     assert scene.workers.dismissed == ["generation/1"] and rollouts.control._failure is None
     assert rollouts.control.staleness.version == 0, "until it is known to be gone"
@@ -197,7 +197,7 @@ async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_
     scene.leave("generation/1")
     scene.workers.failing["update_weights"] = RpcTimeout("a wrong checksum")
     scene.workers.fails_only = "generation/0"
-    await rollouts.after_step(2)
+    await rollouts.publish(2)
     with pytest.raises(RolloutsFailed, match="generation/0 did not load the weights: a wrong checksum"):
         await asyncio.wait_for(rollouts.control.cohort(0), 10)
 
@@ -219,7 +219,7 @@ async def test_without_the_trainer_nothing_goes_on(scene: Scene) -> None:
     with pytest.raises(WorkerDied, match="killed by SIGKILL"):
         await rollouts.control.cohort(0)
     with pytest.raises(WorkerDied):
-        await rollouts.hold()
+        await rollouts.pause()
 
 
 async def test_a_stream_that_failed_is_noticed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.journal.writer import Journal, JournalError
 from realhf.dataflow.rollouts.control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutsFailed
-from realhf.dataflow.rollouts.sample_queue import Task, TaskSupply
+from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
 from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
@@ -44,7 +44,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Any]:
         staleness = StalenessManager(batch_size=batch, max_head_offpolicyness=eta, max_concurrent=concurrent)
         drop = rules.get("drop", False)
         made = RolloutControl(
-            TaskSupply(CountingSource(limit), batch),
+            SampleQueue(CountingSource(limit), batch),
             ledger,
             staleness,
             StragglerGate(batch, eta, wait=not drop),
@@ -190,8 +190,8 @@ async def test_what_comes_back_is_played_in_the_order_of_admission(make: Any) ->
 async def test_waiters_end_when_the_run_holds_is_complete_or_fails(make: Any) -> None:
     control = make(batch=1, total=1, concurrent=1)
     (given,) = await lease(control)
-    for change in (partial(control.hold, True), partial(control.worker_left, W1, "killed")):
-        control.hold(False)
+    for change in (control.pause, partial(control.worker_left, W1, "killed")):
+        control.resume()
         waiting = asyncio.create_task(control.allocate(W1, 1, 60.0))
         await asyncio.sleep(0)
         change()
@@ -338,17 +338,17 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
 
 def test_results_reach_the_source_once() -> None:
     source = CountingSource(10)
-    supply = TaskSupply(source, 2, recorded={"s0"})
+    supply = SampleQueue(source, 2, recorded={"s0"})
     supply.record([SampleResult("s0"), SampleResult("s1")])
     supply.record([SampleResult("s0")])
     assert source.told == ["s1", "s0"]
 
 
 def test_a_supply_survives_a_restart_without_what_was_admitted() -> None:
-    supply = TaskSupply(CountingSource(5), 3, recorded={"old"})
+    supply = SampleQueue(CountingSource(5), 3, recorded={"old"})
     first = supply.take()
     assert first is not None and first.item.id == "s0" and supply.draws == 1
-    again = TaskSupply(CountingSource(5), 3)
+    again = SampleQueue(CountingSource(5), 3)
     again.load_state(supply.state(), ["s0", "s2"])
     assert again.recorded == {"old"}
     again.give_back(Task(first.item, 1, order=7))

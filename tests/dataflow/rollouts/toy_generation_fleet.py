@@ -119,7 +119,7 @@ class FleetRun:
         self.control = self.rollouts.control
         self._join()
         self.control.worker_joined(PLAYER)
-        self.after = asyncio.create_task(self.rollouts.after_step(0))
+        self.after = asyncio.create_task(self.rollouts.publish(0))
         self.cohort = asyncio.create_task(self.control.cohort(0))
         try:
             await self._play()
@@ -243,5 +243,5 @@ class FleetRun:
             self.spread = max(self.spread, staleness)
         self.control.record([SampleResult(sample_id) for sample_id in ids])
         self.step += 1
-        self.after = asyncio.create_task(self.rollouts.after_step(self.step))
+        self.after = asyncio.create_task(self.rollouts.publish(self.step))
         self.cohort = asyncio.create_task(self.control.cohort(self.step))
