@@ -153,7 +153,7 @@ class FunctionExecutor:
         reports: list[CallReport] = []
         for call in range(self.graph.n_seqs // mfc.n_seqs):
             try:
-                reports.append(await self.calls[name].run(step, call, cohort=step))
+                reports.append(await self.calls[name].run(step, call, step_batch=step))
             except EndOfData:
                 break
             self._note_progress()
@@ -217,12 +217,14 @@ class FunctionExecutor:
         if retired.dropped is not None:
             return
         metadata = retired.view.metadata
-        for i, (sample_id, birth, cohort) in enumerate(zip(retired.ids, retired.births, retired.cohorts, strict=True)):
+        for i, (sample_id, birth, step_batch) in enumerate(
+            zip(retired.ids, retired.births, retired.step_batches, strict=True)
+        ):
             own = {name: column[i] for name, column in metadata.items()}
             rewards = json.loads(own.pop("rewards", "[]"))
             achieved = json.loads(own.pop("achieved", "[]"))
             result = SampleResult(sample_id, own, rewards, achieved)
-            self._retired.setdefault(cohort, []).append((birth, result))
+            self._retired.setdefault(step_batch, []).append((birth, result))
 
     def _record(self, step: int) -> list[SampleResult]:
         """Tell the source what became of the step's samples, in the order of drawing."""

@@ -45,7 +45,7 @@ class StepLoader(Protocol):
 
 
 class Loader:
-    """Loads ``n_seqs`` samples per step, for the whole run, into cohorts numbered by step."""
+    """Loads ``n_seqs`` samples per step, for the whole run, into step batches numbered by step."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Loader:
                 self.busy = False
             if len(given) < len(self._keys):
                 meta = meta.update(self._of_dataset(answer, items[0]).select(set(self._keys) - set(given)))
-        await self._buffer.put_batch(meta, cohort=step)
+        await self._buffer.put_batch(meta, step_batch=step)
 
     def _of_dataset(self, answer: LoadAnswer, item: SourceItem) -> SequenceSample:
         """What the worker's dataset stored for keys that the source left out."""

@@ -215,9 +215,9 @@ async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogC
     bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=0.3)
     run = bench.executor.calls["rew"].run
 
-    async def forgotten(*args: Any, **cohort: Any) -> Any:
+    async def forgotten(*args: Any, **step_batch: Any) -> Any:
         await asyncio.sleep(30)
-        return await run(*args, **cohort)
+        return await run(*args, **step_batch)
 
     bench.executor.calls["rew"].run = forgotten
     with caplog.at_level(logging.WARNING), pytest.raises(StallError) as caught:

@@ -19,7 +19,7 @@ COMPACT_ABOVE = 64
 
 class ReadyQueue:
     """Ordered by (birth, serial). ``live`` counts entries that can be taken; ``not_issued`` counts the
-    resident samples of the cohort that this call has neither leased nor done, ready or not."""
+    resident samples of the step batch that this call has neither leased nor done, ready or not."""
 
     __slots__ = ("_dead", "_heap", "live", "not_issued")
 

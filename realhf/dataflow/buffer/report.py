@@ -34,15 +34,15 @@ def stats(buffer: AsyncIOSequenceBuffer) -> dict[str, Any]:
     }
 
 
-def explain_wait(buffer: AsyncIOSequenceBuffer, mfc: str, cohort: int | None) -> str:
+def explain_wait(buffer: AsyncIOSequenceBuffer, mfc: str, step_batch: int | None) -> str:
     """One line: what ``mfc`` has, what is missing and who produces it."""
     station, table = buffer.stations[mfc], buffer.table
     slots = table.resident()
-    if cohort is not None:
-        slots = slots[table.cohort[slots] == cohort]
+    if step_batch is not None:
+        slots = slots[table.step_batch[slots] == step_batch]
     slots = slots[(table.leased[slots] | table.done[slots]) & station.bit == 0]
     ready = int(np.count_nonzero(table.ready[slots] & station.bit))
-    where = "" if cohort is None else f" of step {cohort}"
+    where = "" if step_batch is None else f" of step {step_batch}"
     text = f"{mfc} takes {station.n_seqs} samples{where}: {ready} ready, {len(slots)} not yet taken"
     for key in station.inputs:
         missing = int(np.count_nonzero(table.keys[slots] & table.key_mask([key]) == 0))
@@ -56,7 +56,7 @@ def explain_wait(buffer: AsyncIOSequenceBuffer, mfc: str, cohort: int | None) ->
 def check_invariants(buffer: AsyncIOSequenceBuffer) -> None:
     """Check invariants 1, 2, 3, 6, 8, 9 and 11 of docs/reference/dataflow.md 4; the others need a history."""
     table, slots = buffer.table, buffer.table.resident()
-    _check(len(slots) == len(table) == sum(buffer.cohort_sizes.values()), 11, "resident count")
+    _check(len(slots) == len(table) == sum(buffer.step_batch_sizes.values()), 11, "resident count")
     _check(all(table.ids[s] == i for i, s in table.slot_of.items()), 11, "index of ids")
     left = buffer.evicted_total + sum(buffer.dropped.values())
     _check(buffer.put_total == len(slots) + left, 1, "put = resident + evicted + dropped")
@@ -81,18 +81,18 @@ def _check_station(buffer: AsyncIOSequenceBuffer, station: Station, slots: np.nd
     by_lease = sum(len(lease.ids) for lease in buffer.leases.values() if lease.mfc == name)
     _check(station.leased == by_lease, 11, f"{name}: active leases")
     free = ~leased & ~done
-    for cohort in {*station.queues, *table.cohort[slots].tolist()}:
-        inside = table.cohort[slots] == cohort
-        queue = station.queues.get(cohort)
-        _check(queue is not None, 11, f"{name}: no queue for cohort {cohort}")
+    for step_batch in {*station.queues, *table.step_batch[slots].tolist()}:
+        inside = table.step_batch[slots] == step_batch
+        queue = station.queues.get(step_batch)
+        _check(queue is not None, 11, f"{name}: no queue for step batch {step_batch}")
         if queue is not None:
             held = sorted(queue.live_slots(table.serial).tolist())
-            _check(held == sorted(slots[inside & free & ready].tolist()), 11, f"{name}: queue {cohort}")
-            _check(queue.live == len(held), 11, f"{name}: live counter of {cohort}")
-            _check(queue.not_issued == int((inside & free).sum()), 11, f"{name}: not_issued of {cohort}")
+            _check(held == sorted(slots[inside & free & ready].tolist()), 11, f"{name}: queue {step_batch}")
+            _check(queue.live == len(held), 11, f"{name}: live counter of {step_batch}")
+            _check(queue.not_issued == int((inside & free).sum()), 11, f"{name}: not_issued of {step_batch}")
     for waiter in station.waiters:
         if not waiter.future.done():
-            available = sum(queue.live for queue in station.eligible(waiter.cohort))
+            available = sum(queue.live for queue in station.eligible(waiter.step_batch))
             _check(available < station.n_seqs, 9, f"{name}: waits while a batch is ready")
 
 

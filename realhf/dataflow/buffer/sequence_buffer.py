@@ -2,7 +2,7 @@
 
 It holds metadata only and lives in one event loop. Every change of state is synchronous; only waiting is
 asynchronous, so there are no locks and a cancelled waiter leaves nothing half done. Vocabulary: a *lease* is
-one call's claim on a batch; a *cohort* is the sample set of one step; *birth* is the order of admission.
+one call's claim on a batch; a step batch is the sample set of one step; *birth* is the order of admission.
 Handling k of R resident samples costs O(k log R), amortised, in array operations.
 """
 
@@ -25,7 +25,7 @@ from realhf.dataflow.buffer.recent_ids import REMEMBERED, RecentIds
 from realhf.dataflow.buffer.sample_table import SampleTable
 from realhf.dataflow.buffer.space_queue import SpaceQueue
 from realhf.dataflow.buffer.types import (
-    NO_COHORT,
+    NO_STEP_BATCH,
     BatchLease,
     BatchTooLarge,
     BufferClosed,
@@ -76,7 +76,7 @@ class AsyncIOSequenceBuffer:
             for mfc in graph.mfcs
             for key in graph.inputs(mfc.name)
         }
-        self.cohort_sizes: Counter[int] = Counter()
+        self.step_batch_sizes: Counter[int] = Counter()
         self.leases: dict[int, BatchLease] = {}
         self._next_lease = 0
         self._next_birth = 0
@@ -102,7 +102,7 @@ class AsyncIOSequenceBuffer:
         meta: SequenceSample,
         *,
         births: Sequence[int] | None = None,
-        cohort: int | None = None,
+        step_batch: int | None = None,
         version: int = 0,
         wait: bool = True,
     ) -> None:
@@ -113,9 +113,9 @@ class AsyncIOSequenceBuffer:
         False, DuplicateSampleError, BufferClosed after ``close_input``, ValueError on data or missing keys.
         A put that is cancelled while it waits has put nothing.
         """
-        self._check_put(meta, births, cohort)
+        self._check_put(meta, births, step_batch)
         count = len(meta)
-        where = NO_COHORT if cohort is None else cohort
+        where = NO_STEP_BATCH if step_batch is None else step_batch
         if not self.space.busy and self.space.fits(count):
             self._insert(meta, births, where, version)
             return
@@ -123,12 +123,12 @@ class AsyncIOSequenceBuffer:
             raise BufferFull(f"{count} samples do not fit: {len(self)} of {self.max_size} resident")
         await self.space.wait(count)
         try:
-            self._check_put(meta, births, cohort)
+            self._check_put(meta, births, step_batch)
             self._insert(meta, births, where, version)
         finally:
             self.space.settle(count)
 
-    def _check_put(self, meta: SequenceSample, births: Sequence[int] | None, cohort: int | None) -> None:
+    def _check_put(self, meta: SequenceSample, births: Sequence[int] | None, step_batch: int | None) -> None:
         if self.failure is not None:
             raise self.failure
         if self.closed is not None:
@@ -139,8 +139,8 @@ class AsyncIOSequenceBuffer:
             raise BatchTooLarge(f"{len(meta)} samples never fit a buffer of {self.max_size}")
         if births is not None and len(births) != len(meta):
             raise ValueError(f"{len(births)} births for {len(meta)} samples")
-        if cohort is not None and cohort < 0:
-            raise ValueError(f"cohort {cohort} is negative")
+        if step_batch is not None and step_batch < 0:
+            raise ValueError(f"step batch {step_batch} is negative")
         missing = sorted(set(self.graph.required_dataset_keys()) - meta.keys)
         if missing:
             raise ValueError(f"samples lack dataset keys {missing}, so no call could ever take them")
@@ -149,7 +149,7 @@ class AsyncIOSequenceBuffer:
             known = [i for i in ids if i in self.table.slot_of or i in self._retired]
             raise DuplicateSampleError(f"{len(known)} samples were put before: {known[:5]}")
 
-    def _insert(self, meta: SequenceSample, births: Sequence[int] | None, cohort: int, version: int) -> None:
+    def _insert(self, meta: SequenceSample, births: Sequence[int] | None, step_batch: int, version: int) -> None:
         count, table = len(meta), self.table
         mask = table.key_mask(meta.keys)
         if births is None:
@@ -157,12 +157,12 @@ class AsyncIOSequenceBuffer:
         else:
             order = np.asarray(births, np.int64)
         self._next_birth = max(self._next_birth, int(order.max()) + 1)
-        slots = table.add(meta.ids, order, cohort, version, time.monotonic())
+        slots = table.add(meta.ids, order, step_batch, version, time.monotonic())
         table.write(slots, meta, mask)
         self.put_total += count
-        self.cohort_sizes[cohort] += count
+        self.step_batch_sizes[step_batch] += count
         for station in self.stations.values():
-            queue = station.queue(cohort)
+            queue = station.queue(step_batch)
             queue.not_issued += count
             if station.required & ~mask == 0:
                 table.ready[slots] |= station.bit
@@ -172,16 +172,16 @@ class AsyncIOSequenceBuffer:
 
     # ---- getting
 
-    async def get_batch_for_rpc(self, mfc: str, cohort: int | None = None) -> BatchLease:
+    async def get_batch_for_rpc(self, mfc: str, step_batch: int | None = None) -> BatchLease:
         """The ``n_seqs`` oldest samples that ``mfc`` may run on, leased to the caller; waits for them.
 
-        With ``cohort`` only that cohort is eligible. Concurrent getters of one call are served in order.
+        With ``step_batch`` only that step batch is eligible. Concurrent getters of one call are served in order.
         Raises EndOfData when the input is closed and nothing is left, or the exception given to ``abort``.
         """
         station = self.stations[mfc]
         if self.failure is not None:
             raise self.failure
-        waiter = Waiter(cohort, asyncio.get_running_loop().create_future())
+        waiter = Waiter(step_batch, asyncio.get_running_loop().create_future())
         station.waiters.append(waiter)
         self._serve(station)
         try:
@@ -195,9 +195,9 @@ class AsyncIOSequenceBuffer:
             raise
 
     @asynccontextmanager
-    async def lease(self, mfc: str, cohort: int | None = None) -> AsyncIterator[BatchLease]:
+    async def lease(self, mfc: str, step_batch: int | None = None) -> AsyncIterator[BatchLease]:
         """A lease that goes back to ready when the block is left without ``complete``."""
-        lease = await self.get_batch_for_rpc(mfc, cohort)
+        lease = await self.get_batch_for_rpc(mfc, step_batch)
         try:
             yield lease
         finally:
@@ -209,7 +209,7 @@ class AsyncIOSequenceBuffer:
         waiting = [w for w in station.waiters if not w.future.done()]
         station.waiters.clear()
         for waiter in waiting:
-            queues = station.eligible(waiter.cohort)
+            queues = station.eligible(waiter.step_batch)
             available = sum(queue.live for queue in queues)
             if available >= station.n_seqs:
                 waiter.future.set_result(self._issue(station, queues, station.n_seqs))
@@ -234,14 +234,14 @@ class AsyncIOSequenceBuffer:
                 if (self.table.leased[slots] & ~station.bit).any():
                     return
         if left:
-            waiter.future.set_result(self._issue(station, station.eligible(waiter.cohort), left))
+            waiter.future.set_result(self._issue(station, station.eligible(waiter.step_batch), left))
         else:
             waiter.future.set_exception(EndOfData(f"{station.name}: {self.closed}"))
 
     def _issue_back(self, station: Station, slots: np.ndarray) -> None:
-        for cohort in np.unique(self.table.cohort[slots]).tolist():
-            part = slots[self.table.cohort[slots] == cohort]
-            station.queue(cohort).push(self.table.birth[part], self.table.serial[part], part)
+        for step_batch in np.unique(self.table.step_batch[slots]).tolist():
+            part = slots[self.table.step_batch[slots] == step_batch]
+            station.queue(step_batch).push(self.table.birth[part], self.table.serial[part], part)
 
     def _issue(self, station: Station, queues: list[ReadyQueue], count: int) -> BatchLease:
         table = self.table
@@ -256,8 +256,8 @@ class AsyncIOSequenceBuffer:
         return lease
 
     def _count_not_issued(self, station: Station, slots: np.ndarray, sign: int) -> None:
-        for cohort, count in zip(*_counts(self.table.cohort[slots]), strict=True):
-            station.queue(cohort).not_issued += sign * count
+        for step_batch, count in zip(*_counts(self.table.step_batch[slots]), strict=True):
+            station.queue(step_batch).not_issued += sign * count
 
     # ---- answering
 
@@ -354,18 +354,18 @@ class AsyncIOSequenceBuffer:
 
     def _retire(self, slots: np.ndarray, dropped: str | None) -> Retired:
         table = self.table
-        retired = Retired(table.view(slots), table.birth[slots].tolist(), table.cohort[slots].tolist(), dropped)
+        retired = Retired(table.view(slots), table.birth[slots].tolist(), table.step_batch[slots].tolist(), dropped)
         dead = [] if dropped is None else self._waiting_entries(slots)
-        for cohort, count in zip(*_counts(table.cohort[slots]), strict=True):
-            self.cohort_sizes[cohort] -= count
+        for step_batch, count in zip(*_counts(table.step_batch[slots]), strict=True):
+            self.step_batch_sizes[step_batch] -= count
         table.remove(slots)
         for queue, open_count, queued in dead:
             queue.not_issued -= open_count
             queue.discard(queued, table.serial)
-        for cohort in {c for c in retired.cohorts if self.cohort_sizes[c] == 0}:
-            del self.cohort_sizes[cohort]
+        for step_batch in {c for c in retired.step_batches if self.step_batch_sizes[c] == 0}:
+            del self.step_batch_sizes[step_batch]
             for station in self.stations.values():
-                station.queues.pop(cohort, None)
+                station.queues.pop(step_batch, None)
         self._retired.add(retired.ids)
         if dropped is None:
             self.evicted_total += len(slots)
@@ -383,10 +383,10 @@ class AsyncIOSequenceBuffer:
         found = []
         for station in self.stations.values():
             open_slots = slots[self.table.done[slots] & station.bit == 0]
-            for cohort, count in zip(*_counts(self.table.cohort[open_slots]), strict=True):
-                part = open_slots[self.table.cohort[open_slots] == cohort]
+            for step_batch, count in zip(*_counts(self.table.step_batch[open_slots]), strict=True):
+                part = open_slots[self.table.step_batch[open_slots] == step_batch]
                 queued = int(np.count_nonzero(self.table.ready[part] & station.bit))
-                found.append((station.queue(cohort), count, queued))
+                found.append((station.queue(step_batch), count, queued))
         return found
 
     # ---- ending
@@ -420,9 +420,9 @@ class AsyncIOSequenceBuffer:
         """Resident samples, per call ready/leased/waiting, the oldest age in seconds, and totals."""
         return buffer_report.stats(self)
 
-    def explain_wait(self, mfc: str, cohort: int | None = None) -> str:
+    def explain_wait(self, mfc: str, step_batch: int | None = None) -> str:
         """Why ``mfc`` does not run: which keys are missing on how many samples, and who produces them."""
-        return buffer_report.explain_wait(self, mfc, cohort)
+        return buffer_report.explain_wait(self, mfc, step_batch)
 
     def check_invariants(self) -> None:
         """Recompute everything from the table; AssertionError names the invariant that does not hold."""

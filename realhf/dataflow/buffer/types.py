@@ -14,7 +14,7 @@ from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer.ready_queue import Order, ReadyQueue
 from realhf.dataflow.buffer.sample_table import MetaView, SampleTable
 
-NO_COHORT = -1
+NO_STEP_BATCH = -1
 
 
 class BufferFull(RuntimeError):
@@ -67,7 +67,7 @@ class Retired:
 
     view: MetaView = field(repr=False)
     births: list[int]
-    cohorts: list[int]
+    step_batches: list[int]
     dropped: str | None
 
     @property
@@ -77,15 +77,15 @@ class Retired:
 
 @dataclass(eq=False)
 class Waiter:
-    """A getter that waits for a batch of its cohort (None: of any)."""
+    """A getter that waits for a batch of its step batch (None: of any)."""
 
-    cohort: int | None
+    step_batch: int | None
     future: asyncio.Future[BatchLease]
 
 
 @dataclass(eq=False)
 class Station:
-    """The buffer's state for one model function call; ``queues`` by cohort."""
+    """The buffer's state for one model function call; ``queues`` by step batch."""
 
     name: str
     n_seqs: int
@@ -107,16 +107,16 @@ class Station:
         """Samples that could be leased now."""
         return sum(queue.live for queue in self.queues.values())
 
-    def queue(self, cohort: int) -> ReadyQueue:
-        found = self.queues.get(cohort)
+    def queue(self, step_batch: int) -> ReadyQueue:
+        found = self.queues.get(step_batch)
         if found is None:
-            found = self.queues[cohort] = ReadyQueue()
+            found = self.queues[step_batch] = ReadyQueue()
         return found
 
-    def eligible(self, cohort: int | None) -> list[ReadyQueue]:
-        if cohort is None:
+    def eligible(self, step_batch: int | None) -> list[ReadyQueue]:
+        if step_batch is None:
             return list(self.queues.values())
-        return [self.queues[cohort]] if cohort in self.queues else []
+        return [self.queues[step_batch]] if step_batch in self.queues else []
 
     def take(self, queues: Sequence[ReadyQueue], count: int, serial_of: np.ndarray) -> np.ndarray:
         """Slots of the ``count`` oldest samples over these queues, oldest first."""

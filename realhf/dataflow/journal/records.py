@@ -49,7 +49,7 @@ class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
 
 
 class Consume(msgspec.Struct, frozen=True, tag="consume", array_like=True):
-    """The samples of a step, in the order of its cohort."""
+    """The samples of a step, in the order of its step batch."""
 
     ids: list[str]
     step: int
@@ -88,7 +88,7 @@ class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
 class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
     """First record of a snapshot: what happened before it, in numbers. Steps up to ``step`` are final; the records
     of the same ``append`` say what is still open. ``admitted`` counts open samples too, ``consumed`` those of final
-    steps alone; ``order`` is the next admission's; ``planned`` are cohorts (step, ids) which a resumed run has yet
+    steps alone; ``order`` is the next admission's; ``planned`` are step batches (step, ids) which a resumed run has yet
     to repeat."""
 
     step: int

@@ -26,7 +26,7 @@ from realhf.dataflow.journal.records import (
 class Recovery:
     """What a run that resumes from the checkpoint after ``step`` does with the samples that are open.
 
-    ``replay``: cohorts of the steps from ``step + 1`` on that were consumed before, to be repeated as they were;
+    ``replay``: step batches of the steps from ``step + 1`` on that were consumed before, to be repeated as they were;
     their samples are among ``accepted``, which holds all that are accepted and not consumed, in the order of
     acceptance. ``requeue``: unfinished samples in the order of admission, each to be admitted with ``attempt + 1``
     (a new admission with the version of that moment). ``order``: the next admission's. ``draw``: the source's
@@ -47,7 +47,7 @@ class JournalState:
     raises ValueError and changes nothing, so whatever was appended can be folded again.
 
     ``outstanding``: admitted, outcome not final. ``accepted``: accepted, not consumed. ``consumed``: samples of the
-    steps that are not final. ``planned``: cohorts which a resumed run has yet to repeat. ``order``: the next
+    steps that are not final. ``planned``: step batches which a resumed run has yet to repeat. ``order``: the next
     admission's. ``draw``: the source's state. ``versions``: of the weights after each committed step that is not
     final. ``totals()`` counts each sample once, however often it was tried or its step repeated.
     """
@@ -226,8 +226,8 @@ class JournalState:
             raise ValueError(f"attempt {attempt} of {id} is not outstanding")
 
     def _voided(self, step: int) -> tuple[list[int], dict[int, list[str]]]:
-        """Consumed steps that a restart after ``step`` undoes, and the cohorts from ``step + 1`` on to repeat, up to
-        the first that is unknown or has lost a sample."""
+        """Consumed steps that a restart after ``step`` undoes, and the step batches from ``step + 1`` on to repeat,
+        up to the first that is unknown or has lost a sample."""
         if step < self._settled:
             raise ValueError(f"steps up to {self._settled} are final; the run cannot go on from step {step}")
         if step > self._settled and step not in self.consumed:

@@ -291,7 +291,7 @@ class RolloutControl:
 
     # ---- training steps
 
-    async def cohort(self, step: int) -> list[SequenceSample]:
+    async def step_batch(self, step: int) -> list[SequenceSample]:
         """Metadata of the samples of a step in the order of their admission; waits for them. [] when there will be no
         more. Raises what ``fail`` was given."""
         while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 class StragglerGate:
     """Admitted and unconsumed samples by admission version, and which of them have arrived.
 
-    ``wait=False`` is the policy "drop": cohorts are released without regard to stragglers, and ``drop_stale``
+    ``wait=False`` is the policy "drop": step batches are released without regard to stragglers, and ``drop_stale``
     discards what came too late. Operations are O(1), a check O(max_head_offpolicyness).
     """
 
@@ -31,7 +31,7 @@ class StragglerGate:
 
     @property
     def staged(self) -> int:
-        """Samples that have arrived and wait for their cohort."""
+        """Samples that have arrived and wait for their step batch."""
         return self._n_staged
 
     def admit(self, id: str, version: int, order: int) -> None:
@@ -62,10 +62,10 @@ class StragglerGate:
         del self._known[id]
 
     def release(self, step: int, *, final: bool = False) -> list[str] | None:
-        """The cohort of consuming step ``step`` in the order of admission, or None: wait.
+        """The step batch of consuming step ``step`` in the order of admission, or None: wait.
 
         Chosen are the earliest admission versions, then the earliest arrivals. ``final``: nothing will be admitted
-        any more, so that a last cohort of fewer than ``batch_size`` is released once everything has arrived; an
+        any more, so that a last step batch of fewer than ``batch_size`` is released once everything has arrived; an
         empty list means that nothing is left. Steps are asked for in ascending order.
         """
         outstanding = len(self._known)
@@ -85,7 +85,7 @@ class StragglerGate:
         return chosen
 
     def stragglers(self, step: int) -> list[str]:
-        """Running samples that the cohort of ``step`` waits for, in the order of admission: those that would
+        """Running samples that the step batch of ``step`` waits for, in the order of admission: those that would
         become too old, else, with too few arrived, all. Empty where it does not wait."""
         blocked = self._blocked_at(step)
         if blocked is None and self._n_staged >= self._batch_size:
@@ -104,7 +104,7 @@ class StragglerGate:
 
     def _blocked_at(self, step: int) -> int | None:
         """The first admission version up to which more samples would be left behind than the steps that remain to
-        them can take; None: the cohort may go. Between versions that occur, the count stays and the bound grows."""
+        them can take; None: the step batch may go. Between versions that occur, the count stays and the bound grows."""
         if not self._wait:
             return None
         left, room = 0, self._batch_size

@@ -1,4 +1,4 @@
-"""Fills the buffer from the stream: the cohort of each step, as soon as the straggler gate lets it through."""
+"""Fills the buffer from the stream: the step batch of each step, as soon as the straggler gate lets it through."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.storage_map import StorageMap
 
 
-class CohortSource(Protocol):
+class StepBatchSource(Protocol):
     """Hands out the samples of a step, in the order of their admission; the part of ``RolloutControl`` used here."""
 
-    async def cohort(self, step: int) -> list[SequenceSample]:
+    async def step_batch(self, step: int) -> list[SequenceSample]:
         """Metadata of every sample of the step, [] when no more will come."""
         ...
 
@@ -26,7 +26,7 @@ class StreamLoader:
 
     def __init__(
         self,
-        source: CohortSource,
+        source: StepBatchSource,
         buffer: AsyncIOSequenceBuffer,
         storage: StorageMap,
         *,
@@ -54,19 +54,19 @@ class StreamLoader:
         return f"step {self._waits_for}: {self._source.waiting_for(self._waits_for)}"
 
     async def run(self, first_step: int) -> None:
-        """Put cohort after cohort."""
+        """Put step batch after step batch."""
         step = first_step
         while True:
             await self._free.acquire()
             self._waits_for = step
-            metas = await self._source.cohort(step)
+            metas = await self._source.step_batch(step)
             self._waits_for = None
             if not metas:
                 self._buffer.close_input("the run has all its samples")
                 return
             meta = SequenceSample.gather([meta.select(self._keys) for meta in metas], allow_metadata_loss=True)
             self._storage.record(meta.ids, meta.keys, self._worker)
-            await self._buffer.put_batch(meta, cohort=step)
+            await self._buffer.put_batch(meta, step_batch=step)
             step += 1
 
     def finished(self, step: int) -> None:

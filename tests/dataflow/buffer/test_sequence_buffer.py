@@ -33,8 +33,8 @@ def make(max_size: int = 16, **more: Any) -> AsyncIOSequenceBuffer:
     return AsyncIOSequenceBuffer(buffer_graph(**n_seqs), max_size=max_size, **more)
 
 
-async def through(buffer: AsyncIOSequenceBuffer, mfc: str, cohort: int | None = None) -> BatchLease:
-    lease = await asyncio.wait_for(buffer.get_batch_for_rpc(mfc, cohort), 5)
+async def through(buffer: AsyncIOSequenceBuffer, mfc: str, step_batch: int | None = None) -> BatchLease:
+    lease = await asyncio.wait_for(buffer.get_batch_for_rpc(mfc, step_batch), 5)
     buffer.complete(lease, outputs_of(buffer.graph, lease))
     buffer.check_invariants()
     return lease
@@ -48,14 +48,14 @@ async def tick() -> None:
 async def test_a_sample_leaves_when_its_last_call_has_completed_not_when_it_was_fetched() -> None:
     gone: list[Retired] = []
     buffer = make(on_retire=gone.append)
-    await buffer.put_batch(meta_of(ids(0, 4), task="bucket"), cohort=3)
+    await buffer.put_batch(meta_of(ids(0, 4), task="bucket"), step_batch=3)
     for mfc in ("gen", "ref", "rew"):
         await through(buffer, mfc, 3)
     lease = await buffer.get_batch_for_rpc("train", 3)
     assert len(buffer) == 4 and not gone
     buffer.complete(lease)
     assert len(buffer) == 0
-    assert (gone[0].ids, gone[0].cohorts, gone[0].dropped) == (tuple(ids(0, 4)), [3] * 4, None)
+    assert (gone[0].ids, gone[0].step_batches, gone[0].dropped) == (tuple(ids(0, 4)), [3] * 4, None)
     assert gone[0].view.metadata == {"task": ["bucket"] * 4}
 
 
@@ -155,14 +155,14 @@ async def test_a_lease_block_left_by_an_error_or_cancellation_returns_the_batch(
     assert buffer.stats()["calls"]["gen"] == {"ready": 4, "leased": 0, "waiting": 0}
 
 
-async def test_cohorts_do_not_mix() -> None:
+async def test_step_batches_do_not_mix() -> None:
     buffer = make(n_seqs={"gen": 2, "train": 4})
-    await buffer.put_batch(meta_of(ids(0, 1)), cohort=0)
-    await buffer.put_batch(meta_of(ids(1, 4)), cohort=1)
+    await buffer.put_batch(meta_of(ids(0, 1)), step_batch=0)
+    await buffer.put_batch(meta_of(ids(1, 4)), step_batch=1)
     waiting = asyncio.create_task(buffer.get_batch_for_rpc("gen", 0))
     assert (await through(buffer, "gen", 1)).ids == ("s1", "s2")
     assert not waiting.done()
-    await buffer.put_batch(meta_of(ids(4, 5)), cohort=0)
+    await buffer.put_batch(meta_of(ids(4, 5)), step_batch=0)
     assert (await waiting).ids == ("s0", "s4")
 
 
@@ -268,7 +268,7 @@ async def test_the_ids_of_very_many_samples_are_remembered() -> None:
 
 async def test_the_wait_is_explained() -> None:
     buffer = make()
-    await buffer.put_batch(meta_of(ids(0, 3)), cohort=5)
+    await buffer.put_batch(meta_of(ids(0, 3)), step_batch=5)
     text = buffer.explain_wait("train", 5)
     assert text.startswith("train takes 4 samples of step 5: 0 ready, 3 not yet taken")
     assert "3 lack 'rewards' (from rew)" in text and "3 lack 'ids' (from gen)" in text

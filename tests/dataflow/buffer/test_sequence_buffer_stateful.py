@@ -17,7 +17,7 @@ from tests.dataflow.buffer.toy_buffer import buffer_graph, meta_of, outputs_of
 
 MAX_SIZE = 24
 SIZES = {"gen": 2, "ref": 3, "rew": 1, "train": 6}
-COHORTS = st.sampled_from([None, 0, 1])
+STEP_BATCHES = st.sampled_from([None, 0, 1])
 
 
 class WatchedBuffer(AsyncIOSequenceBuffer):
@@ -25,9 +25,9 @@ class WatchedBuffer(AsyncIOSequenceBuffer):
 
     def _issue(self, station: Any, queues: Any, count: int) -> BatchLease:
         table, slots = self.table, self.table.resident()
-        cohorts = {c for c, queue in station.queues.items() if any(queue is q for q in queues)}
+        step_batches = {c for c, queue in station.queues.items() if any(queue is q for q in queues)}
         free = (table.ready[slots] & station.bit != 0) & ((table.leased[slots] | table.done[slots]) & station.bit == 0)
-        free &= np.isin(table.cohort[slots], sorted(cohorts))
+        free &= np.isin(table.step_batch[slots], sorted(step_batches))
         eligible = sorted((int(table.birth[s]), int(table.serial[s]), table.ids[s]) for s in slots[free])
         lease = super()._issue(station, queues, count)
         assert list(lease.ids) == [sample_id for _, _, sample_id in eligible[:count]]
@@ -52,17 +52,19 @@ class BufferMachine(RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(n=st.integers(1, 9), cohort=COHORTS, shuffle=st.booleans(), wait=st.booleans())
-    def put(self, n: int, cohort: int | None, shuffle: bool, wait: bool) -> None:
+    @rule(n=st.integers(1, 9), step_batch=STEP_BATCHES, shuffle=st.booleans(), wait=st.booleans())
+    def put(self, n: int, step_batch: int | None, shuffle: bool, wait: bool) -> None:
         births = [(self.count * 7919 + 31 * i) % 50 for i in range(n)] if shuffle else None
         ids = [f"s{self.count + i}" for i in range(n)]
         self.count += n
-        task = self.loop.create_task(self.buffer.put_batch(meta_of(ids), births=births, cohort=cohort, wait=wait))
+        task = self.loop.create_task(
+            self.buffer.put_batch(meta_of(ids), births=births, step_batch=step_batch, wait=wait)
+        )
         self.putters.append(task)
 
-    @rule(mfc=st.sampled_from(sorted(SIZES)), cohort=COHORTS)
-    def get(self, mfc: str, cohort: int | None) -> None:
-        self.getters.append((mfc, self.loop.create_task(self.buffer.get_batch_for_rpc(mfc, cohort))))
+    @rule(mfc=st.sampled_from(sorted(SIZES)), step_batch=STEP_BATCHES)
+    def get(self, mfc: str, step_batch: int | None) -> None:
+        self.getters.append((mfc, self.loop.create_task(self.buffer.get_batch_for_rpc(mfc, step_batch))))
 
     @rule()
     def tick(self) -> None:

@@ -26,7 +26,7 @@ from realhf.dataflow.journal.writer import Journal, segments
 @dataclass
 class JournaledRun:
     """``total`` prompts p0, p1, ..., in batches of ``batch_size``. ``weights`` stands for the trained weights: the
-    cohorts that went into them; ``checkpoints``: (step, weights), the newest two, as they lie on the disk."""
+    step batches that went into them; ``checkpoints``: (step, weights), the newest two, as they lie on the disk."""
 
     folder: Path
     random: Random

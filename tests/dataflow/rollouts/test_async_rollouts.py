@@ -64,7 +64,7 @@ class Scene:
             assert await self.rollouts.control.arrived([arrival]) == ["accepted"]
 
     async def train(self, step: int) -> list[str]:
-        ids = [meta.ids[0] for meta in await self.rollouts.control.cohort(step)]
+        ids = [meta.ids[0] for meta in await self.rollouts.control.step_batch(step)]
         self.rollouts.control.record([SampleResult(sample_id) for sample_id in ids])
         return ids
 
@@ -172,7 +172,7 @@ async def test_what_goes_wrong_in_the_background_ends_the_run(scene: Scene, hand
     else:
         await rollouts.start()
     with pytest.raises(Exception, match=f"{handler} took too long"):
-        await asyncio.wait_for(rollouts.control.cohort(0), 10)
+        await asyncio.wait_for(rollouts.control.step_batch(0), 10)
 
 
 async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_one_ends_the_run(scene: Scene) -> None:
@@ -199,7 +199,7 @@ async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_
     scene.workers.fails_only = "generation/0"
     await rollouts.publish(2)
     with pytest.raises(RolloutsFailed, match="generation/0 did not load the weights: a wrong checksum"):
-        await asyncio.wait_for(rollouts.control.cohort(0), 10)
+        await asyncio.wait_for(rollouts.control.step_batch(0), 10)
 
 
 async def test_a_worker_that_dies_when_it_is_told_to_play_is_no_failure(scene: Scene) -> None:
@@ -217,7 +217,7 @@ async def test_without_the_trainer_nothing_goes_on(scene: Scene) -> None:
     await rollouts.start()
     rollouts.left(TRAINER, "killed by SIGKILL")
     with pytest.raises(WorkerDied, match="killed by SIGKILL"):
-        await rollouts.control.cohort(0)
+        await rollouts.control.step_batch(0)
     with pytest.raises(WorkerDied):
         await rollouts.pause()
 
@@ -228,7 +228,7 @@ async def test_a_stream_that_failed_is_noticed(scene: Scene, monkeypatch: pytest
     scene.workers.failing["stream_check"] = RpcTimeout("the stream of samples failed")
     await rollouts.start()
     with pytest.raises(RpcTimeout, match="the stream"):
-        await asyncio.wait_for(rollouts.control.cohort(0), 10)
+        await asyncio.wait_for(rollouts.control.step_batch(0), 10)
 
 
 async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_arrived(scene: Scene) -> None:

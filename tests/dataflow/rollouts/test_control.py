@@ -99,7 +99,7 @@ async def test_a_sample_carries_its_task_whatever_the_rollout_worker_says(make: 
     (given,) = await lease(control)
     assert (given.metadata, given.version, given.attempt, given.order) == ({"task": 0}, 0, 0, 0)
     assert await control.arrived([arrival(given)]) == [ACCEPTED]
-    (meta,) = await control.cohort(0)
+    (meta,) = await control.step_batch(0)
     assert meta.metadata == {"rollout": ["{}"], "task": [0]}
 
 
@@ -201,8 +201,8 @@ async def test_waiters_end_when_the_run_holds_is_complete_or_fails(make: Any) ->
     await control.arrived([arrival(given)])
     assert await asyncio.wait_for(waiting, 10) == [] and control.complete
     stopping = asyncio.create_task(control.stopped())
-    assert len(await control.cohort(0)) == 1
-    assert await asyncio.wait_for(control.cohort(1), 10) == []
+    assert len(await control.step_batch(0)) == 1
+    assert await asyncio.wait_for(control.step_batch(1), 10) == []
     control.worker_stopped(W0)
     await asyncio.sleep(0)
     assert not stopping.done()
@@ -212,13 +212,13 @@ async def test_waiters_end_when_the_run_holds_is_complete_or_fails(make: Any) ->
         await asyncio.wait_for(stopping, 10)
 
 
-async def test_a_source_that_ends_gives_a_last_cohort_and_everything_before_it(make: Any) -> None:
+async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_it(make: Any) -> None:
     control = make(batch=4, total=100, limit=5, concurrent=4)
     for given in await lease(control, 4):
         await control.arrived([arrival(given)])
     (last,) = await lease(control, 4)
-    assert len(await control.cohort(0)) == 4
-    rest = asyncio.create_task(control.cohort(1))
+    assert len(await control.step_batch(0)) == 4
+    rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
     control.worker_left(W0, "killed")
     await asyncio.sleep(0)
@@ -226,15 +226,15 @@ async def test_a_source_that_ends_gives_a_last_cohort_and_everything_before_it(m
     (last,) = await lease(control, 4, W1)
     await control.arrived([arrival(last)])
     assert [meta.ids[0] for meta in await asyncio.wait_for(rest, 10)] == [last.id]
-    assert await asyncio.wait_for(control.cohort(2), 10) == []
+    assert await asyncio.wait_for(control.step_batch(2), 10) == []
 
 
 async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any) -> None:
     control = make(batch=2, total=100, limit=2)
     for given in await lease(control, 2):
         await control.arrived([arrival(given)])
-    assert len(await control.cohort(0)) == 2
-    rest = asyncio.create_task(control.cohort(1))
+    assert len(await control.step_batch(0)) == 2
+    rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
     asking = [asyncio.create_task(control.allocate(worker, 1, 60.0)) for worker in (W0, W1)]
     assert await asyncio.wait_for(rest, 10) == []
@@ -247,11 +247,11 @@ async def test_drawn_items_that_wait_for_capacity_are_not_the_end(make: Any) -> 
     control = make(batch=3, eta=0, total=100, limit=5, concurrent=3)
     for given in await lease(control, 3):
         await control.arrived([arrival(given)])
-    assert len(await control.cohort(0)) == 3
+    assert len(await control.step_batch(0)) == 3
     control.set_version(1)
     (given,) = await lease(control, 1)
     await control.arrived([arrival(given)])
-    rest = asyncio.create_task(control.cohort(1))
+    rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
     assert not rest.done(), "the other drawn item has not been played"
     (given,) = await lease(control, 1)
@@ -266,13 +266,13 @@ async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(ma
     control.set_version(1)
     (third,) = await lease(control, 1)
     await control.arrived([arrival(third)])
-    assert len(await control.cohort(0)) == 2
+    assert len(await control.step_batch(0)) == 2
     control.record([SampleResult(fast.id), SampleResult(third.id)])
     await control.arrived([arrival(slow)])
     more = await lease(control, 8)
     waiting = asyncio.create_task(control.allocate(W1, 8, 60.0))
     await asyncio.sleep(0)
-    training = asyncio.create_task(control.cohort(1))
+    training = asyncio.create_task(control.step_batch(1))
     given = await asyncio.wait_for(waiting, 10)
     assert make.discarded == [slow.id] and control.staleness.dropped == 1 and len(given or []) == 1
     assert not {entry.id for entry in [*more, *(given or [])]} & {slow.id}
@@ -284,7 +284,7 @@ async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_an
     (given,) = await lease(control)
     control.rejected(W0, given.id, 0, "env_error", "no server")
     with pytest.raises(RolloutsFailed, match=f"sample {given.id}: env_error: no server"):
-        await control.cohort(0)
+        await control.step_batch(0)
     assert await control.allocate(W0, 1, 60.0) == []
 
 
@@ -294,7 +294,7 @@ async def test_a_run_in_which_nothing_works_ends(make: Any) -> None:
         (given,) = await lease(control)
         control.rejected(W0, given.id, given.attempt, "env_error", "no server")
     with pytest.raises(RolloutsFailed, match="no server"):
-        await control.cohort(0)
+        await control.step_batch(0)
 
 
 async def test_a_journal_that_cannot_be_written_is_not_ignored(make: Any) -> None:
@@ -330,7 +330,7 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
     with pytest.raises(ServiceError):
         await client.ask(ARRIVED, ArrivedRequest([malformed]), timeout_s=10)
     with pytest.raises(Exception, match="malformed sample"):
-        await control.cohort(0)
+        await control.step_batch(0)
     assert await client.request("stopped", {}, timeout_s=10) == {} and control.workers == [W1]
     client.close()
     await service.close()

@@ -58,7 +58,7 @@ def test_earliest_version_then_earliest_arrival_in_the_order_of_admission() -> N
     assert (gate.staged, len(gate)) == (1, 3)
 
 
-def test_the_last_cohort_may_be_small_but_waits_for_what_runs() -> None:
+def test_the_last_step_batch_may_be_small_but_waits_for_what_runs() -> None:
     gate = gate_of(3, 0, "s0@0", "s1@0")
     gate.stage("s1@0")
     assert gate.release(0) is None

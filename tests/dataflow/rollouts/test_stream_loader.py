@@ -1,4 +1,4 @@
-"""Cohorts of a stream on their way into the buffer."""
+"""Step batches of a stream on their way into the buffer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.dataflow.rollouts.toy_streamed_run import meta_of
 from tests.dataflow.toy_source import toy_mfcs
 
 
-class FakeCohorts:
-    """Cohorts of two samples for ``steps`` steps, then none; or ``error``. ``asked``: the steps."""
+class FakeStepBatches:
+    """Step batches of two samples for ``steps`` steps, then none; or ``error``. ``asked``: the steps."""
 
     def __init__(self, steps: int, error: Exception | None = None) -> None:
         self.steps, self.error = steps, error
         self.asked: list[int] = []
 
-    async def cohort(self, step: int) -> list[SequenceSample]:
+    async def step_batch(self, step: int) -> list[SequenceSample]:
         self.asked.append(step)
         if self.error is not None:
             raise self.error
@@ -36,7 +36,7 @@ class FakeCohorts:
         return "waits for s7"
 
 
-def loader_of(source: FakeCohorts) -> tuple[StreamLoader, AsyncIOSequenceBuffer, StorageMap]:
+def loader_of(source: FakeStepBatches) -> tuple[StreamLoader, AsyncIOSequenceBuffer, StorageMap]:
     train = toy_mfcs(2)[-1]
     graph = build_graph(
         [type(train)("train", "actor", train.interface_type, "train", n_seqs=2, input_keys=("packed_input_ids",))],
@@ -51,8 +51,8 @@ async def breathe() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_next_cohort_is_asked_for_when_a_step_is_finished() -> None:
-    source = FakeCohorts(7)
+async def test_the_next_step_batch_is_asked_for_when_a_step_is_finished() -> None:
+    source = FakeStepBatches(7)
     loader, buffer, storage = loader_of(source)
     running = asyncio.create_task(loader.run(5))
     await breathe()
@@ -67,14 +67,14 @@ async def test_the_next_cohort_is_asked_for_when_a_step_is_finished() -> None:
 
 
 async def test_no_more_samples_end_the_input() -> None:
-    loader, buffer, _ = loader_of(FakeCohorts(0))
+    loader, buffer, _ = loader_of(FakeStepBatches(0))
     await asyncio.wait_for(loader.run(0), 10)
     with pytest.raises(EndOfData, match="the run has all its samples"):
         await buffer.get_batch_for_rpc("train", 0)
 
 
 async def test_what_the_control_raises_is_raised_and_what_it_waits_for_is_told() -> None:
-    loader, _, _ = loader_of(FakeCohorts(1, RuntimeError("the trainer died")))
+    loader, _, _ = loader_of(FakeStepBatches(1, RuntimeError("the trainer died")))
     with pytest.raises(RuntimeError, match="the trainer died"):
         await loader.run(0)
     assert loader.activity == "step 0: waits for s7"

@@ -120,11 +120,11 @@ class FleetRun:
         self._join()
         self.control.worker_joined(PLAYER)
         self.after = asyncio.create_task(self.rollouts.publish(0))
-        self.cohort = asyncio.create_task(self.control.cohort(0))
+        self.step_batch = asyncio.create_task(self.control.step_batch(0))
         try:
             await self._play()
         finally:
-            for task in (self.after, self.cohort):
+            for task in (self.after, self.step_batch):
                 if task is not None:
                     task.cancel()
             await self.rollouts.close()
@@ -234,9 +234,9 @@ class FleetRun:
         if self.after is not None and self.after.done():
             self.after.result()
             self.after = None
-        if self.after is not None or not self.cohort.done():
+        if self.after is not None or not self.step_batch.done():
             return
-        ids = [meta.ids[0] for meta in self.cohort.result()]
+        ids = [meta.ids[0] for meta in self.step_batch.result()]
         for sample_id in ids:
             staleness = self.step - min(self.finished[sample_id])
             assert staleness <= self.eta, f"{sample_id} is {staleness} versions old at step {self.step}"
@@ -244,4 +244,4 @@ class FleetRun:
         self.control.record([SampleResult(sample_id) for sample_id in ids])
         self.step += 1
         self.after = asyncio.create_task(self.rollouts.publish(self.step))
-        self.cohort = asyncio.create_task(self.control.cohort(self.step))
+        self.step_batch = asyncio.create_task(self.control.step_batch(self.step))

@@ -13,8 +13,8 @@ from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 
 @dataclass(frozen=True)
 class Conditions:
-    """``total`` samples are to be drawn; ``ahead`` cohorts may wait for the trainer; ``crashes`` restarts happen at
-    random times, each from a checkpoint up to two steps back."""
+    """``total`` samples are to be drawn; ``ahead`` step batches may wait for the trainer; ``crashes`` restarts happen
+    at random times, each from a checkpoint up to two steps back."""
 
     batch_size: int
     eta: int
@@ -36,7 +36,7 @@ class Conditions:
 class Simulation:
     """15 % of the rollouts fail, half of these are tried again. ``ages``: of every sample released, from its admission
     version to its step; ``lost``: failed for good. Raises AssertionError at a deadlock, a gate that can never
-    open and an incomplete cohort in the middle."""
+    open and an incomplete step batch in the middle."""
 
     on: Conditions
     random: Random

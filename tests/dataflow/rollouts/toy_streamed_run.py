@@ -141,7 +141,7 @@ def plan_of(folder: Path, *, batch: int, steps: int, completed: int, **options: 
 @dataclass
 class StreamedRun:
     """``steps`` of ``batch`` samples. What outlives the master: the payload log, the ``checkpoints`` (completed steps
-    and the cohorts trained until then) and the journal in ``folder``."""
+    and the step batches trained until then) and the journal in ``folder``."""
 
     folder: Path
     random: Random
@@ -182,7 +182,7 @@ class StreamedRun:
         self.sent: list[Arrival] = []
         self.waiting: list[asyncio.Task[Any]] = []
         self.workers = [self._join(), self._join()]
-        self.cohort: asyncio.Task[list[SequenceSample]] | None = None
+        self.step_batch: asyncio.Task[list[SequenceSample]] | None = None
         self.safe = 0
         over = False
         for event in range(events if events is not None else 100_000):
@@ -281,13 +281,13 @@ class StreamedRun:
 
     async def _train(self) -> bool:
         step = len(self.trained)
-        if self.cohort is None:
-            self.cohort = asyncio.create_task(self.control.cohort(step))
+        if self.step_batch is None:
+            self.step_batch = asyncio.create_task(self.control.step_batch(step))
         for _ in range(3):
             await asyncio.sleep(0)
-        if not self.cohort.done():
+        if not self.step_batch.done():
             return False
-        metas, self.cohort = self.cohort.result(), None
+        metas, self.step_batch = self.step_batch.result(), None
         if not metas:
             return True
         ids = [sample_id for meta in metas for sample_id in meta.ids]
@@ -311,7 +311,7 @@ class StreamedRun:
 
     async def _die(self, over: bool) -> None:
         await asyncio.gather(*self.waiting)
-        for task in [self.cohort] if self.cohort else []:
+        for task in [self.step_batch] if self.step_batch else []:
             task.cancel()
         if over:
             self.rollouts.end()
