@@ -211,6 +211,8 @@ class GenerationWorker:
 
 
 def main() -> int:
+    """Run the worker of a plan until the master ends it. Returns the exit code."""
+
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")

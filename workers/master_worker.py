@@ -85,6 +85,7 @@ class MasterWorker:
         self._told_of_workers: StepSource | None = None
 
     async def run(self) -> None:
+        """Run the experiment to its end. Raises whatever ends it before."""
         await self._rpc.start()
         self._events.emit("endpoint", address=self._rpc.endpoint, run_id=self._run_id)
         try:
@@ -398,6 +399,7 @@ def check_same_models(saved: Mapping[str, str], current: Mapping[str, str]) -> N
 
 
 def main() -> int:
+    """Run the master of a plan. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)

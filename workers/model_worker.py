@@ -167,6 +167,8 @@ def _generation_threads(spec: ExperimentSpec) -> int:
 
 
 def main() -> int:
+    """Run the worker of a plan until the master ends it. Returns the exit code."""
+
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         ModelWorker(plan, args.index, args.run_id, args.master).run()
 

@@ -142,6 +142,7 @@ def _result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> SampleResul
 
 
 def command_line() -> argparse.ArgumentParser:
+    """Return the flags of the producer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--server", required=True, help="URL of the trajectory server")
@@ -171,6 +172,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Play and push until the groups are played or the run is over. Returns the exit code."""
     options = command_line().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -155,6 +155,8 @@ def _generation_workers(roster: Mapping[str, WorkerInfo]) -> dict[str, str]:
 
 
 def main() -> int:
+    """Run the worker of a plan until the master ends it. Returns the exit code."""
+
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         import torch
 

@@ -26,7 +26,9 @@ class Caller(Protocol):
         timeout_s: float,
         step: int = -1,
         mfc: str = "",
-    ) -> asyncio.Future[Any]: ...
+    ) -> asyncio.Future[Any]:
+        """Send a request to ``handler`` of ``worker`` and return what answers it."""
+        ...
 
 
 async def ask(

@@ -24,7 +24,9 @@ class StepLoader(Protocol):
     """Fills the buffer step after step. ``activity`` says in words what it does or waits for."""
 
     @property
-    def activity(self) -> str: ...
+    def activity(self) -> str:
+        """What it does at the moment, for the report about a run that stands still."""
+        ...
 
     @property
     def busy(self) -> bool:
@@ -39,9 +41,13 @@ class StepLoader(Protocol):
         """The results of ``step`` are recorded."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint held."""
+        ...
 
 
 class Loader:

@@ -40,6 +40,7 @@ class StepReport:
 
     @property
     def n_samples(self) -> int:
+        """Samples (groups) that the step trained."""
         return len(self.results)
 
 

@@ -21,7 +21,9 @@ class StepSource(Protocol):
     """Delivers the samples of every step. ``results`` hears what became of them."""
 
     @property
-    def results(self) -> ResultSink: ...
+    def results(self) -> ResultSink:
+        """Where the results of trained samples go."""
+        ...
 
     @property
     def shares_environment(self) -> bool:

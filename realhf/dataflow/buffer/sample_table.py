@@ -114,6 +114,7 @@ class SampleTable:
 
     @property
     def capacity(self) -> int:
+        """How many samples fit before the columns grow."""
         return len(self.birth)
 
     def key_mask(self, keys: Iterable[str]) -> int:
@@ -129,6 +130,7 @@ class SampleTable:
         return mask
 
     def key_names(self, mask: int) -> list[str]:
+        """Return the keys whose bits are set in ``mask``, the inverse of ``key_mask``."""
         return [key for key, bit in self._key_bits.items() if mask & bit]
 
     def add(self, ids: Sequence[str], births: np.ndarray, step_batch: int, version: int, now: float) -> np.ndarray:

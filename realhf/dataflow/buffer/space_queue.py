@@ -33,6 +33,7 @@ class SpaceQueue:
         return bool(self._waiters) or self.reserved > 0
 
     def fits(self, count: int) -> bool:
+        """Whether ``count`` more samples would fit beside those that are held and reserved."""
         return self._size() + self.reserved + count <= self.max_size
 
     def first_fits(self) -> bool:

@@ -54,10 +54,12 @@ class BatchLease:
 
     @property
     def ids(self) -> tuple[str, ...]:
+        """The ids of the samples, in the order of the view."""
         return self.view.ids
 
     @property
     def meta(self) -> SequenceSample:
+        """The metadata of the samples; it holds no tensor."""
         return self.view.sample
 
 
@@ -72,6 +74,7 @@ class Retired:
 
     @property
     def ids(self) -> tuple[str, ...]:
+        """The ids of the samples, in the order of the view."""
         return self.view.ids
 
 
@@ -99,6 +102,7 @@ class Station:
 
     @classmethod
     def of(cls, mfc: MFCDef, index: int, inputs: Sequence[str], table: SampleTable) -> Station:
+        """Return the station of a call that reads ``inputs`` and has the bit ``index``."""
         trains = mfc.interface_type is InterfaceType.TRAIN_STEP
         return cls(mfc.name, mfc.n_seqs, 1 << index, tuple(inputs), table.key_mask(inputs), trains)
 
@@ -108,12 +112,14 @@ class Station:
         return sum(queue.live for queue in self.queues.values())
 
     def queue(self, step_batch: int) -> ReadyQueue:
+        """Return the queue of a step batch, a new one the first time."""
         found = self.queues.get(step_batch)
         if found is None:
             found = self.queues[step_batch] = ReadyQueue()
         return found
 
     def eligible(self, step_batch: int | None) -> list[ReadyQueue]:
+        """Return the queues that a batch of this step batch (None: of any) may be taken from."""
         if step_batch is None:
             return list(self.queues.values())
         return [self.queues[step_batch]] if step_batch in self.queues else []

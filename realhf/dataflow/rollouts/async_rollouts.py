@@ -73,6 +73,7 @@ class RolloutPlan:
 
     @property
     def group_size(self) -> int:
+        """Episodes that are played for one sample."""
         return self.spec.episodes.group_size
 
     @property

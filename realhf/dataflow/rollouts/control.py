@@ -98,6 +98,7 @@ class RolloutControl:
     # ---- rollout workers
 
     def worker_joined(self, worker: str) -> None:
+        """Let a process of a rollout worker take samples from now on."""
         self._workers.add(worker)
 
     def worker_left(self, worker: str, reason: str) -> None:

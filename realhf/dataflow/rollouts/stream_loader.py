@@ -18,7 +18,9 @@ class StepBatchSource(Protocol):
         """Metadata of every sample of the step, [] when no more will come."""
         ...
 
-    def waiting_for(self, step: int) -> str: ...
+    def waiting_for(self, step: int) -> str:
+        """Say in words what a step still waits for."""
+        ...
 
 
 class StreamLoader:
@@ -70,6 +72,7 @@ class StreamLoader:
             step += 1
 
     def finished(self, step: int) -> None:
+        """Make room for the next step after ``step`` was trained."""
         del step
         self._free.release()
 
@@ -78,4 +81,5 @@ class StreamLoader:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore nothing: the journal knows what has arrived."""
         del state
