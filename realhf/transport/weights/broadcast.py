@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,9 @@ class Broadcast:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(address[:2], family=family, backlog=128)
         self.location = f"{host}:{self._listener.getsockname()[1]}"
-        self.threads = [self._start(self._accept, "accept"), self._start(self._serve, "serve")]
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept, "accept")
+        self._start(self._serve, "serve")
 
     @property
     def unconfirmed(self) -> list[str]:
@@ -71,18 +74,32 @@ class Broadcast:
             return sorted((self._lost | {guest.name for guest in self._guests}) - self._served)
 
     def close(self) -> None:
-        """Stop serving. A broadcast under way ends on ``threads``, which hold the buffer until then."""
+        """Stop serving. A broadcast under way ends on the threads, which hold the buffer until then; see ``join``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         # From now on connections are refused; the thread that accepts wakes and closes the socket.
         self._listener.shutdown(socket.SHUT_RDWR)
 
-    def _start(self, target: Any, role: str, *arguments: Any) -> threading.Thread:
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all threads of a closed broadcast have ended; return whether they have."""
+        deadline = time.monotonic() + timeout_s
+        while alive := self._alive():
+            if time.monotonic() >= deadline:
+                return False
+            alive[0].join(max(deadline - time.monotonic(), 0.0))
+        return True
+
+    def _alive(self) -> list[threading.Thread]:
+        with self._changed:
+            return [thread for thread in self._threads if thread.is_alive()]
+
+    def _start(self, target: Any, role: str, *arguments: Any) -> None:
         name = f"weights-v{self._version}-{role}"
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
-        thread.start()
-        return thread
+        with self._changed:
+            self._threads = [*self._alive(), thread]
+            thread.start()
 
     # Receivers come and go.
 

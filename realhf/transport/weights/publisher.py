@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +61,7 @@ class WeightPublisher:
         self._folder = folder
         self._stem = file_stem(run_id, worker)
         self._versions: dict[int, tuple[_Published, WeightsManifest]] = {}
-        self._closing: list[threading.Thread] = []
+        self._closing: list[Broadcast] = []
         self._last = -1
         if medium == "disk":
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,15 +115,15 @@ class WeightPublisher:
         if published is not None:
             published.close()
         if isinstance(published, Broadcast):
-            self._closing = [*(thread for thread in self._closing if thread.is_alive()), *published.threads]
+            self._closing = [*(closed for closed in self._closing if not closed.join(0.0)), published]
 
     def close(self) -> None:
         """Retire all versions, so that nothing is left behind. Waits a second for broadcasts under way."""
         for version in list(self._versions):
             self.retire(version)
         deadline = time.monotonic() + CLOSE_S
-        for thread in self._closing:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+        for broadcast in self._closing:
+            broadcast.join(max(deadline - time.monotonic(), 0.0))
         self._closing.clear()
 
 
