@@ -1,4 +1,5 @@
-"""The parts that have a name: interfaces, backends, data sources, datasets, advantage estimators and policy losses.
+"""The parts that have a name: interfaces, backends, data sources, datasets, environments, advantage estimators and
+policy losses.
 
 Built-in parts are listed here as text, so that this module knows everybody and imports nobody. An experiment file adds
 its own with ``@interfaces.register("name")``.
@@ -43,6 +44,7 @@ advantage_estimators = Registry(
         "reinforce_pp_baseline": "realhf.algorithms.policy_gradient.advantages:reinforce_pp_baseline",
     },
 )
+environments = Registry("environment")
 policy_losses = Registry(
     "policy loss",
     {
@@ -58,6 +60,7 @@ REGISTRIES: Mapping[str, Registry] = MappingProxyType(
         "backends": backends,
         "sources": sources,
         "datasets": datasets,
+        "environments": environments,
         "advantage_estimators": advantage_estimators,
         "policy_losses": policy_losses,
     }

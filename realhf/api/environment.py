@@ -1,0 +1,216 @@
+"""Defines the contract between an environment and everything that plays it.
+
+An environment is a conversation: it opens an episode with messages and tools, takes what the policy says, and answers
+with messages, until it is done. Tokens, engines and training are not its concern. A task says which episode is played;
+a ``TaskSet`` draws tasks for training and lists held-out ones. ``EnvironmentSpec`` is what is registered.
+
+docs/extend/environment.md shows the ways to bring an environment; ``realhf.env.doors`` turns each of them into this.
+Messages are maps with ``role`` and ``content``, tools are JSON schemas, both in the form of the OpenAI chat API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+ChatMessage = Mapping[str, Any]
+"""``{"role": "user" | "assistant" | "system" | "tool", "content": text}``; a ``tool`` message may carry ``name`` and
+``tool_call_id``, an assistant's ``tool_calls``."""
+
+FAILURE_KINDS = ("unavailable", "timeout", "lost", "capacity", "internal")
+"""How an environment fails: a step was not executed and may be sent again; no answer within the deadline; the session
+or its server is gone; there is no free session; the environment's own code raised or broke the contract."""
+
+TRAIN, HELD_OUT = "train", "heldout"
+SPLITS = (TRAIN, HELD_OUT)
+
+
+class EnvironmentFailure(Exception):
+    """The environment failed; the policy is not to blame, so there is no reward. ``kind`` is one of FAILURE_KINDS."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        if kind not in FAILURE_KINDS:
+            raise ValueError(f"{kind!r} is no kind of failure (known: {', '.join(FAILURE_KINDS)})")
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool, as the policy wrote it. ``problem`` says why it could not be parsed, "" if it could; then
+    ``arguments`` are empty and ``name`` may be. ``text`` is what the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+    text: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class AssistantMessage:
+    """What the policy said in a turn: ``content`` without reasoning and tool calls, ``text`` all of it.
+    ``token_count`` counts the sampled tokens."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    text: str = ""
+    token_count: int = 0
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How an episode begins: the messages that the policy reads first, and JSON schemas of its tools. ``info`` is for
+    people: anything JSON."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Mapping[str, Any]] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the environment answers.
+
+    ``reward`` is that of the turn; the rewards of an episode are summed, but one that is ``final`` replaces the sum.
+    None is no reward in this turn. ``rewards`` are named components, for charts. ``metrics`` are numbers: ``success``
+    (1 when the task is solved, which also ends the episode) and ``progress`` (0 to 1) are read by evaluation and
+    curriculum, others are charted. ``info`` is for people: anything JSON.
+    """
+
+    messages: Sequence[ChatMessage] = ()
+    done: bool = False
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    final: bool = False
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Plays one episode at a time; many instances live at once, on one event loop, which no method may block.
+
+    The same task, seed and messages give the same turns, unless the specification says ``deterministic=False``. A
+    message that is merely wrong is answered by a turn; a failure of the environment raises EnvironmentFailure. Any
+    other exception counts as a failure of the kind ``internal``.
+    """
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Begin an episode of ``task``, the payload of a ``Task``. The instance may have played others before, also
+        ones that did not end."""
+        ...
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Take a turn of the policy and answer it."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the instance holds; it is not used again. It may be called at any time after its making."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """Says which episode is played. ``id`` is unique within its set and stable between runs; success is reported by
+    ``group``. ``payload`` is JSON and reaches ``Environment.reset``; ``seed`` too."""
+
+    id: str
+    group: str = ""
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@runtime_checkable
+class TaskSet(Protocol):
+    """Holds the templates of tasks, which a curriculum chooses from, and makes instances of them.
+
+    A finite data set has one template per row, and ``instantiate`` ignores the seed or draws from it what its rows
+    leave open. An endless one has a template for each kind of task, and every seed gives another instance.
+    """
+
+    @property
+    def group_of(self) -> Mapping[str, str]:
+        """Template id to its group, in a stable order."""
+        ...
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """All groups, the easiest first."""
+        ...
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the instance of a template that ``seed`` draws; the same for the same arguments."""
+        ...
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What a scripted solver says in one episode of ``task``: its turns, as text that a policy would write. ``learned``
+    says of each turn whether a policy should imitate it; () is all of them. ``kind`` names the sort of script;
+    ``succeeds`` says whether the episode must end in success."""
+
+    task: Task
+    turns: tuple[str, ...]
+    learned: tuple[bool, ...] = ()
+    kind: str = "solution"
+    succeeds: bool = True
+
+
+@dataclass(frozen=True)
+class DemonstrationRequest:
+    """Asks for demonstrations: ``episodes_per_task`` of every template of the training split, decided by ``seed``. A
+    share of ``habit_fraction`` makes a mistake and leaves it at that (``succeeds=False``), one of
+    ``recovery_fraction`` makes a mistake and then solves the task; the rest are solutions."""
+
+    episodes_per_task: int
+    seed: int
+    habit_fraction: float = 0.0
+    recovery_fraction: float = 0.0
+
+
+@dataclass(frozen=True)
+class EnvironmentService:
+    """A service that the launcher starts and watches, the worker ``env/0``: ``python -m module --name env/0 --host host
+    --port port *argv --master ... --run-id ...``. Port 0 is any free one."""
+
+    module: str
+    argv: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """Describes an environment to those who play it.
+
+    ``make`` returns a new instance, given the address of the environment's service ("" where there is none); it is
+    called on the event loop that plays it, so it must not block. ``tasks`` returns the task set of a split (``train``
+    or ``heldout``); the two share no instance. ``system_prompt`` precedes every episode ("" for none).
+    ``concurrency``: at most this many instances of one process live at once, None for any number.
+    ``deterministic``: the same task, seed and messages give the same turns. ``demonstrate`` yields scripts for the
+    warm start of the built-in policy; None when there is no scripted solver. ``launch`` is the service that episodes
+    are played on, None for an environment that lives in the process that plays it.
+    """
+
+    name: str
+    make: Callable[[str], Environment]
+    tasks: Callable[[str], TaskSet]
+    system_prompt: str = ""
+    concurrency: int | None = None
+    deterministic: bool = True
+    demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]] | None = None
+    launch: EnvironmentService | None = None
+
+
+@dataclass(frozen=True)
+class EnvironmentDefinition:
+    """Is what the registry of environments holds: ``options`` is the dataclass of the environment's own options, which
+    stand under ``env:``, and ``build`` makes the specification from an instance of it. Both may be called anywhere:
+    they import no torch and start nothing."""
+
+    options: type[Any]
+    build: Callable[[Any], EnvironmentSpec]
