@@ -15,6 +15,7 @@ ROOMS: dict[str, str] = {
     "base": "",
     "api/config": "",
     "api": "api/config base",
+    "api/chat": "api",
     "builtins": "api",
     "transport": "api",
     "transport/rpc": "transport",
@@ -29,7 +30,7 @@ ROOMS: dict[str, str] = {
     "backends/training": "api api/config backends/embedded backends/threads base",
     "backends/vllm": "api api/config backends/embedded base",
     "backends": "api api/config backends/embedded backends/training backends/vllm",
-    "data": "api transport transport/service transport/stream transport/tensors",
+    "data": "api api/chat transport transport/service transport/stream transport/tensors",
     "dataflow/buffer": "api",
     "dataflow": "api base builtins dataflow/buffer transport transport/rpc transport/tensors",
     "dataflow/journal": "",
@@ -52,13 +53,13 @@ ROOMS: dict[str, str] = {
     "aws/validation": "aws/cli aws/episode aws/grading aws/simulator aws/tasks aws/validation/plays",
     "rollout/client": "api api/config transport transport/service",
     "rollout/episode": "api",
-    "rollout/openai_endpoint": "api rollout/episode",
-    "rollout/agents": "api api/config backends/embedded backends/threads backends/training rollout/client "
+    "rollout/openai_endpoint": "api api/chat rollout/episode",
+    "rollout/agents": "api api/chat api/config backends/embedded backends/threads backends/training rollout/client "
     "rollout/episode rollout/openai_endpoint",
     "rollout/players": "api api/config rollout/agents rollout/client rollout/episode",
-    "rollout": "api api/config base rollout/agents rollout/episode rollout/players",
+    "rollout": "api api/chat api/config base rollout/agents rollout/episode rollout/players",
     "rollout/streaming": "api builtins rollout/episode rollout/players transport transport/service",
-    "rollout/trl": "api rollout/client rollout/episode rollout/players",
+    "rollout/trl": "api api/chat rollout/client rollout/episode rollout/players",
     "trajectory/base": "",
     "trajectory/batching": "trajectory/base",
     "trajectory/client": "api trajectory/base",
@@ -70,7 +71,7 @@ ROOMS: dict[str, str] = {
     "trajectory": "trajectory/http",
     "scheduler": "base",
     "monitor": "api api/config base",
-    "launch": "api api/config base builtins monitor scheduler",
+    "launch": "api api/chat api/config base builtins monitor scheduler",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
 only, so no two rooms import each other, not even in a circle."""

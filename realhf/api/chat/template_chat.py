@@ -1,0 +1,226 @@
+"""Turns conversations into token ids, through the tokenizer's own chat template.
+
+The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's text *around* them.
+The text that follows a policy turn is found by rendering a conversation in which a marker stands for the policy's
+words. A list of messages that comes again costs a look-up.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from realhf.api.chat.families import family_of, reads_tools, unread_variables
+from realhf.api.chat.turn_parser import parse_turn
+from realhf.api.environment import AssistantMessage
+
+SYSTEM_PROMPT = (
+    "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
+    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done."
+)
+_MARKER = "\u2e28policy-turn\u2e29"
+_PROBE = "probe0of0message"
+_CACHED = 512
+_LONGEST_CACHED_BYTES = 1 << 15
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ChatTemplateError(ValueError):
+    """The tokenizer has no chat template, or one that cannot render what it is given or drops it."""
+
+
+class TemplateChat:
+    """Implements ``realhf.api.env.ChatFormat`` with a Hugging Face tokenizer. ``template_kwargs`` are variables of the
+    template, e.g. ``enable_thinking``, for everything that is rendered; ``family`` says how its policy writes tool
+    calls (``families.FAMILIES``). Raises ChatTemplateError, also for a variable that the template does not read."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            name = getattr(tokenizer, "name_or_path", "") or "of actor.path"
+            raise ChatTemplateError(
+                f"the tokenizer {name!r} has no chat template; use an instruction-tuned model "
+                "or add a chat_template to its tokenizer"
+            )
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        if idle := unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
+            raise ChatTemplateError(f"chat_template_kwargs: the chat template does not read {', '.join(idle)}")
+        with_tools = tokenizer.get_chat_template(tools=[{}])
+        self.family = family_of(with_tools)
+        self._reads_tools = reads_tools(with_tools)
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._cached_opening = lru_cache(_CACHED)(lambda key: array("q", self._opening(*marshal.loads(key))))
+        self._cached_following = lru_cache(_CACHED)(lambda key: array("q", self._following(*marshal.loads(key))))
+        self._needs_calls = lru_cache(_CACHED)(self._find_whether_calls_are_needed)
+        self._turn_end = self._after_marker([], [], generation=False)
+        self.stop_ids: tuple[int, ...] = self._find_stop_ids()
+        self._stops = frozenset(self.stop_ids)
+
+    def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Return the ids of the messages that a policy reads first, with the cue for its turn. ``tools`` are JSON
+        schemas, rendered as the template does; no system prompt is added. Raises ChatTemplateError, also for tools
+        that the template does not read."""
+        plain, schemas = _for_template(messages), self._schemas(tools)
+        key = _key(plain, schemas)
+        return self._opening(plain, schemas) if key is None else self._cached_opening(key).tolist()
+
+    def following_messages(self, messages: Messages, *, ended: bool, tools: Tools = ()) -> list[int]:
+        """Return the ids between two policy turns: the end of the first, the messages of any roles, and the cue for the
+        next. ``ended``: the policy itself sampled the end of its turn. ``tools`` are those of the opening. Raises
+        ChatTemplateError, also for tools or a role that the template does not show after a policy turn."""
+        plain, schemas = _for_template(messages), self._schemas(tools)
+        key = _key(plain, schemas)
+        ids = self._following(plain, schemas) if key is None else self._cached_following(key).tolist()
+        if ended and ids and ids[0] in self._stops:
+            del ids[0]
+        return ids
+
+    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
+        """Return what a policy turn says (``turn_parser.parse_turn``), counted with its stop id. Never raises."""
+        return parse_turn(self.decode(token_ids), self.family, token_count=len(token_ids), tools=tools)
+
+    def first(self, task: str) -> list[int]:
+        """Return the ids up to the point where the policy speaks for the first time."""
+        return self.opening([*self._system, {"role": "user", "content": task}])
+
+    def following(self, observation: str, *, ended: bool) -> list[int]:
+        """Return the ids between two policy turns. ``ended``: the policy itself sampled the end of its turn."""
+        return self.following_messages([{"role": "user", "content": observation}], ended=ended)
+
+    def conversation(self, messages: Messages) -> list[int]:
+        """Return the ids of a whole conversation, none of it sampled here, with the cue for the policy at its end. No
+        system prompt is added."""
+        return self.opening(messages)
+
+    def closing(self) -> list[int]:
+        """Return the ids that end a policy turn in a demonstration; the first is a stop id."""
+        return self._ids(self._turn_end)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a demonstrated policy turn, without its end."""
+        return self._ids(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
+        stops = self._stops
+        return self._tokenizer.decode([i for i in token_ids if i not in stops], skip_special_tokens=False)
+
+    def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
+        if tools and not self._reads_tools:
+            raise ChatTemplateError("the chat template does not read tools; use a model that was trained with them")
+        return [dict(tool) for tool in tools]
+
+    def _opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        return self._ids(self._render(messages, tools, generation=True))
+
+    def _following(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        roles = dict.fromkeys(str(message.get("role")) for message in messages)
+        with_calls = any([self._needs_calls(role, bool(tools)) for role in roles])
+        after = self._after_calls if with_calls else self._after_marker
+        return self._ids(after(messages, tools, generation=True))
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=generation,
+                **self._template_kwargs,
+            )
+        except Exception as error:
+            raise ChatTemplateError(f"the chat template cannot render the messages: {error}") from error
+
+    def _after_marker(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
+        head = [*self._system, {"role": "user", "content": "task"}, {"role": "assistant", "content": _MARKER}]
+        _, found, after = self._render([*head, *tail], tools, generation=generation).partition(_MARKER)
+        if not found:
+            raise ChatTemplateError("the chat template does not show the assistant's words")
+        return after
+
+    def _after_calls(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
+        """Return what ``_after_marker`` does, for a template that shows a ``tool`` message after a call only."""
+        said, calls = {"role": "assistant", "content": _MARKER}, []
+        answers = [dict(message) for message in tail]
+        for number, answer in enumerate(answer for answer in answers if answer["role"] == "tool"):
+            answer["tool_call_id"] = answer.get("tool_call_id") or f"call{number:05d}"
+            function = {"name": answer.setdefault("name", "tool"), "arguments": {}}
+            calls.append({"type": "function", "id": answer["tool_call_id"], "function": function})
+        head = [*self._system, {"role": "user", "content": "task"}, said | {"tool_calls": calls}]
+        before = self._render(head, tools, generation=False)
+        whole = self._render([*head, *answers], tools, generation=generation)
+        if not before.endswith(self._turn_end) or not whole.startswith(before):
+            raise ChatTemplateError("the chat template does not end a turn with calls as it ends any other")
+        return whole[len(before) - len(self._turn_end) :]
+
+    def _find_whether_calls_are_needed(self, role: str, with_tools: bool) -> bool:
+        """Whether messages of ``role`` are shown only after a turn with calls. Raises ChatTemplateError when they are
+        never shown."""
+        tail = [{"role": role, "content": _PROBE}]
+        tools = [_PROBE_TOOL] if with_tools else []
+        problem = ""
+        for after in (self._after_marker, self._after_calls) if role == "tool" else (self._after_marker,):
+            try:
+                if _PROBE in after(tail, tools, generation=True):
+                    return after == self._after_calls
+            except ChatTemplateError as error:
+                problem = f": {error}"
+        raise ChatTemplateError(f"the chat template does not show a {role!r} message after a policy turn{problem}")
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _find_stop_ids(self) -> tuple[int, ...]:
+        closing = self._ids(self._turn_end)
+        special = set(self._tokenizer.all_special_ids)
+        stops = [i for i in closing[:1] if i in special]
+        if self._tokenizer.eos_token_id is not None:
+            stops.append(self._tokenizer.eos_token_id)
+        if not stops:
+            raise ChatTemplateError("the tokenizer has neither an end-of-sequence token nor one that ends a turn")
+        return tuple(dict.fromkeys(stops))
+
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def _for_template(messages: Messages) -> list[dict[str, Any]]:
+    """Return the messages as maps that a template reads: arguments of calls are objects there, not JSON texts."""
+    plain = [dict(message) for message in messages]
+    for message in plain:
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function} if "function" in call else function
+
+
+def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
+    """Return the content as bytes that ``marshal.loads`` reads, or None for what is too long or no plain JSON."""
+    try:
+        key = marshal.dumps((messages, tools), 2)
+    except ValueError:
+        return None
+    return key if len(key) <= _LONGEST_CACHED_BYTES else None
