@@ -44,7 +44,12 @@ advantage_estimators = Registry(
         "reinforce_pp_baseline": "realhf.algorithms.policy_gradient.advantages:reinforce_pp_baseline",
     },
 )
-environments = Registry("environment")
+environments = Registry(
+    "environment",
+    {
+        "countdown": "realhf.environments.countdown:DEFINITION",
+    },
+)
 policy_losses = Registry(
     "policy loss",
     {

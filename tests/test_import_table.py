@@ -39,6 +39,7 @@ ROOMS: dict[str, str] = {
     "env/containment": "base",
     "env/curriculum": "",
     "env/server": "api base env/containment",
+    "environments/countdown": "api api/config",
     "aws/cli": "env/containment",
     "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli base env/containment env/server",
@@ -82,6 +83,7 @@ TORCH_FREE = (
     "realhf/base",
     "realhf/dataflow",
     "realhf/env",
+    "realhf/environments",
     "realhf/aws",
     "realhf/monitor",
     "realhf/scheduler",
@@ -219,7 +221,7 @@ def test_torch_is_not_imported_at_module_level(prefix: str):
     "packages",
     [
         "realhf.api realhf.dataflow realhf.scheduler realhf.monitor realhf.launch experiments",
-        "realhf.env realhf.aws",
+        "realhf.env realhf.environments realhf.aws",
         "realhf.trajectory",
     ],
 )

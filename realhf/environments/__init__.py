@@ -1,0 +1,1 @@
+"""Environments that ship beside AWS, each in a folder of its own."""
