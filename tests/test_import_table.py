@@ -38,6 +38,7 @@ ROOMS: dict[str, str] = {
     "transport/service transport/weights",
     "env/containment": "base",
     "env/curriculum": "",
+    "env/doors": "api api/config base builtins",
     "env/server": "api base env/containment",
     "environments/countdown": "api api/config",
     "aws/cli": "env/containment",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -31,3 +32,11 @@ def load_plugin(plugin: str | Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def located(error: BaseException, file: str) -> str:
+    """The first line of an error, with the line of a user's file where it arose, or from where it was called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line = frames[-1].lineno if frames else getattr(error, "lineno", None)
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {text} ({file}{f', line {line}' if line else ''})"

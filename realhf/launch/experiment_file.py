@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.config.option import walk
-from realhf.base.plugin import load_plugin
+from realhf.base.plugin import load_plugin, located
 from realhf.builtins import REGISTRIES
 
 
@@ -68,14 +67,6 @@ def _check_class(name: str, kind: type[ExperimentConfig]) -> None:
         if about.registry and about.registry not in REGISTRIES:
             known = ", ".join(REGISTRIES)
             raise ConfigError(f"experiment={name}: option {option}: no registry {about.registry!r} (known: {known})")
-
-
-def located(error: Exception, file: str) -> str:
-    """The error with the line of the experiment file where it arose."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    line = frames[-1].lineno if frames else getattr(error, "lineno", None)
-    text = str(error).splitlines()[0] if str(error) else ""
-    return f"{type(error).__name__}: {text} ({file}{f', line {line}' if line else ''})"
 
 
 def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:

@@ -1,0 +1,158 @@
+"""Looks at what an author wrote: where it stands, its options, its tasks and its other attributes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from realhf.api.environment import Demonstration, DemonstrationRequest, TaskSet
+from realhf.base.plugin import located
+from realhf.env.doors.rows import RowOptions, tasks_of_data
+from realhf.env.doors.tasks import SeedTaskSet, set_of
+
+
+class Traits(NamedTuple):
+    """What a class says about itself by attributes, all optional."""
+
+    system_prompt: str = ""
+    concurrency: int | None = None
+    deterministic: bool = True
+    demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]] | None = None
+
+
+def file_of(thing: Any) -> str:
+    """The file in which a class or function is written, "" if there is none."""
+    module = sys.modules.get(getattr(thing, "__module__", ""))
+    return getattr(module, "__file__", None) or ""
+
+
+def place_of(thing: Any) -> str:
+    """``env.py, line 12``: where a class or function begins."""
+    thing = inspect.unwrap(thing) if callable(thing) else thing
+    try:
+        if code := getattr(thing, "__code__", None):
+            return f"{code.co_filename}, line {code.co_firstlineno}"
+        return f"{file_of(thing)}, line {inspect.getsourcelines(thing)[1]}"
+    except (OSError, TypeError):
+        return file_of(thing) or repr(thing)
+
+
+def raised(error: BaseException, thing: Any) -> str:
+    """The error in one line, with the line of the author's file where it arose."""
+    return located(error, file_of(thing))
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with this keyword."""
+    parameters = inspect.signature(function).parameters
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if name in parameters and parameters[name].kind in keyword:
+        return True
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def own_options(kind: type[Any]) -> type[Any] | None:
+    """The nested dataclass ``Options`` of a class. Raises ValueError when it is something else."""
+    found = getattr(kind, "Options", None)
+    if found is None:
+        return None
+    if not (isinstance(found, type) and is_dataclass(found)):
+        raise ValueError(f"{kind.__name__}.Options must be a dataclass ({place_of(kind)})")
+    return found
+
+
+def traits_of(kind: Any) -> Traits:
+    """Read ``system_prompt``, ``concurrency``, ``deterministic`` and ``demonstrate`` of a class or module. Raises
+    ValueError for one of another type."""
+    values = {name: getattr(kind, name, default) for name, default in Traits._field_defaults.items()}
+    allowed: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+        "system_prompt": (lambda value: isinstance(value, str), "text"),
+        "concurrency": (lambda value: value is None or (type(value) is int and value > 0), "a positive number or None"),
+        "deterministic": (lambda value: isinstance(value, bool), "true or false"),
+        "demonstrate": (lambda value: value is None or callable(value), "a static method"),
+    }
+    for name, (holds, expected) in allowed.items():
+        if not holds(values[name]):
+            raise ValueError(f"{name} of {kind.__name__} must be {expected}, not {values[name]!r} ({place_of(kind)})")
+    return Traits(**values)
+
+
+@dataclass
+class _NoOptions:
+    """The options of a class that declares none."""
+
+
+class ClassParts(NamedTuple):
+    """What the doors for classes share: the dataclass of all options, the attributes, and functions of given options
+    that return an instance and the task set of a split."""
+
+    options: type[Any]
+    traits: Traits
+    instance: Callable[[Any], Any]
+    tasks: Callable[[Any], Callable[[str], TaskSet]]
+
+
+def class_parts(kind: type[Any], *, seeded: bool) -> ClassParts:
+    """Read a class. Its options are those of its nested dataclass ``Options`` and, where neither it nor its module
+    brings ``tasks(split)``, those that say where rows come from. ``seeded``: its reset draws from the seed what a row
+    leaves open. Raises ValueError for what the class declares wrongly."""
+    own, function = own_options(kind), _tasks_function(kind)
+    options = own or _NoOptions
+    if function is None and "data" not in {each.name for each in fields(options)}:
+        options = _with_rows(options)
+
+    def tasks(chosen: Any) -> Callable[[str], TaskSet]:
+        if function is not None:
+            return _sets_of(function, kind, chosen, seeded)
+        if options is not own and chosen.data:
+            rows = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
+            return tasks_of_data(rows, Path(file_of(kind)).parent, seeded=seeded)
+        return partial(SeedTaskSet, kind.__name__)
+
+    return ClassParts(options, traits_of(kind), (lambda chosen: kind()) if own is None else kind, tasks)
+
+
+def _with_rows(options: type[Any]) -> type[Any]:
+    """The dataclass with the options of ``RowOptions`` added; an instance of it is one of the original, too."""
+    added = [
+        (each.name, each.type, field(default=each.default, metadata=each.metadata, kw_only=True))
+        for each in fields(RowOptions)
+    ]
+    frozen = options.__dataclass_params__.frozen
+    return make_dataclass(options.__name__, added, bases=(options,), frozen=frozen)
+
+
+def _tasks_function(kind: type[Any]) -> Callable[..., Any] | None:
+    """``tasks`` of the class, or else of its module."""
+    raw = inspect.getattr_static(kind, "tasks", None)
+    if raw is None:
+        found = getattr(sys.modules.get(kind.__module__), "tasks", None)
+        return found if inspect.isroutine(found) else None
+    if inspect.isfunction(raw) and "self" in inspect.signature(raw).parameters:
+        raise ValueError(f"{kind.__name__}.tasks must be a static method ({place_of(raw)})")
+    return kind.tasks  # type: ignore[attr-defined]
+
+
+def _sets_of(function: Callable[..., Any], kind: type[Any], chosen: Any, seeded: bool) -> Callable[[str], TaskSet]:
+    """Call the author's ``tasks(split)``, or ``tasks(split, options)`` if it takes two."""
+    what = f"tasks of {kind.__name__} ({place_of(function)})"
+    given = (chosen,) if len(inspect.signature(function).parameters) > 1 else ()
+
+    def tasks(split: str) -> TaskSet:
+        try:
+            found = function(split, *given)
+            if inspect.isgenerator(found):
+                found = [*found]
+        except Exception as error:
+            raise ValueError(f"{what}, split {split!r}: {raised(error, function)}") from None
+        made = set_of(found, f"{what}, split {split!r}", seeded=seeded)
+        if not made.group_of:
+            raise ValueError(f"{what}: the split {split!r} has no task")
+        return made
+
+    return tasks

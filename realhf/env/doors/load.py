@@ -1,0 +1,131 @@
+"""Finds an environment by name, or in a person's own file or module, whichever of the doors it comes through."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from realhf.api.config.option import problems
+from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
+from realhf.base.plugin import load_plugin, located
+from realhf.builtins import environments, registered_names
+from realhf.env.doors.author import place_of
+from realhf.env.doors.message_class import message_class
+from realhf.env.doors.values import close_to, coerced
+
+EXPECTED = (
+    "an EnvironmentDefinition, an EnvironmentSpec, a class with reset and get_reward, a class with async "
+    "reset(task, *, seed) and step(message), or a function reward(completion, **row)"
+)
+MOST_PROBLEMS = 8
+
+
+@dataclass
+class NoOptions:
+    """The options of an environment that has none."""
+
+
+def definition_of(reference: str) -> EnvironmentDefinition:
+    """Return the environment that ``reference`` means: a registered name, ``file.py:Name``, ``package.module:Name``, or
+    ``file.py`` if it holds one environment. Raises ValueError with one sentence that says what is wrong and where."""
+    if reference in environments:
+        return _definition(_imported(reference, lambda: environments.get(reference)), reference)
+    place, _, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    if not place or not (name or place.endswith(".py")):
+        known = close_to(reference, [*environments])
+        raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
+    file = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"{reference}: there is no file {file}")
+    module = _imported(reference, lambda: load_plugin(file or place), str(file) if file else "")
+    if not name:
+        return _only_one(module, reference)
+    if not hasattr(module, name):
+        own = [each for each in vars(module) if not each.startswith("_")]
+        raise ValueError(f"{reference}: {place} defines no {name!r}{close_to(name, own)}")
+    return _definition(getattr(module, name), reference)
+
+
+def build_environment(reference: str, options: Mapping[str, Any]) -> EnvironmentSpec:
+    """Return the specification of the environment that ``reference`` means, with these options as plain values. Raises
+    ValueError with one sentence: what ``definition_of`` raises, an option that is unknown or cannot be, or what the
+    environment itself finds wrong with its options."""
+    definition = definition_of(reference)
+    try:
+        chosen = coerced(options, definition.options, "env")
+        wrong = [*problems(chosen, "env", registered_names)]
+        if wrong:
+            more = f"; and {len(wrong) - MOST_PROBLEMS} more" if len(wrong) > MOST_PROBLEMS else ""
+            raise ValueError("; ".join(wrong[:MOST_PROBLEMS]) + more)
+        spec = definition.build(chosen)
+    except ValueError as error:
+        raise ValueError(f"{reference}: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{reference}: {located(error, place_of(definition.build).rpartition(',')[0])}") from error
+    if not isinstance(spec, EnvironmentSpec):
+        raise ValueError(f"{reference}: build must return an EnvironmentSpec, not {type(spec).__name__}")
+    return spec
+
+
+def _imported(reference: str, load: Callable[[], Any], file: str = "") -> Any:
+    """What ``load`` returns. Whatever the author's code raises becomes a ValueError with the line."""
+    try:
+        return load()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{reference}: {located(error, file or _last_file(error))}") from None
+
+
+def _last_file(error: BaseException) -> str:
+    """The file in which an import failed; the importing machinery for a module that does not exist."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename if trace is not None else ""
+
+
+def _definition(found: Any, reference: str) -> EnvironmentDefinition:
+    try:
+        kind = _door(found)
+        if kind is None:
+            raise ValueError(f"found {_described(found)}, expected {EXPECTED}")
+        definition = kind(found)
+    except ValueError as error:
+        raise ValueError(f"{reference}: {error}") from None
+    if not (isinstance(definition.options, type) and is_dataclass(definition.options)):
+        raise ValueError(f"{reference}: options must be a dataclass, not {definition.options!r}")
+    return definition
+
+
+def _door(found: Any) -> Callable[[Any], EnvironmentDefinition] | None:
+    """What makes a definition of an object, None for an object that is no environment."""
+    if isinstance(found, EnvironmentDefinition):
+        return lambda definition: definition
+    if isinstance(found, EnvironmentSpec):
+        return lambda spec: EnvironmentDefinition(NoOptions, lambda _: spec)
+    if isinstance(found, type) and all(callable(getattr(found, name, None)) for name in ("reset", "step")):
+        return message_class
+    return None
+
+
+def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
+    """The one environment that a file defines. Definitions and specifications come first: a file that holds one has
+    said what it is about."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    finished = {name: v for name, v in public.items() if isinstance(v, (EnvironmentDefinition, EnvironmentSpec))}
+    own = {name: value for name, value in public.items() if getattr(value, "__module__", "") == module.__name__}
+    found = finished or {name: value for name, value in own.items() if _door(value)}
+    if len(found) != 1:
+        what = f"the environments {', '.join(found)}; name one: {reference}:NAME" if found else f"nothing of {EXPECTED}"
+        raise ValueError(f"{reference}: the file defines {what}")
+    return _definition(next(iter(found.values())), reference)
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, type):
+        methods = [name for name in ("reset", "step", "get_reward", "close") if callable(getattr(found, name, None))]
+        return f"the class {found.__name__} with {', '.join(methods) or 'none of these methods'} ({place_of(found)})"
+    return f"the function {found.__name__} ({place_of(found)})" if inspect.isfunction(found) else type(found).__name__

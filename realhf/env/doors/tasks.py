@@ -1,0 +1,163 @@
+"""Task sets for environments that bring no task set of their own: one task per row, or one for every seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task, TaskSet
+from realhf.env.doors.checks import json_problem
+from realhf.env.doors.values import shown
+
+ONE_GROUP = "all"
+"""The group of tasks that name none."""
+GROUP_COLUMN = "group"
+
+
+class Row(NamedTuple):
+    """A row of a data set and where it stands: ``tasks.jsonl, line 3``."""
+
+    values: Mapping[str, Any]
+    where: str
+
+
+class RowTaskSet:
+    """A finite set: every row is a template, and its instance is the row. With ``seeded``, instances of other seeds are
+    other tasks, with other ids."""
+
+    def __init__(self, tasks: Iterable[Task], *, seeded: bool = False) -> None:
+        """Raises ValueError when two tasks have one id."""
+        self._tasks: dict[str, Task] = {}
+        for task in tasks:
+            if task.id in self._tasks:
+                raise ValueError(f"two tasks have the id {task.id!r}")
+            self._tasks[task.id] = task
+        self._seeded = seeded
+        self._group_of = MappingProxyType({task.id: task.group or ONE_GROUP for task in self._tasks.values()})
+        self._groups = tuple(dict.fromkeys(self._group_of.values()))
+
+    @property
+    def group_of(self) -> Mapping[str, str]:
+        """Template id to its group, in the order of the rows."""
+        return self._group_of
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """All groups, in the order in which the rows name them first."""
+        return self._groups
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the task of a row. Raises KeyError for an id that no row has."""
+        task = self._tasks[template_id]
+        group = self._group_of[template_id]
+        if not self._seeded:
+            return task if task.group == group and task.seed == seed else replace(task, group=group, seed=seed)
+        return replace(task, id=f"{template_id}@{seed}", group=group, seed=seed)
+
+
+class SeedTaskSet:
+    """An endless set with one template: every seed is another task, and the two splits share no seed."""
+
+    def __init__(self, name: str, split: str) -> None:
+        self._name, self._offset = name, SPLITS.index(split)
+        self._group_of = MappingProxyType({name: name})
+
+    @property
+    def group_of(self) -> Mapping[str, str]:
+        """The only template, which is its own group."""
+        return self._group_of
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """The only group."""
+        return (self._name,)
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the task of a seed. Raises KeyError for an unknown template."""
+        if template_id != self._name:
+            raise KeyError(template_id)
+        own = len(SPLITS) * seed + self._offset
+        return Task(f"{self._name}@{own}", group=self._name, seed=own)
+
+
+def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list[Task]:
+    """Make a task of every row. Its id is the row's ``id`` if it has one, else a hash of the row, so it is stable when
+    rows are added or moved. A named ``group_column`` must be in every row; ``group`` may be missing. Raises ValueError
+    that says where the row stands."""
+    tasks: dict[str, Task] = {}
+    for row in rows:
+        group = row.values.get(group_column, ONE_GROUP if group_column == GROUP_COLUMN else None)
+        if not isinstance(group, (str, int)):
+            raise ValueError(f"{row.where}: the column {group_column!r} must name a group, not {shown(group)}")
+        named = row.values.get("id")
+        name = str(named) if isinstance(named, (str, int)) and str(named) else _digest(row.values)[:16]
+        if name in tasks and isinstance(named, (str, int)):
+            raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too")
+        copies = 1
+        while (own := name if copies == 1 else f"{name}-{copies}") in tasks:
+            copies += 1
+        tasks[own] = Task(own, str(group), row.values)
+    return [*tasks.values()]
+
+
+def split_rows(
+    rows: Sequence[Row], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
+) -> dict[str, list[Row]]:
+    """Part rows into the two splits by a hash of ``key(row)``: equal keys stay together, and a row stays on its side
+    when others are added, unless a split were empty: where there are two keys, each split has at least one."""
+    places = [_place(key(row.values)) for row in rows]
+    bound = heldout_fraction
+    if heldout_fraction > 0 and len(set(places)) > 1:
+        ordered = sorted(set(places))
+        bound = min(max(heldout_fraction, ordered[1]), ordered[-1])
+    parts: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    for row, place in zip(rows, places, strict=True):
+        parts[HELD_OUT if place < bound else TRAIN].append(row)
+    return parts
+
+
+def shared_row(train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]) -> str:
+    """Say where a key of the training rows is also held out, "" if there is no such row."""
+    places = {_digest(key(row.values)): row.where for row in train}
+    for row in held_out:
+        if other := places.get(_digest(key(row.values))):
+            return f"{row.where} is also a training task ({other})"
+    return ""
+
+
+def content(values: Mapping[str, Any]) -> Any:
+    """What makes a row the same task as another: everything but its id."""
+    return {name: value for name, value in values.items() if name != "id"}
+
+
+def set_of(found: Any, what: str, *, seeded: bool) -> TaskSet:
+    """The task set that ``tasks(split)`` meant: a ``TaskSet``, tasks or rows. Raises ValueError that begins with
+    ``what`` for anything else."""
+    if isinstance(found, TaskSet):
+        return found
+    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
+        raise ValueError(f"{what} must return rows, tasks or a TaskSet, not {shown(found)}")
+    items = [*found]
+    if items and all(isinstance(item, Task) for item in items):
+        return RowTaskSet(items, seeded=seeded)
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{what}, row {number}: a row is a map from columns to values, not {shown(item)}")
+        if problem := json_problem(item):
+            raise ValueError(f"{what}, row {number}: {problem}")
+    rows = [Row(item, f"{what}, row {number}") for number, item in enumerate(items)]
+    return RowTaskSet(tasks_of_rows(rows), seeded=seeded)
+
+
+def _digest(value: Any) -> str:
+    plain = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _place(value: Any) -> float:
+    """A number in [0, 1) that the value alone decides."""
+    return int(_digest(value)[:12], 16) / 16**12

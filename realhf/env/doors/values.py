@@ -1,0 +1,205 @@
+"""Turns plain JSON values into what type hints ask for: the arguments of a tool call, the options of an environment.
+
+Numbers and booleans written as text are accepted, because policies and command lines write them so; everything else
+that does not fit is refused with a sentence that says what was expected.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union
+
+WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?")
+_WORDS: Mapping[Any, str] = types.MappingProxyType(
+    {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null", Path: "a path"}
+)
+
+
+def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
+    """Return ``value`` as the type that ``hint`` names. Raises ValueError that begins with ``name``. With ``strict``
+    nothing is converted that has another JSON type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object:
+        return value
+    if origin in (typing.Annotated, typing.Required, typing.NotRequired):
+        return coerced(value, args[0], name, strict=strict)
+    if hint in _WORDS or hint is None:
+        return _scalar(value, type(None) if hint is None else hint, name, strict)
+    if origin in (Union, types.UnionType):
+        return _union(value, hint, args, name, strict)
+    if origin is Literal:
+        return _choice(value, [(item, item) for item in args], hint, name, strict)
+    kind = origin or hint
+    if isinstance(kind, type):
+        if issubclass(kind, Enum):
+            return _choice(value, [(member.value, member) for member in kind], hint, name, strict)
+        if is_dataclass(kind):
+            return kind(**_fields(value, kind, name, strict))
+        if typing.is_typeddict(kind):
+            return _fields(value, kind, name, strict)
+        if issubclass(kind, tuple):
+            return _tuple(value, hint, args, name, strict)
+        if issubclass(kind, Mapping) or kind is dict:
+            return _mapping(value, hint, args, name, strict)
+        if issubclass(kind, Sequence) or kind is list:
+            item = args[0] if args else Any
+            items = _items(value, hint, name)
+            return [coerced(each, item, f"{name}[{index}]", strict=strict) for index, each in enumerate(items)]
+    raise ValueError(f"{name}: values of type {hint!r} cannot be given")
+
+
+def described(hint: Any) -> str:
+    """What a value for ``hint`` is, in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint in _WORDS:
+        return _WORDS[type(None) if hint is None else hint]
+    if origin in (typing.Annotated, typing.Required, typing.NotRequired):
+        return described(args[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(repr(arg) for arg in args)}"
+    kind = origin or hint
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(repr(member.value) for member in kind)}"
+    if isinstance(kind, type) and issubclass(kind, (list, tuple)):
+        return "a list"
+    return "an object" if isinstance(kind, type) else str(hint)
+
+
+def shown(value: Any) -> str:
+    """A short form of any plain value, for a message about it."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 60
+    short.maxdict = short.maxlist = short.maxtuple = 4
+    short.maxlevel = 2
+    return short.repr(value)
+
+
+def close_to(name: str, known: Sequence[str]) -> str:
+    """The part of a message that names a close spelling and all known names."""
+    close = difflib.get_close_matches(name[:100], known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} (known: {', '.join(known) if known else 'none'})"
+
+
+def _refused(value: Any, hint: Any, name: str) -> ValueError:
+    return ValueError(f"{name} must be {described(hint)}, not {shown(value)}")
+
+
+def _scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
+    if kind is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if type(value) is kind and (kind is not float or math.isfinite(value)):
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1023:
+        return float(value)
+    if not strict:
+        if isinstance(value, str):
+            return _from_text(value, kind, name)
+        if kind is str and isinstance(value, (bool, int, float)):
+            return str(value).lower() if isinstance(value, bool) else shown(value)
+        if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e18:
+            return int(value)
+    raise _refused(value, kind, name)
+
+
+def _from_text(value: str, kind: type, name: str) -> Any:
+    text = value.strip() if len(value) < 200 else value
+    if kind is str:
+        return str(value)
+    if kind is int and WHOLE_NUMBER.fullmatch(text):
+        return int(text)
+    if kind is float and NUMBER.fullmatch(text) and math.isfinite(float(text)):
+        return float(text)
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    raise _refused(value, kind, name)
+
+
+def _union(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> Any:
+    for exactly in (True,) if strict else (True, False):
+        for kind in args:
+            try:
+                return coerced(value, kind, name, strict=exactly)
+            except ValueError:
+                continue
+    structured = [kind for kind in args if kind is not type(None)]
+    if len(structured) == 1 and value is not None:
+        return coerced(value, structured[0], name, strict=strict)
+    raise _refused(value, hint, name)
+
+
+def _choice(value: Any, choices: Sequence[tuple[Any, Any]], hint: Any, name: str, strict: bool) -> Any:
+    for choice, member in choices:
+        if (type(value) is type(choice) and value == choice) or value is member:
+            return member
+    for choice, member in () if strict else choices:
+        if isinstance(value, str) and isinstance(choice, (int, float)) and value == str(choice):
+            return member
+    raise _refused(value, hint, name)
+
+
+def _items(value: Any, hint: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise _refused(value, hint, name)
+    return value
+
+
+def _tuple(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> tuple[Any, ...]:
+    items = _items(value, hint, name)
+    kinds = args or (Any, ...)
+    if len(kinds) == 2 and kinds[1] is ...:
+        kinds = (kinds[0],) * len(items)
+    if len(kinds) != len(items):
+        raise ValueError(f"{name} must be a list of {len(kinds)} values, not {shown(value)}")
+    pairs = zip(items, kinds, strict=True)
+    return tuple(coerced(item, kind, f"{name}[{n}]", strict=strict) for n, (item, kind) in enumerate(pairs))
+
+
+def _mapping(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refused(value, hint, name)
+    kind = args[1] if len(args) == 2 else Any
+    return {key: coerced(item, kind, f"{name}[{shown(key)}]", strict=strict) for key, item in value.items()}
+
+
+def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
+    """The fields of a dataclass or TypedDict, from a map. Fields with a default may be missing."""
+    if not isinstance(value, Mapping):
+        raise _refused(value, kind, name)
+    hints = field_hints(kind)
+    for key in value:
+        if key not in hints:
+            key = key if isinstance(key, str) and len(key) <= 60 else shown(key)
+            raise ValueError(f"{name}.{key} is unknown{close_to(key, [*hints])}")
+    for key in required_fields(kind):
+        if key not in value:
+            raise ValueError(f"{name}.{key} is missing")
+    return {key: coerced(item, hints[key], f"{name}.{key}", strict=strict) for key, item in value.items()}
+
+
+def field_hints(kind: Any) -> dict[str, Any]:
+    """The type hints of what a dataclass takes, or of the keys of a TypedDict."""
+    hints = typing.get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind) if each.init} if is_dataclass(kind) else hints
+
+
+def required_fields(kind: Any) -> list[str]:
+    """The fields of a dataclass, or the keys of a TypedDict, that must be given."""
+    if is_dataclass(kind):
+        needed = (each for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING)
+        return [each.name for each in needed if each.init]
+    return [key for key in typing.get_type_hints(kind) if key in kind.__required_keys__]
