@@ -33,11 +33,23 @@ SPLIT_PATTERN = (
     r"|-?[A-Za-z]+|-?\d+|[^\sA-Za-z0-9-]+|-+|\s"
 )
 CHAT_TEMPLATE = (
+    "{% if tools and show_tools %}<|user|>{% for tool in tools %}{% set tool = tool.function or tool %}"
+    "{{ tool.name }}({{ (tool.parameters.properties or {}) | join(', ') }})\n{% endfor %}{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>{% endif %}"
+    "{% if message['role'] == 'user' or message['role'] == 'tool' %}<|user|>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}{% set call = call.function or call %}"
+    '<tool_call>{"name": {{ call.name | tojson }}, "arguments": {{ call.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% endif %}<|end|>"
+    "{% elif show_system or message != messages[0] or not messages[1] or messages[1]['role'] == 'assistant' %}"
+    "<|user|>{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""What a message looks like. There are two roles: the policy, and everybody else, so an answer of a tool and a system
+message within the conversation read like words of the user. A model of this size reads every token at some cost, and it
+learns the tools from demonstrations or by trial; so a system message before the first of a user and the schemas of the
+tools are left out, unless the variables ``show_system`` and ``show_tools`` are true. Tools are then shown by their
+signatures: ``look(where, how)``. Calls are written as Qwen writes them, without line breaks."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -> Any:

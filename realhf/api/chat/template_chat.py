@@ -113,6 +113,28 @@ class TemplateChat:
         """Return the ids of a demonstrated policy turn, without its end."""
         return self._ids(text)
 
+    def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
+        """Return the ids of a demonstrated policy turn, without its end: its content, and its ``tool_calls`` as the
+        template writes them. Raises ChatTemplateError when it does not write them."""
+        if not message.get("tool_calls"):
+            return self._ids(str(message.get("content") or ""))
+        turn, schemas = _for_template([message]), self._schemas(tools)
+        head = [*self._system, {"role": "user", "content": "task"}]
+        before = self._render(head, schemas, generation=True)
+        problem = ""
+        for tail in ([{"role": "user", "content": "task"}], []):
+            try:
+                after = self._after_marker(tail, schemas, generation=False)
+                whole = self._render([*head, *turn, *tail], schemas, generation=False)
+            except ChatTemplateError as error:
+                problem = f": {error}"
+                continue
+            text = whole.removeprefix(before).removesuffix(after)
+            names = [call.get("function", call)["name"] for call in turn[0]["tool_calls"]]
+            if len(text) == len(whole) - len(before) - len(after) and all(name in text for name in names):
+                return self._ids(text)
+        raise ChatTemplateError(f"the chat template does not write a turn with calls as it cues one{problem}")
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
         stops = self._stops

@@ -1,10 +1,9 @@
 """A conversation grows by ids around what the policy sampled, through any chat template."""
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from realhf.api.chat import ChatTemplateError, TemplateChat
+from tests.api.chat.templates import tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -14,24 +13,6 @@ LLAMA2_LIKE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% elif m['role'] == 'assistant' %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
 )
-
-
-def tokenizer(template: str | None, eos: str) -> PreTrainedTokenizerFast:
-    """Byte-level, so that every text has ids and every id a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    from tokenizers.decoders import ByteLevel
-
-    inner.decoder = ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token=eos,
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = template
-    return fast
 
 
 @pytest.mark.parametrize(("template", "eos"), [(CHATML, "<|im_end|>"), (LLAMA2_LIKE, "</s>")])

@@ -1,0 +1,265 @@
+"""Conversations with tools: the ids are those of the messages around the sampled ones, and the text is the template's
+own, for templates in the style of known models and for that of the built-in policy."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from realhf.api.chat import ChatTemplateError, TemplateChat, family_of
+from realhf.backends.builtin_policy import CHAT_TEMPLATE, train_tokenizer
+from tests.api.chat.templates import DROPS, INSISTS, LLAMA3, QWEN3, QWEN25, SMOLLM2, tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look somewhere.",
+            "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+        },
+    }
+]
+OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is <b>it</b>?"}]
+ANSWER = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": 'a "cup" é\nempty'}
+
+
+def chat_of(template: str, eos: str = "<|im_end|>", **more: Any) -> TemplateChat:
+    return TemplateChat(tokenizer(template, eos), system_prompt=None, **more)
+
+
+def call(where: str) -> dict[str, Any]:
+    function = {"name": "look", "arguments": {"where": where}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "x", "function": function}]}
+
+
+def written(family: str, where: str) -> str:
+    key = "parameters" if family == "llama" else "arguments"
+    body = json.dumps({"name": "look", key: {"where": where}}, ensure_ascii=False)
+    return body if family == "llama" else f"<tool_call>\n{body}\n</tool_call>"
+
+
+REAL = {
+    "qwen25": (QWEN25, "<|im_end|>", {}),
+    "qwen3": (QWEN3, "<|im_end|>", {}),
+    "llama3": (LLAMA3, "<|eot|>", {}),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "none"])
+def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any]) -> None:
+    """Three turns: two calls with an answer each, then words. What was sampled is cut letter by letter, as no tokenizer
+    would, and stays so."""
+    template, eos, variables = REAL[name]
+    chat = chat_of(template, eos, template_kwargs=variables)
+    tok, stop = chat._tokenizer, chat.stop_ids[0]
+    family = family_of(template)
+    messages: list[dict[str, Any]] = list(OPENING)
+    ids = chat.opening(messages, tools)
+    for turn, where in enumerate(("under </tool_call>", "über", "")):
+        said = written(family, where) if where else "It is there."
+        sampled = [token for letter in said for token in chat.encode(letter)] + [stop]
+        parsed = chat.parse(sampled)
+        assert [(c.name, c.arguments, c.problem) for c in parsed.tool_calls] == (
+            [("look", {"where": where}, "")] if where else []
+        )
+        assert parsed.token_count == len(sampled) and parsed.text == said
+        before, ids = ids, ids + sampled
+        tail: list[dict[str, Any]] = [ANSWER if where else {"role": "user", "content": "Thanks."}]
+        ids = ids + chat.following_messages(tail, ended=True, tools=tools)
+        assert ids[: len(before) + len(sampled)] == before + sampled
+        messages = [*messages, call(where) if where else {"role": "assistant", "content": said}, *tail]
+        whole = tok.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        assert tok.decode(ids, skip_special_tokens=False) == whole, turn
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_tools_reach_the_opening(name: str) -> None:
+    template, eos, _ = REAL[name]
+    chat = chat_of(template, eos)
+    with_tools, without = (chat._tokenizer.decode(chat.opening(OPENING, tools)) for tools in (TOOLS, []))
+    assert "Look somewhere." in with_tools and "Look somewhere." not in without
+    for text in (with_tools, without):
+        assert "Be brief." in text and "Where is <b>it</b>?" in text
+
+
+def test_tools_are_refused_by_a_template_that_does_not_read_them() -> None:
+    chat = chat_of(SMOLLM2)
+    assert chat.opening(OPENING)
+    with pytest.raises(ChatTemplateError, match="does not read tools"):
+        chat.opening(OPENING, TOOLS)
+    with pytest.raises(ChatTemplateError, match="does not read tools"):
+        chat.following_messages([ANSWER], ended=True, tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [(QWEN25, "hermes"), (QWEN3, "hermes"), (LLAMA3, "llama"), (SMOLLM2, "plain"), (CHAT_TEMPLATE, "hermes"),
+     ("<tool_call>\n<function=x>", "xml"), ("{{ '<|python_tag|>' }}", "llama"), ("", "plain")],
+)  # fmt: skip
+def test_the_template_says_how_calls_are_written(template: str, family: str) -> None:
+    assert family_of(template) == family
+
+
+def test_a_tokenizer_with_a_template_for_tools_uses_it() -> None:
+    chat = TemplateChat(tokenizer({"default": SMOLLM2, "tool_use": QWEN25}, "<|im_end|>"))  # type: ignore[arg-type]
+    assert chat.family == "hermes"
+    assert "Look somewhere." in chat._tokenizer.decode(chat.opening(OPENING, TOOLS))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_template_that_insists_on_calls_gets_them(number: int) -> None:
+    """Ids that the messages lack are made up; the call of the marker itself is no part of what follows."""
+    chat = chat_of(INSISTS, "</s>")
+    answers = [{"role": "tool", "content": f"r{n}"} for n in range(number)]
+    text = chat._tokenizer.decode(chat.following_messages(answers, ended=True, tools=TOOLS))
+    assert text == "".join(f"[R]r{n}[/R]" for n in range(number))
+    more = [*answers, {"role": "user", "content": "go on"}]
+    text = chat._tokenizer.decode(chat.following_messages(more, ended=False))
+    assert text == "</s>" + "".join(f"[R]r{n}[/R]" for n in range(number)) + "[user]go on[/]"
+    with pytest.raises(ChatTemplateError, match="9 characters"):
+        chat.following_messages([{"role": "tool", "tool_call_id": "short", "content": "r"}], ended=True)
+
+
+@pytest.mark.parametrize("role", ["tool", "system", "nobody"])
+def test_a_role_that_the_template_drops_is_an_error(role: str) -> None:
+    chat = chat_of(DROPS, "</s>")
+    with pytest.raises(ChatTemplateError, match=f"does not show a '{role}' message"):
+        chat.following_messages([{"role": role, "content": "x"}], ended=True)
+    assert chat.following_messages([{"role": "user", "content": "x"}], ended=True)
+
+
+def test_what_a_template_refuses_is_an_error_of_ours() -> None:
+    chat = chat_of(LLAMA3, "<|eot|>")
+    twice = [{**call("x"), "tool_calls": call("x")["tool_calls"] * 2}]
+    with pytest.raises(ChatTemplateError, match="single tool-calls"):
+        chat.opening([*OPENING, *twice])
+
+
+def test_what_comes_again_is_not_rendered_again_and_cannot_be_spoilt() -> None:
+    chat = chat_of(QWEN25)
+    rendered = 0
+    inner = chat._tokenizer.apply_chat_template
+
+    def counted(*args: Any, **more: Any) -> Any:
+        nonlocal rendered
+        rendered += 1
+        return inner(*args, **more)
+
+    chat._tokenizer.apply_chat_template = counted
+    first = chat.opening(OPENING, TOOLS)
+    chat.following_messages([ANSWER], ended=False, tools=TOOLS)
+    before = rendered
+    again = chat.opening([dict(message) for message in OPENING], json.loads(json.dumps(TOOLS)))
+    again += [1]
+    assert chat.opening(OPENING, TOOLS) == first
+    ended = chat.following_messages([ANSWER], ended=True, tools=TOOLS)
+    assert chat.following_messages([ANSWER], ended=False, tools=TOOLS) == [chat.stop_ids[0], *ended]
+    assert rendered == before
+    assert chat.opening(OPENING) != first and rendered == before + 1
+
+
+@pytest.mark.parametrize("kind", [MappingProxyType, OrderedDict])
+def test_maps_of_any_kind_and_long_texts_are_rendered_alike(kind: type[Mapping[str, Any]]) -> None:
+    chat = chat_of(QWEN25)
+    for content in ("short", "long " * 10_000):
+        message = {"role": "user", "content": content}
+        tool = kind(TOOLS[0])  # type: ignore[call-arg]
+        assert chat.opening([kind(message)], [tool]) == chat.opening([message], TOOLS)  # type: ignore[call-arg]
+
+
+def test_arguments_may_be_the_json_text_of_the_chat_api() -> None:
+    chat = chat_of(QWEN25)
+    text = call("x")
+    text["tool_calls"][0]["function"]["arguments"] = '{"where": "x"}'
+    text["content"] = None
+    assert chat.opening([*OPENING, text, ANSWER]) == chat.opening([*OPENING, call("x"), ANSWER])
+
+
+def test_reasoning_is_parsed_and_kept_in_the_ids() -> None:
+    chat = chat_of(QWEN3)
+    message = chat.parse([*chat.encode(f"<think>\nhm\n</think>\n\n{written('hermes', 'x')}"), chat.stop_ids[0]])
+    assert (message.reasoning, message.content, message.tool_calls[0].name) == ("hm", "", "look")
+
+
+def builtin(**variables: Any) -> TemplateChat:
+    tok = train_tokenizer([m["content"] for m in [*OPENING, ANSWER]] * 3, 330, 512)
+    return TemplateChat(tok, system_prompt=None, template_kwargs=variables)
+
+
+def test_the_builtin_policy_reads_answers_of_tools_as_the_users_words_and_no_preamble() -> None:
+    chat = builtin()
+    decode = chat._tokenizer.decode
+    assert chat.opening(OPENING, TOOLS) == chat.opening(OPENING[1:]), "neither the system message nor the tools"
+    assert decode(chat.opening([*OPENING, call("x"), ANSWER], TOOLS)) == (
+        f"<|user|>{OPENING[1]['content']}<|assistant|>"
+        '<tool_call>{"name": "look", "arguments": {"where": "x"}}</tool_call><|end|>'
+        f"<|user|>{ANSWER['content']}<|assistant|>"
+    )
+    said = [{"role": "user", "content": ANSWER["content"]}]
+    assert chat.following_messages([ANSWER], ended=False) == chat.following_messages(said, ended=False)
+    later = {"role": "system", "content": "Hurry."}
+    assert decode(chat.following_messages([ANSWER, later], ended=True)).endswith("<|user|>Hurry.<|assistant|>")
+    assert decode(chat.opening(OPENING[:1])) == "<|user|>Be brief.<|assistant|>", "there is nothing else to read"
+
+
+def test_the_builtin_policy_reads_system_message_and_tools_when_told_to() -> None:
+    chat = builtin(show_system=True, show_tools=True)
+    assert chat._tokenizer.decode(chat.opening(OPENING, TOOLS)) == (
+        f"<|user|>look(where)\n<|user|>Be brief.<|user|>{OPENING[1]['content']}<|assistant|>"
+    )
+
+
+def test_the_pieces_of_the_builtin_policy_join_to_its_templates_rendering() -> None:
+    chat = builtin()
+    ids = chat.opening(OPENING, TOOLS)
+    for where in ("a", "b"):
+        ids += [*chat.encode_turn(call(where)), *chat.closing()]
+        ids += chat.following_messages([ANSWER], ended=True)
+    messages = [*OPENING, call("a"), ANSWER, call("b"), ANSWER]
+    assert chat._tokenizer.decode(ids) == chat._tokenizer.apply_chat_template(
+        messages, tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+
+
+OLD_BUILTIN = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_conversations_of_user_and_assistant_are_what_they_were() -> None:
+    chat = builtin()
+    said = {"role": "assistant", "content": "aws s3 ls"}
+    for messages in ([*OPENING], [*OPENING, said], OPENING[1:], [*OPENING, said, *OPENING[1:], said, OPENING[1]]):
+        for cue in (True, False):
+            new, old = (
+                chat._tokenizer.apply_chat_template(
+                    messages, chat_template=t, tokenize=False, add_generation_prompt=cue
+                )
+                for t in (CHAT_TEMPLATE, OLD_BUILTIN)
+            )
+            assert new == old
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_a_demonstrated_call_is_written_as_the_template_writes_it(variables: dict[str, Any], content: str) -> None:
+    chat = chat_of(QWEN3, template_kwargs=variables)
+    ids = chat.encode_turn({**call("x"), "content": content}, TOOLS)
+    assert chat.decode(ids) == (f"{content}\n" if content else "") + written("hermes", "x")
+    llama = chat_of(LLAMA3, "<|eot|>")
+    assert llama.decode(llama.encode_turn(call("x"))) == written("llama", "x")
+    assert chat.encode_turn({"role": "assistant", "content": "plain"}) == chat.encode("plain")
+    with pytest.raises(ChatTemplateError, match="single tool-calls"):
+        llama.encode_turn({**call("x"), "tool_calls": call("x")["tool_calls"] * 2})
+    with pytest.raises(ChatTemplateError, match="as it cues one"):
+        chat_of(DROPS.replace("{{ m.content }}</s>", "{{ m.content }}!"), "</s>").encode_turn(call("x"))
