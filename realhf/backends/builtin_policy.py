@@ -2,7 +2,8 @@
 
     python -m realhf.backends.builtin_policy --demonstrations demos.jsonl --out DIR
 
-For machines without downloads. The result is an ordinary Hugging Face folder with random weights;
+For machines without downloads. Without demonstrations the tokenizer has an id for each byte.
+The result is an ordinary Hugging Face folder with random weights;
 nothing after this point knows that it is not a hub model.
 
 Copying a resource name is the hardest thing such a model must learn, so the tokenizer keeps every word of a
@@ -17,14 +18,14 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.api.observation_text import message_text
 
-PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL_TOKENS = PAD, USER, ASSISTANT, END = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPLIT_PATTERN = (
     r"aws [a-z0-9-]+ [a-z0-9-]+"
     r"| ?--[a-z0-9-]+ ?"
@@ -67,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, USER, ASSISTANT, END],
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -109,16 +110,29 @@ def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id
 
 
 def demonstration_texts(path: Path) -> Iterator[str]:
-    """Yield the text of every message of a JSONL file of demonstrations."""
+    """Yield the text of every message of a JSONL file of demonstrations, and of every call, as the template writes
+    it."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
-            yield from (message_text(message) for message in json.loads(line)["messages"])
+            for message in json.loads(line)["messages"]:
+                yield message_text(message) or ""
+                for call in message.get("tool_calls") or ():
+                    yield _call_text(call.get("function", call))
 
 
-def build_builtin_policy(demonstrations: Path, out: Path, config: BuiltinModelConfig, seed: int) -> None:
-    """Write tokenizer and random weights to ``out``; the folder appears only when complete."""
-    tokenizer = train_tokenizer(demonstration_texts(demonstrations), config.vocab_size, config.max_positions)
-    model = build_model(config, config.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
+def _call_text(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {text}}}</tool_call>'
+
+
+def build_builtin_policy(demonstrations: Path | None, out: Path, config: BuiltinModelConfig, seed: int) -> None:
+    """Write tokenizer and random weights to ``out``; the folder appears only when complete. Without demonstrations the
+    tokenizer has one id for each byte and each special token, whatever ``config.vocab_size`` says."""
+    texts = demonstration_texts(demonstrations) if demonstrations else ()
+    vocab_size = config.vocab_size if demonstrations else len(SPECIAL_TOKENS) + 256
+    tokenizer = train_tokenizer(texts, vocab_size, config.max_positions)
+    model = build_model(config, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -131,7 +145,9 @@ def main() -> None:
     """Build the built-in policy as the command line says."""
     defaults = BuiltinModelConfig()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demonstrations", type=Path, required=True, help="JSONL with a 'messages' list per line")
+    parser.add_argument(
+        "--demonstrations", type=Path, help="JSONL with a 'messages' list per line; without it, a token is a byte"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
     for name, value in vars(defaults).items():

@@ -14,32 +14,42 @@ from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 
 
-def conversation_tokens(messages: Sequence[dict[str, Any]], chat: TemplateChat) -> tuple[list[int], list[bool]]:
-    """Return ids and loss mask of a conversation that starts with the user's task.
+def conversation_tokens(row: Mapping[str, Any], chat: TemplateChat) -> tuple[list[int], list[bool]]:
+    """Return ids and loss mask of a demonstrated episode.
 
-    The ids are those an episode would have had: the same template text around the turns, every turn tokenised alone, no
-    observation after the last turn. An assistant message with ``"train": false`` (a mistake to recover from) stays in
-    the context and out of the loss.
+    ``row`` has ``messages`` of the roles system, user, assistant and tool, and perhaps the schemas of ``tools``, in the
+    form of the OpenAI chat API. The ids are those that the episode would have had: the same template text around the
+    turns, every turn tokenised alone, nothing after the last turn. An assistant message with ``"train": false`` (a
+    mistake to recover from) stays in the context and out of the loss. Raises ValueError for a row without a turn of the
+    assistant after the opening, ChatTemplateError for messages that the template does not render.
     """
-    ids = chat.first(messages[0]["content"])
+    messages, tools = row["messages"], row.get("tools") or ()
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns or turns[0] == 0:
+        raise ValueError("a demonstration opens with messages that an assistant answers")
+    carries_observations = "observation" in messages[0]
+    opening = messages[: turns[0]]
+    ids = chat.first(opening[0]["content"]) if carries_observations else chat.opening(opening, tools)
     mask = [False] * len(ids)
     closing = chat.closing()[:1]
-    for position, message in enumerate(messages[1:], start=1):
-        if message["role"] == "assistant":
-            turn = [*chat.encode(message["content"]), *closing]
-            mask += [bool(message.get("train", True))] * len(turn)
-        elif position == len(messages) - 1:
-            break
-        else:
-            turn = chat.following(message_text(message), ended=True)
-            mask += [False] * len(turn)
+    for place, following in zip(turns, [*turns[1:], None], strict=True):
+        turn = [*chat.encode_turn(messages[place], tools), *closing]
+        mask += [bool(messages[place].get("train", True))] * len(turn)
         ids += turn
+        if following is None:
+            break
+        between = messages[place + 1 : following]
+        if carries_observations:
+            between = [{"role": "user", "content": message_text(message)} for message in between]
+        between_ids = chat.following_messages(between, ended=True, tools=tools)
+        mask += [False] * len(between_ids)
+        ids += between_ids
     return ids, mask
 
 
 class ChatDataset:
     """Holds the rows of a JSONL file, tokenised once, on the worker. Raises ValueError when a row is longer than
-    ``max_tokens``: cut, it would teach commands without their ends."""
+    ``max_tokens`` (cut, it would teach turns without their ends) or is no demonstration."""
 
     def __init__(
         self,
@@ -52,9 +62,11 @@ class ChatDataset:
         chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs)
         self._rows: list[tuple[list[int], list[bool]]] = []
         with Path(path).open(encoding="utf-8") as lines:
-            for line in lines:
-                ids, mask = conversation_tokens(json.loads(line)["messages"], chat)
-                self._rows.append((ids, mask))
+            for number, line in enumerate(lines, 1):
+                try:
+                    self._rows.append(conversation_tokens(json.loads(line), chat))
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
         lengths = [len(ids) for ids, _ in self._rows]
         above = sum(length > max_tokens for length in lengths)
         if above:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
 from realhf.api.config.option import problems
 from realhf.builtins import registered_names
-from realhf.launch.model import BUILTIN, model_problems
+from realhf.launch.model import BUILTIN_PATHS, model_problems
 
 
 def check_config(config: ExperimentConfig) -> None:
@@ -48,7 +48,7 @@ def _names_and_workers(config: ExperimentConfig) -> Iterator[str]:
 
 def _sizes(config: ExperimentConfig) -> Iterator[str]:
     heads, hidden = config.builtin.num_heads, config.builtin.hidden_size
-    if config.actor.path == BUILTIN:
+    if config.actor.path in BUILTIN_PATHS:
         if heads < 1 or hidden % heads or (hidden // heads) % 2:
             yield f"builtin.hidden_size={hidden}: must be num_heads={heads} times an even head width"
         if config.rollout.max_total_tokens > config.builtin.max_positions:

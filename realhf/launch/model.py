@@ -12,16 +12,24 @@ from realhf.api.chat import unread_variables
 from realhf.api.config import ModelConfig
 from realhf.base.context_limit import context_limit
 
-BUILTIN = "builtin"
+BUILTIN, BUILTIN_TINY = "builtin", "builtin_tiny"
+BUILTIN_PATHS = (BUILTIN, BUILTIN_TINY)
+"""Values of actor.path that name no folder: the policy made from demonstrations, and one made from nothing, with a
+token for each byte and random weights."""
+BUILTIN_VARIABLES = ("show_system", "show_tools")
+"""What the chat template of the built-in policy reads."""
 
 
 def model_problems(role: str, model: ModelConfig, max_total_tokens: int) -> Iterator[str]:
     """A folder must hold a model whose tokenizer has a chat template, and whose context holds ``max_total_tokens``;
     ``owner/name`` may be a hub id, which nobody looks into here."""
     folder = Path(model.path).expanduser()
-    if model.path == BUILTIN:
-        if model.chat_template_kwargs:
-            yield f"{role}.chat_template_kwargs: no effect, the template of the built-in policy has no variables"
+    if model.path in BUILTIN_PATHS:
+        if idle := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
+            yield (
+                f"{role}.chat_template_kwargs: the chat template of the built-in policy does not read "
+                f"{', '.join(idle)} (it reads {', '.join(BUILTIN_VARIABLES)})"
+            )
         return
     if not folder.is_dir():
         if model.path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.path):

@@ -62,3 +62,32 @@ def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
         build_builtin_policy(demos, tmp_path / str(seed), config, seed)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / str(seed)).state_dict()
         assert all(bool((first[name] == again[name]).all()) for name in first) is same
+
+
+def test_without_demonstrations_every_byte_is_a_token(tmp_path: Path) -> None:
+    config = BuiltinModelConfig(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
+    build_builtin_policy(None, tmp_path / "policy", config, seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert model.config.vocab_size == len(tokenizer) == 260
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in ("aws s3 ls", "naïve ☃\n"))
+    assert len(tokenizer.encode("naïve")) == 6
+    chat = TemplateChat(tokenizer)
+    assert len(chat.opening([{"role": "user", "content": "abc"}])) == 5
+    assert chat.stop_ids == (model.config.eos_token_id,)
+
+
+def test_the_tokenizer_learns_the_calls_of_demonstrations(tmp_path: Path) -> None:
+    function = {"name": "look_around", "arguments": {"where": "kitchen"}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": "a cup"},
+        ]
+    }
+    (tmp_path / "demos.jsonl").write_text("\n".join([json.dumps(row)] * 5), encoding="utf-8")
+    config = BuiltinModelConfig(vocab_size=400, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
+    build_builtin_policy(tmp_path / "demos.jsonl", tmp_path / "policy", config, seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    assert len(TemplateChat(tokenizer).encode_turn(row["messages"][1])) < 35, "of 77 bytes"

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -10,7 +11,9 @@ from transformers import AutoTokenizer
 from realhf.api.chat import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
-from realhf.data.chat_dataset import ChatDataset, ChatDatasetSource
+from realhf.data.chat_dataset import ChatDataset, ChatDatasetSource, conversation_tokens
+from tests.api.chat.templates import QWEN25, SMOLLM2
+from tests.api.chat.templates import tokenizer as tokenizer_of
 
 MESSAGES = [
     {"role": "user", "content": "Create a bucket."},
@@ -64,3 +67,83 @@ def test_a_conversation_that_is_too_long_is_refused_and_not_cut(demos: Path) -> 
     ChatDataset(str(demos), tokenizer, max_tokens=length)
     with pytest.raises(ValueError, match=f"5 of 5 .* rollout.max_total_tokens={length - 1} .*longest has {length} tok"):
         ChatDataset(str(demos), tokenizer, max_tokens=length - 1)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def calling(content: str = "", **more: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": "{}"}
+    calls = [{"type": "function", "id": "a", "function": function}]
+    return {"role": "assistant", "content": content or None, "tool_calls": calls, **more}
+
+
+ROW: dict[str, Any] = {
+    "tools": [TOOL],
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where is it?"},
+        calling(train=False),
+        {"role": "tool", "tool_call_id": "a", "content": "here"},
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "There."},
+        {"role": "user", "content": "Thanks."},
+    ],
+}
+
+
+def test_a_row_of_any_environment_is_what_the_template_renders() -> None:
+    """System message, tools, calls and answers; what follows the last turn is left out, and so is the template's own
+    text after the end of that turn."""
+    tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
+    ids, mask = conversation_tokens(ROW, TemplateChat(tokenizer))
+    plain = [{key: value for key, value in message.items() if key != "train"} for message in ROW["messages"][:-1]]
+    plain[2]["tool_calls"] = [{"function": {"name": "look", "arguments": {}}}]
+    whole = tokenizer.apply_chat_template(plain, tools=[TOOL], tokenize=False)
+    assert tokenizer.decode(ids) == whole.removesuffix("\n")
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "There.<|im_end|>"
+    row = {**ROW, "messages": [*ROW["messages"][:2], calling(), *ROW["messages"][3:]]}
+    again, trained = conversation_tokens(row, TemplateChat(tokenizer))
+    assert again == ids
+    said = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>There.<|im_end|>'
+    assert tokenizer.decode([i for i, m in zip(ids, trained, strict=True) if m]) == said
+
+
+def test_a_row_with_observations_keeps_the_system_prompt_and_the_text_of_aws_episodes() -> None:
+    tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
+    chat = TemplateChat(tokenizer)
+    seen = {"command_success": True, "command_output": "", "error": ""}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Do it.", "observation": {}},
+            {"role": "assistant", "content": "aws s3 ls"},
+            {"role": "tool", "content": "ignored", "observation": seen},
+            {"role": "assistant", "content": "aws s3 mb s3://x"},
+            {"role": "tool", "content": "ignored", "observation": seen},
+        ]
+    }
+    ids, mask = conversation_tokens(row, chat)
+    end = chat.closing()[:1]
+    first, second = ([*chat.encode(words), *end] for words in ("aws s3 ls", "aws s3 mb s3://x"))
+    before, between = chat.first("Do it."), chat.following("ok", ended=True)
+    assert ids == before + first + between + second
+    assert mask == [False] * len(before) + [True] * len(first) + [False] * len(between) + [True] * len(second)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": []}, "opens with messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "opens with messages"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "opens with messages"),
+        ({"messages": "text"}, "line 2"),
+        ([], "line 2"),
+        (ROW, "does not read tools"),
+    ],
+)
+def test_a_row_that_is_none_is_named(tmp_path: Path, row: Any, reason: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"rows.jsonl, line 2.*{reason}|{reason}"):
+        ChatDataset(str(path), tokenizer_of(SMOLLM2, "<|im_end|>"))

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from realhf.api.chat import unread_variables
 from realhf.api.config import ModelConfig
+from realhf.backends.builtin_policy import CHAT_TEMPLATE
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_context
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.launch.model import model_problems
+from realhf.launch.model import BUILTIN_PATHS, BUILTIN_VARIABLES, model_problems
 
 TEMPLATE = "{{ messages }}{% if enable_thinking %}<think>{% endif %}"
 
@@ -33,7 +35,10 @@ def test_the_template_must_exist_and_read_the_variables(tmp_path: Path):
     assert "no chat template" in problems(folder_of(tmp_path, None))[0]
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     assert problems(str(tmp_path), enable_thinking=True) == []
-    assert "no effect" in problems("builtin", enable_thinking=True)[0]
+    for path in BUILTIN_PATHS:
+        assert problems(path, show_tools=True) == []
+        assert "does not read enable_thinking (it reads" in problems(path, enable_thinking=True)[0]
+    assert not unread_variables(CHAT_TEMPLATE, BUILTIN_VARIABLES)
 
 
 def test_episodes_longer_than_the_context_are_refused(tmp_path: Path):
