@@ -48,6 +48,7 @@ environments = Registry(
     "environment",
     {
         "countdown": "realhf.environments.countdown:DEFINITION",
+        "sql": "realhf.environments.sql:DEFINITION",
     },
 )
 policy_losses = Registry(

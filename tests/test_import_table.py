@@ -41,6 +41,7 @@ ROOMS: dict[str, str] = {
     "env/doors": "api api/config base builtins",
     "env/server": "api base env/containment",
     "environments/countdown": "api api/config",
+    "environments/sql": "api api/config",
     "aws/cli": "env/containment",
     "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli base env/containment env/server",

@@ -1,0 +1,229 @@
+"""Holds the database of one episode and runs hostile statements on it.
+
+What contains a statement, in this order:
+
+1. its text: one statement of a few kinds, short, with few SELECTs and JOINs. SQLite does not ask anybody while it
+   prepares a statement, and common table expressions that double each other take exponential time there, so this
+   must be known before;
+2. SQLite's limits on lengths, columns, depth and terms, on the connection;
+3. the authorizer, a list of what is allowed: rows of the task's tables, pure functions. No other table, schema change,
+   transaction, PRAGMA, attached database, extension or recursion;
+4. steps of the virtual machine and processor time, both counted while the statement runs. Steps end a statement at
+   the same place in every run; time is for single steps that are dear. It is the time of the thread, so that a busy
+   machine does not end a harmless statement: nothing here waits;
+5. the number of pages of the database, and of rows that are read of a result. Everything is in memory, also what SQLite
+   would put into temporary files.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.environments.sql.instance import Table
+from realhf.environments.sql.names import words
+
+Rows = Mapping[str, Mapping[Any, tuple[Any, ...]]]
+"""By table and primary key."""
+STATEMENT_CHARS = 800
+"""A statement is at most this long."""
+MOST_SELECTS, MOST_JOINS, MOST_SELECTS_AFTER_WITH = 6, 6, 2
+_CHECK_EVERY = 200
+"""Steps of the virtual machine between two looks at the clock."""
+_PAGE_BYTES = 1024
+_FIRST_WORDS = ("SELECT", "WITH", "VALUES", "INSERT", "REPLACE", "UPDATE", "DELETE")
+_LIMITS = (
+    (sqlite3.SQLITE_LIMIT_LENGTH, 2000),
+    (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * STATEMENT_CHARS),
+    (sqlite3.SQLITE_LIMIT_COLUMN, 24),
+    (sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 40),
+    (sqlite3.SQLITE_LIMIT_COMPOUND_SELECT, 4),
+    (sqlite3.SQLITE_LIMIT_FUNCTION_ARG, 8),
+    (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
+    (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 40),
+    (sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 1),
+    (sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 1),
+    (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
+)
+_FUNCTIONS = frozenset(
+    words(
+        """abs avg cast ceil ceiling coalesce count dense_rank first_value floor glob group_concat ifnull iif
+        instr lag last_value lead length like lower ltrim max min mod nth_value ntile nullif percent_rank
+        rank round row_number rtrim sign string_agg substr substring sum total trim typeof upper"""
+    )
+)
+"""Pure functions that do not make long values of short ones."""
+_SCHEMA_TABLES = frozenset({"sqlite_master", "sqlite_schema"})
+_WRITES = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE})
+_REFUSED = {
+    sqlite3.SQLITE_PRAGMA: "PRAGMA",
+    sqlite3.SQLITE_ATTACH: "ATTACH",
+    sqlite3.SQLITE_DETACH: "DETACH",
+    sqlite3.SQLITE_RECURSIVE: "recursive queries",
+    sqlite3.SQLITE_TRANSACTION: "transactions",
+    sqlite3.SQLITE_SAVEPOINT: "savepoints",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a statement may use. ``steps``: of SQLite's virtual machine; ``ms``: processor time; ``rows``: of its result
+    that are read; ``kilobytes``: of the whole database."""
+
+    steps: int
+    ms: float
+    rows: int
+    kilobytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a statement did. ``error`` is "" if it ran; ``rows`` are the first of its result, ``more`` whether there
+    were others; ``changed`` counts changed rows and is None for a statement that only reads. ``read`` are the columns
+    that it read, as (table, column)."""
+
+    rows: tuple[tuple[Any, ...], ...] = ()
+    more: bool = False
+    changed: int | None = None
+    error: str = ""
+    read: frozenset[tuple[str, str]] = frozenset()
+
+
+class Database:
+    """A SQLite database in memory with these tables. ``writable``: whether statements may change rows. Not for several
+    threads at once. Raises sqlite3.Error when the tables cannot be made."""
+
+    def __init__(self, tables: Sequence[Table], limits: Limits, *, writable: bool) -> None:
+        self._limits, self._writable = limits, writable
+        self._tables = {table.name: table for table in tables}
+        self._read: set[tuple[str, str]] = set()
+        self._refused = ""
+        self._steps, self._deadline_ns = 0, 0
+        self._connection = sqlite3.connect(
+            ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0
+        )
+        try:
+            self._fill(tables)
+            self._lock_down()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        """Free the database; it may be called again."""
+        self._connection.close()
+
+    def execute(self, statement: str) -> Result:
+        """Run one statement of the policy, whatever it is. What is wrong with it stands in the result."""
+        if refusal := refusal_of(statement):
+            return Result(error=refusal)
+        self._read, self._refused = set(), ""
+        self._steps = self._limits.steps
+        self._deadline_ns = time.thread_time_ns() + round(self._limits.ms * 1e6)
+        self._connection.set_authorizer(self._authorize)
+        try:
+            return self._run(statement)
+        except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError, OverflowError) as error:
+            return Result(error=self._error_text(error), read=frozenset(self._read))
+
+    def rows(self) -> Rows:
+        """Return the rows of every table."""
+        self._steps, self._deadline_ns = 1 << 60, 1 << 62
+        self._connection.set_authorizer(None)
+        return {
+            name: {row[0]: row for row in self._connection.execute(f"SELECT * FROM {name}")} for name in self._tables
+        }
+
+    def _fill(self, tables: Sequence[Table]) -> None:
+        connection = self._connection
+        connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+        for table in tables:
+            connection.execute(table.create_sql())
+            marks = ", ".join("?" * len(table.columns))
+            connection.executemany(f"INSERT INTO {table.name} VALUES ({marks})", table.rows)
+
+    def _lock_down(self) -> None:
+        connection = self._connection
+        self._modules = {row[0] for row in connection.execute("PRAGMA module_list")}
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute(f"PRAGMA max_page_count = {self._limits.kilobytes * 1024 // _PAGE_BYTES}")
+        if not self._writable:
+            connection.execute("PRAGMA query_only = ON")
+        for limit, value in _LIMITS:
+            connection.setlimit(limit, value)
+        connection.text_factory = lambda text: text.decode("utf-8", "replace")
+        connection.set_progress_handler(self._is_over, _CHECK_EVERY)
+
+    def _run(self, statement: str) -> Result:
+        before = self._connection.total_changes
+        cursor = self._connection.execute(statement)
+        try:
+            rows = tuple(cursor.fetchmany(self._limits.rows + 1))
+            writes = cursor.description is None or self._connection.total_changes != before
+        finally:
+            cursor.close()
+        return Result(
+            rows[: self._limits.rows],
+            len(rows) > self._limits.rows,
+            self._connection.total_changes - before if writes else None,
+            read=frozenset(self._read),
+        )
+
+    def _is_over(self) -> bool:
+        self._steps -= _CHECK_EVERY
+        return self._steps < 0 or time.thread_time_ns() > self._deadline_ns
+
+    def _authorize(
+        self, action: int, first: str | None, second: str | None, schema: str | None, source: str | None
+    ) -> int:
+        if self._is_allowed(action, first or "", second or "", schema):
+            return sqlite3.SQLITE_OK
+        if action in (*_WRITES, sqlite3.SQLITE_READ):
+            # A function that is called as a table declares its columns: that is a change of the schema.
+            named = "schema changes and table functions" if first in _SCHEMA_TABLES else f"table {first}"
+        elif action == sqlite3.SQLITE_FUNCTION:
+            named = f"function {second}"
+        else:
+            named = _REFUSED.get(action, "schema changes")
+        self._refused = self._refused or named
+        return sqlite3.SQLITE_DENY
+
+    def _is_allowed(self, action: int, first: str, second: str, schema: str | None) -> bool:
+        if action == sqlite3.SQLITE_SELECT:
+            return True
+        if action == sqlite3.SQLITE_FUNCTION:
+            return second.lower() in _FUNCTIONS
+        if action == sqlite3.SQLITE_READ:
+            self._read.add((first, second))
+            return first in self._tables or first in _SCHEMA_TABLES or self._is_subquery(first, second, schema)
+        return action in _WRITES and self._writable and first in self._tables
+
+    def _is_subquery(self, table: str, column: str, schema: str | None) -> bool:
+        """Whether SQLite asks about a common table expression of which no column is read. It asks about a table that a
+        module makes up in the same way."""
+        return not (column or schema or table.startswith(("pragma_", "sqlite_")) or table in self._modules)
+
+    def _error_text(self, error: Exception) -> str:
+        if self._refused:
+            return f"not allowed: {self._refused}"
+        if str(error) == "interrupted":
+            return "the statement takes too long"
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def refusal_of(statement: str) -> str:
+    """Say why a statement may not even be prepared, "" if it may."""
+    if len(statement) > STATEMENT_CHARS:
+        return f"a statement has at most {STATEMENT_CHARS} characters"
+    found = [word.upper() for word in re.findall(r"[A-Za-z_]+", statement)]
+    if not found or not statement.lstrip().upper().startswith(_FIRST_WORDS):
+        return f"a statement begins with {', '.join(_FIRST_WORDS[:-1])} or {_FIRST_WORDS[-1]}"
+    selects = found.count("SELECT") + found.count("VALUES")
+    if selects > (MOST_SELECTS_AFTER_WITH if "WITH" in found else MOST_SELECTS):
+        return "the statement has too many SELECTs"
+    return "the statement has too many JOINs" if found.count("JOIN") > MOST_JOINS else ""
