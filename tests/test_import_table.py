@@ -42,6 +42,7 @@ ROOMS: dict[str, str] = {
     "env/server": "api base env/containment",
     "environments/countdown": "api api/config",
     "environments/sql": "api api/config",
+    "environments/files": "api",
     "aws/cli": "env/containment",
     "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli base env/containment env/server",

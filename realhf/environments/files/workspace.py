@@ -1,0 +1,265 @@
+"""A scratch folder with tools, as the plain class that TRL's ``GRPOTrainer`` takes as ``environment_factory``.
+
+The folder is a map from path to text in memory, and not a folder of the disk. So there is no path out of it, no
+symbolic link, no device, nothing to clean up after a kill, and no blocking call; thousands of them live in one process.
+What the policy sends is bounded before it is kept: characters, files, depth. Search looks for plain text, never for a
+pattern.
+
+This module imports nothing of ours: copy it to use it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MOST_FILES = 200
+MOST_CHARACTERS = 8_000
+"""Of one argument, and so of one file."""
+MOST_CHARACTERS_IN_ALL = 64_000
+LONGEST_PATH = 120
+DEEPEST = 8
+"""Parts of a path."""
+MOST_LINES_SHOWN = 40
+LONGEST_LINE_SHOWN = 200
+
+
+class FilesWorkspace:
+    """Plays one episode at a time: a request, a folder, and the folder or the answer that is wanted.
+
+    A folder exists while it holds files. Every tool answers with text; a call that cannot be done changes nothing and
+    raises ValueError, whose message is for the policy. ``answer`` ends the episode: afterwards every call is refused,
+    so only the first answer counts.
+    """
+
+    def __init__(self) -> None:
+        self._start: dict[str, str] = {}
+        self._wanted: dict[str, str] = {}
+        self._files: dict[str, str] = {}
+        self._right_answer: str | None = None
+        self._answer: str | None = None
+
+    def reset(
+        self,
+        request: str,
+        files: Iterable[Mapping[str, str]],
+        wanted: Iterable[Mapping[str, str]] | None = None,
+        answer: str | None = None,
+        **row: Any,
+    ) -> str:
+        """Begin an episode and return its request.
+
+        Args:
+            request: What the policy is asked to do.
+            files: The folder at the start; each file has a ``path`` and a ``text``.
+            wanted: The folder that earns 1, in the same form; None where nothing is to change.
+            answer: The right answer; None or "" where none is asked for.
+            row: Other columns do not matter.
+
+        Raises ValueError for a row that is no task.
+        """
+        start = _tree(files)
+        goal = start if wanted is None else _tree(wanted)
+        if start == goal and not answer:
+            raise ValueError("the row asks for nothing: 'wanted' equals 'files', and there is no 'answer'")
+        self._start, self._wanted, self._files = start, goal, dict(start)
+        self._right_answer, self._answer = answer or None, None
+        return request
+
+    def list_files(self, folder: str = "") -> str:
+        """List a folder.
+
+        Args:
+            folder: The folder; empty for the top.
+        """
+        self._check_open()
+        inside = "" if folder in ("", ".", "/", "./") else f"{_path(_text(folder).removesuffix('/'))}/"
+        found = [path.removeprefix(inside) for path in self._files if path.startswith(inside)]
+        if inside and not found:
+            raise ValueError(f"there is no folder {inside[:-1]}")
+        names = {name.partition("/")[0] + "/" * ("/" in name) for name in found}
+        return _lines(sorted(names)) or "(empty)"
+
+    def read_file(self, path: str) -> str:
+        """Read a file.
+
+        Args:
+            path: The file.
+        """
+        return self._files[self._known(path)] or "(empty)"
+
+    def write_file(self, path: str, text: str) -> str:
+        """Write a file.
+
+        Args:
+            path: The file.
+            text: Its whole text.
+        """
+        self._check_open()
+        place = self._free_place(_path(path))
+        others = sum(len(kept) for other, kept in self._files.items() if other != place)
+        if others + len(_text(text)) > MOST_CHARACTERS_IN_ALL:
+            raise ValueError(f"all files hold at most {MOST_CHARACTERS_IN_ALL} characters")
+        if place not in self._files and len(self._files) >= MOST_FILES:
+            raise ValueError(f"there are at most {MOST_FILES} files")
+        self._files[place] = text
+        return f"wrote {place}"
+
+    def search_files(self, text: str) -> str:
+        """Find files that hold a text.
+
+        Args:
+            text: The text.
+        """
+        self._check_open()
+        if not 0 < len(_text(text)) <= LONGEST_LINE_SHOWN:
+            raise ValueError(f"search for 1 to {LONGEST_LINE_SHOWN} characters")
+        found = []
+        for path in sorted(self._files):
+            content = self._files[path]
+            if (at := content.find(text)) >= 0:
+                begin, end = content.rfind("\n", 0, at) + 1, content.find("\n", at)
+                found.append(f"{path}: {content[begin : end if end >= 0 else None]}")
+        return _lines(found) or "nothing found"
+
+    def move_file(self, source: str, target: str) -> str:
+        """Move or rename a file.
+
+        Args:
+            source: The file.
+            target: Its new path.
+        """
+        old, new = self._known(source), _path(target)
+        if new in self._files:
+            raise ValueError(f"{new} exists")
+        self._free_place(new, without=old)
+        self._files[new] = self._files.pop(old)
+        return f"moved to {new}"
+
+    def delete_file(self, path: str) -> str:
+        """Delete a file.
+
+        Args:
+            path: The file.
+        """
+        place = self._known(path)
+        del self._files[place]
+        return f"deleted {place}"
+
+    def answer(self, text: str) -> str:
+        """Answer the question.
+
+        Args:
+            text: The answer alone.
+        """
+        self._check_open()
+        self._answer = _text(text).strip()
+        return "answered"
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do: the task is solved, or an answer was given."""
+        return self._answer is not None or self.get_reward() == 1
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The part of the task that is done, from 0 to 1."""
+        return {"progress": max(0.0, self.get_reward())}
+
+    def get_reward(self) -> float:
+        """Return what the folder and the answer are worth now, from -1 to 1.
+
+        1: the folder is as wanted, and the right answer was given if one was asked for. Between: the part of the
+        changes that is done, files that nobody wants counted as changes to be done. 0: nothing is done. Below 0: files
+        that were to stay as they were are not; minus their part.
+        """
+        kept = [path for path, text in self._start.items() if self._wanted.get(path) == text]
+        damaged = sum(self._files.get(path) != self._start[path] for path in kept)
+        if damaged:
+            return -damaged / len(kept)
+        parts = [*self._parts()]
+        strays = len(self._files.keys() - self._wanted.keys() - self._start.keys())
+        return sum(parts) / (len(parts) + strays) if parts else 0.0
+
+    def _parts(self) -> Iterable[bool]:
+        """Yield for the answer and for each change that is wanted whether it is there. The removal of a file whose text
+        is wanted elsewhere counts only when that is there: nothing is earned by losing it."""
+        if self._right_answer is not None:
+            yield self._answer == self._right_answer
+        new = {path: text for path, text in self._wanted.items() if self._start.get(path) != text}
+        for path, text in new.items():
+            yield self._files.get(path) == text
+        for path, text in self._start.items():
+            if path not in self._wanted:
+                places = [place for place, wanted in new.items() if wanted == text]
+                saved = not places or any(self._files.get(place) == text for place in places)
+                yield path not in self._files and saved
+
+    def _check_open(self) -> None:
+        if self._answer is not None:
+            raise ValueError("you have answered, the task is over")
+
+    def _known(self, path: str) -> str:
+        self._check_open()
+        place = _path(path)
+        if place not in self._files:
+            raise ValueError(f"there is no file {place}")
+        return place
+
+    def _free_place(self, path: str, *, without: str = "") -> str:
+        """Return ``path`` if a file may be there once the file ``without`` is gone: it is no folder, no part of it is
+        a file."""
+        parts = path.split("/")
+        above = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        if files := [part for part in above if part in self._files and part != without]:
+            raise ValueError(f"{files[0]} is a file")
+        if any(other.startswith(f"{path}/") and other != without for other in self._files):
+            raise ValueError(f"{path} is a folder")
+        return path
+
+
+def _tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the files of a row as a map. Raises ValueError for paths or texts that the tools could not have made."""
+    workspace = FilesWorkspace()
+    for file in files:
+        if file["path"] in workspace._files:
+            raise ValueError(f"the row has two files {file['path']!r}")
+        try:
+            workspace.write_file(file["path"], file["text"])
+        except ValueError as error:
+            raise ValueError(f"the row's file {file['path']!r}: {error}") from None
+    return workspace._files
+
+
+def _path(path: str) -> str:
+    """Return a path in its only spelling: parts joined by "/", relative to the folder."""
+    text = _text(path).removeprefix("./")
+    if len(text) > LONGEST_PATH or not text.isprintable() or "\\" in text:
+        raise ValueError(f"a path is at most {LONGEST_PATH} printable characters without \\")
+    parts = text.split("/")
+    if any(part in ("", ".", "..") or part != part.strip() for part in parts):
+        raise ValueError("a path is relative, such as folder/name.txt")
+    if len(parts) > DEEPEST:
+        raise ValueError(f"a path has at most {DEEPEST} parts")
+    return text
+
+
+def _text(value: object) -> str:
+    """Return ``value`` if it is text that is not too long and can be encoded."""
+    if not isinstance(value, str):
+        raise ValueError("an argument must be text")
+    if len(value) > MOST_CHARACTERS:
+        raise ValueError(f"a text has at most {MOST_CHARACTERS} characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text holds no half of a surrogate pair") from None
+    if "\0" in value:
+        raise ValueError("a text holds no NUL")
+    return value
+
+
+def _lines(found: list[str]) -> str:
+    shown = [line if len(line) <= LONGEST_LINE_SHOWN else f"{line[:LONGEST_LINE_SHOWN]}..." for line in found]
+    more = len(found) - MOST_LINES_SHOWN
+    return "\n".join(shown[:MOST_LINES_SHOWN] + [f"({more} more)"] * (more > 0))
