@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from realhf.api.environment import Demonstration, DemonstrationRequest, TaskSet
 from realhf.base.plugin import located
 from realhf.env.doors.rows import RowOptions, tasks_of_data
-from realhf.env.doors.tasks import SeedTaskSet, set_of
+from realhf.env.doors.tasks import Row, SeedTaskSet, set_of
 
 
 class Traits(NamedTuple):
@@ -43,8 +44,10 @@ def place_of(thing: Any) -> str:
 
 
 def raised(error: BaseException, thing: Any) -> str:
-    """The error in one line, with the line of the author's file where it arose."""
-    return located(error, file_of(thing))
+    """The error in one line, with the line of the author's file, or that of a base class, where it arose."""
+    files = {file_of(each) for each in (thing.__mro__ if isinstance(thing, type) else (thing,))}
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return located(error, frames[-1] if frames else file_of(thing))
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -97,21 +100,22 @@ class ClassParts(NamedTuple):
     tasks: Callable[[Any], Callable[[str], TaskSet]]
 
 
-def class_parts(kind: type[Any], *, seeded: bool) -> ClassParts:
+def class_parts(kind: type[Any], *, seeded: bool, check: Callable[[Row], None] = lambda row: None) -> ClassParts:
     """Read a class. Its options are those of its nested dataclass ``Options`` and, where neither it nor its module
     brings ``tasks(split)``, those that say where rows come from. ``seeded``: its reset draws from the seed what a row
-    leaves open. Raises ValueError for what the class declares wrongly."""
-    own, function = own_options(kind), _tasks_function(kind)
+    leaves open. ``check`` raises ValueError for a row that will
+    not do. Raises ValueError for what the class declares wrongly."""
+    own, function = own_options(kind), tasks_function(kind)
     options = own or _NoOptions
     if function is None and "data" not in {each.name for each in fields(options)}:
         options = _with_rows(options)
 
     def tasks(chosen: Any) -> Callable[[str], TaskSet]:
         if function is not None:
-            return _sets_of(function, kind, chosen, seeded)
+            return sets_of(function, kind.__name__, chosen, seeded=seeded, check=check)
         if options is not own and chosen.data:
             rows = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
-            return tasks_of_data(rows, Path(file_of(kind)).parent, seeded=seeded)
+            return tasks_of_data(rows, Path(file_of(kind)).parent, seeded=seeded, check=check)
         return partial(SeedTaskSet, kind.__name__)
 
     return ClassParts(options, traits_of(kind), (lambda chosen: kind()) if own is None else kind, tasks)
@@ -127,20 +131,24 @@ def _with_rows(options: type[Any]) -> type[Any]:
     return make_dataclass(options.__name__, added, bases=(options,), frozen=frozen)
 
 
-def _tasks_function(kind: type[Any]) -> Callable[..., Any] | None:
-    """``tasks`` of the class, or else of its module."""
-    raw = inspect.getattr_static(kind, "tasks", None)
+def tasks_function(thing: type[Any] | Callable[..., Any]) -> Callable[..., Any] | None:
+    """``tasks`` of a class, or else of the module of a class or function. Raises ValueError for one that needs an
+    instance."""
+    raw = inspect.getattr_static(thing, "tasks", None)
     if raw is None:
-        found = getattr(sys.modules.get(kind.__module__), "tasks", None)
+        found = getattr(sys.modules.get(thing.__module__), "tasks", None)
         return found if inspect.isroutine(found) else None
     if inspect.isfunction(raw) and "self" in inspect.signature(raw).parameters:
-        raise ValueError(f"{kind.__name__}.tasks must be a static method ({place_of(raw)})")
-    return kind.tasks  # type: ignore[attr-defined]
+        raise ValueError(f"{thing.__name__}.tasks must be a static method ({place_of(raw)})")
+    return thing.tasks  # type: ignore[attr-defined]
 
 
-def _sets_of(function: Callable[..., Any], kind: type[Any], chosen: Any, seeded: bool) -> Callable[[str], TaskSet]:
-    """Call the author's ``tasks(split)``, or ``tasks(split, options)`` if it takes two."""
-    what = f"tasks of {kind.__name__} ({place_of(function)})"
+def sets_of(
+    function: Callable[..., Any], name: str, chosen: Any, *, seeded: bool, check: Callable[[Row], None]
+) -> Callable[[str], TaskSet]:
+    """Call the author's ``tasks(split)``, or ``tasks(split, options)`` if it takes two. The result raises ValueError
+    that names the line for what the function raises, or returns against the contract."""
+    what = f"tasks of {name} ({place_of(function)})"
     given = (chosen,) if len(inspect.signature(function).parameters) > 1 else ()
 
     def tasks(split: str) -> TaskSet:
@@ -150,7 +158,7 @@ def _sets_of(function: Callable[..., Any], kind: type[Any], chosen: Any, seeded:
                 found = [*found]
         except Exception as error:
             raise ValueError(f"{what}, split {split!r}: {raised(error, function)}") from None
-        made = set_of(found, f"{what}, split {split!r}", seeded=seeded)
+        made = set_of(found, f"{what}, split {split!r}", seeded=seeded, check=check)
         if not made.group_of:
             raise ValueError(f"{what}: the split {split!r} has no task")
         return made

@@ -14,7 +14,9 @@ from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
 from realhf.base.plugin import load_plugin, located
 from realhf.builtins import environments, registered_names
 from realhf.env.doors.author import place_of
+from realhf.env.doors.dataset import dataset, is_verifier
 from realhf.env.doors.message_class import message_class
+from realhf.env.doors.tool_class import tool_class
 from realhf.env.doors.values import close_to, coerced
 
 EXPECTED = (
@@ -106,18 +108,21 @@ def _door(found: Any) -> Callable[[Any], EnvironmentDefinition] | None:
         return lambda definition: definition
     if isinstance(found, EnvironmentSpec):
         return lambda spec: EnvironmentDefinition(NoOptions, lambda _: spec)
-    if isinstance(found, type) and all(callable(getattr(found, name, None)) for name in ("reset", "step")):
-        return message_class
-    return None
+    if isinstance(found, type) and callable(getattr(found, "reset", None)):
+        if callable(getattr(found, "get_reward", None)):
+            return tool_class
+        return message_class if callable(getattr(found, "step", None)) else None
+    return dataset if inspect.isfunction(found) else None
 
 
 def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
     """The one environment that a file defines. Definitions and specifications come first: a file that holds one has
-    said what it is about."""
+    said what it is about; then classes, then functions whose first argument is called ``completion``."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     finished = {name: v for name, v in public.items() if isinstance(v, (EnvironmentDefinition, EnvironmentSpec))}
     own = {name: value for name, value in public.items() if getattr(value, "__module__", "") == module.__name__}
-    found = finished or {name: value for name, value in own.items() if _door(value)}
+    classes = {name: value for name, value in own.items() if isinstance(value, type) and _door(value)}
+    found = finished or classes or {name: value for name, value in own.items() if is_verifier(value)}
     if len(found) != 1:
         what = f"the environments {', '.join(found)}; name one: {reference}:NAME" if found else f"nothing of {EXPECTED}"
         raise ValueError(f"{reference}: the file defines {what}")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields
@@ -12,12 +11,11 @@ from typing import Any, TypeVar
 from realhf.api.environment import (
     AssistantMessage,
     EnvironmentDefinition,
-    EnvironmentFailure,
     EnvironmentSpec,
     Opening,
     Turn,
 )
-from realhf.env.doors.author import class_parts, place_of, raised, takes
+from realhf.env.doors.author import class_parts, place_of, takes
 from realhf.env.doors.checks import (
     BrokenContract,
     checked_messages,
@@ -25,8 +23,10 @@ from realhf.env.doors.checks import (
     checked_numbers,
     json_problem,
 )
+from realhf.env.doors.faults import failure_of
 from realhf.env.doors.values import close_to, shown
 
+T = TypeVar("T")
 Said = TypeVar("Said", Opening, Turn)
 
 
@@ -107,21 +107,15 @@ class MessageClassEnvironment:
         metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}
         return Turn(turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final)
 
-    async def _guarded(self, method: str, work: Awaitable[Any]) -> Any:
-        where = f"{self._kind.__name__}.{method}"
+    async def _guarded(self, method: str, work: Awaitable[T]) -> T:
         try:
             return await work
-        except (EnvironmentFailure, KeyboardInterrupt, GeneratorExit):
-            raise
-        except BrokenContract as error:
-            place = place_of(getattr(self._kind, method, self._kind))
-            raise EnvironmentFailure("internal", f"{where} ({self._task}): {error} ({place})") from None
         except BaseException as error:
-            current = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
+            where, broken = f"{self._kind.__name__}.{method} ({self._task})", getattr(self._kind, method, self._kind)
+            failure = failure_of(error, where, self._kind, broken)
+            if failure is None:
                 raise
-            text = f"{where} ({self._task}): {raised(error, self._kind)}"
-            raise EnvironmentFailure("internal", text) from error
+            raise failure from error
 
 
 async def _closed(close: Callable[[], Any]) -> None:

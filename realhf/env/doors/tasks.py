@@ -134,9 +134,9 @@ def content(values: Mapping[str, Any]) -> Any:
     return {name: value for name, value in values.items() if name != "id"}
 
 
-def set_of(found: Any, what: str, *, seeded: bool) -> TaskSet:
+def set_of(found: Any, what: str, *, seeded: bool, check: Callable[[Row], None]) -> TaskSet:
     """The task set that ``tasks(split)`` meant: a ``TaskSet``, tasks or rows. Raises ValueError that begins with
-    ``what`` for anything else."""
+    ``what`` for anything else, and what ``check`` raises for a row."""
     if isinstance(found, TaskSet):
         return found
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
@@ -150,6 +150,8 @@ def set_of(found: Any, what: str, *, seeded: bool) -> TaskSet:
         if problem := json_problem(item):
             raise ValueError(f"{what}, row {number}: {problem}")
     rows = [Row(item, f"{what}, row {number}") for number, item in enumerate(items)]
+    for row in rows:
+        check(row)
     return RowTaskSet(tasks_of_rows(rows), seeded=seeded)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,17 +35,6 @@ class Echo:
     async def step(self, message):
         return {"messages": [], "done": True, "reward": float(message.content == "hello")}
 """
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a file of one's own and returns its path."""
-
-    def written(text: str, name: str = "mine.py") -> str:
-        (tmp_path / name).write_text(textwrap.dedent(text), encoding="utf-8")
-        return str(tmp_path / name)
-
-    return written
 
 
 async def test_a_file_with_one_class_is_an_environment_with_its_options(write: Write) -> None:

@@ -1,0 +1,214 @@
+"""Plays one instance of a class with tools: its opening, its turns, and every way in which its code can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from realhf.api.environment import AssistantMessage, ChatMessage, EnvironmentFailure, Opening, ToolCall, Turn
+from realhf.env.doors.checks import (
+    BrokenContract,
+    checked_messages,
+    checked_numbers,
+    checked_rewards,
+    whole_text,
+)
+from realhf.env.doors.faults import failure_of
+from realhf.env.doors.threads import Threads
+from realhf.env.doors.tools import Tool, arguments_for, short, unknown_tool
+from realhf.env.doors.values import shown
+
+T = TypeVar("T")
+
+LONGEST_RESULT = 1 << 18
+"""Characters of a tool's result that the policy gets to read."""
+SOLVED = 1 - 1e-9
+"""A reward of at least this is success, unless the class says otherwise."""
+
+
+class ToolClass(NamedTuple):
+    """A class with tools, read once. ``schemas`` are those of its tools; ``blocking``: it has no async method, so that
+    all of a turn runs in one thread job; ``seeded``: its reset takes a seed."""
+
+    kind: type[Any]
+    tools: Mapping[str, Tool]
+    schemas: Sequence[Mapping[str, Any]]
+    blocking: bool
+    seeded: bool
+
+
+class ToolPlay:
+    """An instance of the author's class, and the episode that it is in. ``lost`` once a call was cancelled whose thread
+    may still be using the instance: it must not be used again, and closes when the thread is done."""
+
+    def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
+        self._class, self._make, self._threads = about, make, threads
+        self._instance: Any = None
+        self._task, self._method = "no task", "reset"
+        self._calls = self._failures = 0
+        self.lost = False
+
+    async def open(self, task: Mapping[str, Any], seed: int) -> Opening:
+        """Begin an episode; the first one also makes the instance."""
+        self._task = f"task {shown(dict(task))}, seed {seed}"
+        self._calls = self._failures = 0
+        return await self._run(partial(self._opening, task, seed))
+
+    async def turn(self, message: AssistantMessage) -> Turn:
+        """Make the calls of a turn, and ask for the reward."""
+        return await self._run(partial(self._turn, message))
+
+    async def close(self) -> None:
+        """Close the instance if there is one that can be closed."""
+        if self._instance is not None and not self.lost and hasattr(self._class.kind, "close"):
+            await self._run(partial(self._call, "close", {}))
+
+    async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
+        self._method = "__init__"
+        if self._instance is None:
+            self._instance = self._make()
+        row = {name: copied(value) for name, value in task.items()}
+        if self._class.seeded:
+            row.setdefault("seed", seed)
+        text = await self._call("reset", row)
+        if text is not None and not isinstance(text, str):
+            raise BrokenContract(f"reset must return text or None, not {shown(text)}")
+        return Opening(
+            _with_text(messages_of(task.get("prompt", ""), "prompt"), whole_text(text or "")), self._class.schemas
+        )
+
+    async def _turn(self, message: AssistantMessage) -> Turn:
+        if self._instance is None:
+            raise BrokenContract("there is no episode: reset comes first")
+        answers = [await self._answer(call) for call in message.tool_calls]
+        reward, components = checked_rewards(await self._call("get_reward", {}), "the reward")
+        metrics = {
+            "success": float(reward >= SOLVED),
+            "tool_calls": float(self._calls),
+            "tool_failures": float(self._failures),
+        }
+        self._method = "metrics"
+        if (own := getattr(self._instance, "metrics", None)) is not None:
+            metrics |= checked_numbers(await self._call("metrics", {}) if callable(own) else own, "metrics")
+        self._method = "done"
+        done = getattr(self._instance, "done", False)
+        ended = not message.tool_calls or (not callable(done) and bool(done))
+        return Turn(answers, ended, reward, components, metrics, final=True)
+
+    async def _answer(self, call: ToolCall) -> ChatMessage:
+        """Make one call. Whatever is wrong with it, the policy reads the reason, in the form of TRL."""
+        self._calls += 1
+        try:
+            if call.problem:
+                raise ValueError(call.problem)
+            if call.name not in self._class.tools:
+                raise ValueError(unknown_tool(call.name, self._class.tools))
+            tool = self._class.tools[call.name]
+            arguments = arguments_for(tool, call.arguments)
+            self._method = call.name
+            result = str(await self._called(tool.bound(self._instance), arguments))
+        except (EnvironmentFailure, MemoryError, BrokenContract):
+            raise
+        except Exception as error:
+            self._failures += 1
+            result = str({"error": _reason(error)})
+        if len(result) > LONGEST_RESULT:
+            result = f"{result[:LONGEST_RESULT]}... ({len(result) - LONGEST_RESULT} more characters)"
+        name = whole_text(short(call.name)) or "unknown"
+        message = {"role": "tool", "name": name, "content": whole_text(result)}
+        return message | {"tool_call_id": call.id} if call.id else message
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a method of the instance that is no tool."""
+        self._method = name
+        return await self._called(getattr(self._instance, name), arguments)
+
+    async def _called(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        if self._class.blocking:
+            result = method(**arguments)
+            if inspect.iscoroutine(result):
+                result.close()
+                raise BrokenContract(f"{self._method} must be written with async def")
+            return result
+        if inspect.iscoroutinefunction(method):
+            return await method(**arguments)
+        result = await self._in_thread(partial(method, **arguments))
+        return await result if inspect.isawaitable(result) else result
+
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do the work of a method: all of it in one thread if the class blocks, else on the event loop."""
+        if self._class.blocking:
+            return await self._in_thread(lambda: _finished(self._guarded(work())))
+        return await self._guarded(work())
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        try:
+            return await self._threads.run(work, after=self._close_at_last)
+        except asyncio.CancelledError:
+            self.lost = True
+            raise
+
+    def _close_at_last(self) -> None:
+        """Close the instance from the thread that used it last, if that needs no event loop."""
+        close = getattr(self._instance, "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
+            close()
+
+    async def _guarded(self, work: Awaitable[T]) -> T:
+        kind = self._class.kind
+        try:
+            return await work
+        except BaseException as error:
+            where, method = f"{kind.__name__}.{self._method} ({self._task})", getattr(kind, self._method, kind)
+            failure = failure_of(error, where, kind, method, on_loop=not self._class.blocking)
+            if failure is None:
+                raise
+            raise failure from error
+
+
+def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
+    """The messages that a prompt means: text of the user, or messages. Raises BrokenContract that begins with ``what``
+    for anything else."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not checked_messages(prompt, what):
+        raise BrokenContract(f"{what} has no message")
+    return prompt
+
+
+def _with_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessage]:
+    """The messages with ``text`` at the end of the last one of the user."""
+    if not text:
+        return messages
+    for number in range(len(messages) - 1, -1, -1):
+        if messages[number]["role"] == "user":
+            changed = {**messages[number], "content": messages[number]["content"] + text}
+            return [*messages[:number], changed, *messages[number + 1 :]]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def copied(value: Any) -> Any:
+    """A JSON value that the author's code may change."""
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _reason(error: Exception) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
+def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise EnvironmentFailure("internal", "a method without async waited for the event loop")
