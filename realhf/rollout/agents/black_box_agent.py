@@ -1,8 +1,9 @@
 """Plays episodes of agents that only know a base URL: ordinary programs that talk to an OpenAI-compatible model.
 
-The program is an async function ``agent(task_text, base_url, run_command) -> float | None``. It may use any client,
-keep any conversation and call ``await run_command("aws ...")`` when it likes; the reward is what it returns or reports,
-else what the environment gave. It runs on the rollout worker's event loop and must not block it.
+The program is an async function ``agent(task_text, base_url, run_command) -> reward``. It may use any client, keep any
+conversations and call ``await run_command("aws ...")`` when it likes. The reward is what it returns or reports, else
+what the environment gave: a number for all its conversations, or one for each, in a map from the id of a completion
+(``reply.id``) of the conversation. It runs on the rollout worker's event loop and must not block it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from realhf.rollout.client.failures import FAILURES, failure_status
 from realhf.rollout.episode.group_result import episode_return
 from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
 from realhf.rollout.openai_endpoint.server import OpenAiServer
-from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
+from realhf.rollout.openai_endpoint.sessions import (
+    Ending,
+    Reward,
+    Session,
+    SessionLimits,
+    Sessions,
+    reward_problem,
+)
 
 _OVER = "error: the episode is over"
 
@@ -42,7 +50,7 @@ class CommandOutput:
 
 
 RunCommand = Callable[[str], Awaitable[CommandOutput]]
-AgentFunction = Callable[[str, str, RunCommand], Awaitable[float | None]]
+AgentFunction = Callable[[str, str, RunCommand], Awaitable[Reward | None]]
 
 
 def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunction:
@@ -71,8 +79,8 @@ class BlackBoxAgent:
         chat, limits: as for any agent; max_turns and the token limits are enforced by the endpoint.
         timeout_s: what an episode of the agent may take.
 
-    An agent may hold several conversations; the one with the most sampled tokens is the episode's trajectory, and
-    ``timings["branches"]`` says how many there were.
+    An agent may hold several conversations, and each is a trajectory; the one with the most sampled tokens is the main
+    one, and ``timings["branches"]`` says how many there were.
     """
 
     def __init__(self, agent: AgentFunction, chat: TemplateChat, limits: Limits, *, timeout_s: float = 600.0) -> None:
@@ -86,8 +94,17 @@ class BlackBoxAgent:
         await self._server.stop()
 
     async def play(self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """See ``EpisodeAgent``. An exception of the agent makes the episode a ``policy_error``, unless it is the
-        agent's way to report that a limit was reached. Raises RuntimeError when the endpoint cannot be served."""
+        """Play an episode as ``play_all`` does, and return its main trajectory alone."""
+        return (await self.play_all(env, wanted, llm, slot))[0]
+
+    async def play_all(
+        self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int
+    ) -> list[RolloutOutcome]:
+        """Play one episode and return its trajectories (``Session.outcomes``), of which every sampled token is in one.
+
+        An exception of the agent makes the episode a ``policy_error``, unless it is the agent's way to report that a
+        limit was reached. Raises RuntimeError when the endpoint cannot be served.
+        """
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
@@ -97,8 +114,9 @@ class BlackBoxAgent:
             ending = await self._ending(world, session)
         finally:
             self._server.sessions.close(session)
-        main = session.outcomes(replace(ending, seed=wanted.seed, task=world.task))[0]
-        return replace(main, timings=main.timings | {"wall_s": time.perf_counter() - began})
+        outcomes = session.outcomes(replace(ending, seed=wanted.seed, task=world.task))
+        wall_s = time.perf_counter() - began
+        return [replace(outcome, timings=outcome.timings | {"wall_s": wall_s}) for outcome in outcomes]
 
     async def _ending(self, world: _World, session: Session) -> Ending:
         reward, problem = None, ""
@@ -118,8 +136,8 @@ class BlackBoxAgent:
         limit = session.ledger.limit_hit
         if problem and not limit:
             return Ending("policy_error", message=str(session.engine_error or problem))
-        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-            return Ending("policy_error", message=f"the agent returned {str(reward)[:100]!r}, not a reward")
+        if reward is not None and (problem := reward_problem(reward)):
+            return Ending("policy_error", message=f"the agent returned {problem}")
         reward = world.reward() if reward is None and session.reward is None else reward
         status = "achieved" if world.achieved else limit or "finished"
         return Ending(status, reward, world.achieved, world.progress)

@@ -1,32 +1,45 @@
 """Builds the OpenAI-compatible chat endpoint, one base URL per session: ``/sessions/<id>/v1``.
 
 ``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST /sessions/<id>/reward`` with
-``{"reward": x}``, which ends the session. Sessions are opened by the process itself, never over HTTP.
+``{"reward": x}`` or ``{"rewards": {id of a completion: x}}``, which ends the session. Sessions are opened by the
+process itself, never over HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Self
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, model_validator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from realhf.rollout.openai_endpoint import replies
 from realhf.rollout.openai_endpoint.chat_request import ApiError, ChatRequest
-from realhf.rollout.openai_endpoint.sessions import Sessions
+from realhf.rollout.openai_endpoint.sessions import Reward, Sessions
 from realhf.rollout.openai_endpoint.token_ledger import OpenTurn
 
 MAX_BODY_BYTES = 1 << 20
 
 
 class RewardReport(BaseModel):
-    """Is the body of ``POST /sessions/<id>/reward``."""
+    """Is the body of ``POST /sessions/<id>/reward``: one reward for all conversations of the session, or one for each
+    conversation, named by the id of a completion in it."""
 
-    reward: float
+    reward: float | None = None
+    rewards: dict[str, float] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.reward is None) == (self.rewards is None):
+            raise ValueError("give either reward or rewards")
+        return self
+
+    def given(self) -> Reward:
+        """Return what was given."""
+        return self.rewards or self.reward or 0.0
 
 
 def build_app(sessions: Sessions) -> FastAPI:
@@ -43,7 +56,7 @@ def build_app(sessions: Sessions) -> FastAPI:
     @app.post("/sessions/{key}/v1/chat/completions")
     async def complete(key: str, body: ChatRequest, request: Request) -> Response:
         session, messages = sessions.find(key), body.conversation()
-        turn = await session.sample(messages)
+        turn = await session.sample(messages, body.toolbox())
         if await request.is_disconnected():
             session.ledger.discard(turn)
             return Response(status_code=499)
@@ -55,7 +68,7 @@ def build_app(sessions: Sessions) -> FastAPI:
     @app.post("/sessions/{key}/reward")
     async def reward(key: str, body: RewardReport) -> dict[str, Any]:
         session = sessions.find(key)
-        session.report(body.reward)
+        session.report(body.given())
         return {"trajectories": len(session.ledger.branches), "turns": session.ledger.turns}
 
     return app

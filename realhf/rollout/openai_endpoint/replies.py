@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from realhf.api.chat import TemplateChat
+from realhf.rollout.openai_endpoint.messages import call_body
 from realhf.rollout.openai_endpoint.token_ledger import OpenTurn
 
 MODEL = "policy"
@@ -19,20 +19,22 @@ def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[st
     """Return a whole ``chat.completion``."""
     choice = {
         "index": 0,
-        "message": {"role": "assistant", "content": turn.text, "refusal": None},
-        "finish_reason": turn.finish_reason,
+        "message": {"role": "assistant", **_content(turn), "refusal": None},
+        "finish_reason": _finish_reason(turn),
         "logprobs": _logprobs(turn, chat) if logprobs else None,
     }
-    return _head("chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+    return _head("chat.completion", turn) | {"choices": [choice], "usage": _usage(turn)}
 
 
 def chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool) -> Iterator[str]:
     """Yield the same completion as server-sent events."""
-    head = _head("chat.completion.chunk")
+    head, content = _head("chat.completion.chunk", turn), _content(turn)
+    for position, call in enumerate(content.get("tool_calls", ())):
+        call["index"] = position
     parts = [
         ({"role": "assistant", "content": ""}, None, None),
-        ({"content": turn.text}, None, _logprobs(turn, chat) if logprobs else None),
-        ({}, turn.finish_reason, None),
+        (content, None, _logprobs(turn, chat) if logprobs else None),
+        ({}, _finish_reason(turn), None),
     ]
     for delta, reason, values in parts:
         yield event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": values}]})
@@ -51,8 +53,22 @@ def event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
-def _head(kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": MODEL}
+def _content(turn: OpenTurn) -> dict[str, Any]:
+    """The content, null beside calls if empty, and the calls; the reasoning beside calls, which else stays in the
+    content."""
+    said = turn.answer
+    if not said.calls:
+        return {"content": said.content}
+    body: dict[str, Any] = {"content": said.content or None, "tool_calls": [call_body(call) for call in said.calls]}
+    return body | ({"reasoning_content": turn.said.reasoning} if turn.said.reasoning else {})
+
+
+def _finish_reason(turn: OpenTurn) -> str:
+    return "tool_calls" if turn.answer.calls and turn.finish_reason == "stop" else turn.finish_reason
+
+
+def _head(kind: str, turn: OpenTurn) -> dict[str, Any]:
+    return {"id": turn.reply, "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def _usage(turn: OpenTurn) -> dict[str, int]:

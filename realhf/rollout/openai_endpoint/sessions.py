@@ -8,18 +8,25 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from realhf.api.chat import TemplateChat
 from realhf.api.env import VALID_STATUSES, RolloutOutcome
 from realhf.api.generation import GenerationFailed, TokenSource
-from realhf.rollout.openai_endpoint.chat_request import ApiError, Message
+from realhf.rollout.openai_endpoint.chat_request import ApiError
+from realhf.rollout.openai_endpoint.messages import NO_TOOLS, Message, Tools
 from realhf.rollout.openai_endpoint.token_ledger import Branch, OpenTurn, TokenLedger
 
 MAX_SESSIONS = 4096
 MAX_AT_ONCE = 16
+
+Reward = float | Mapping[str, float]
+"""The reward of all trajectories of a session; or of each, named by the id of a completion in it. Of several
+completions of one trajectory the latest counts; a trajectory that no id names is left out."""
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,11 @@ class SessionLimits:
 
 @dataclass(frozen=True)
 class Ending:
-    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.env``; ``reward`` None: the one
-    that was reported to the session."""
+    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.env``; ``reward`` None: what was
+    reported to the session."""
 
     status: str
-    reward: float | None = None
+    reward: Reward | None = None
     achieved: bool = False
     progress: float = 0.0
     message: str = ""
@@ -53,19 +60,19 @@ class Session:
     def __init__(self, key: str, ledger: TokenLedger, llm: TokenSource) -> None:
         self.key = key
         self.ledger = ledger
-        self.reward: float | None = None
+        self.reward: Reward | None = None
         self.engine_error: GenerationFailed | None = None
         self.ended = asyncio.Event()
         self._llm = llm
         self._running: set[asyncio.Task[None]] = set()
 
-    async def sample(self, messages: Sequence[Message]) -> OpenTurn:
+    async def sample(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
         """Sample the policy's next turn; the caller must keep or discard it (``ledger``). Raises ApiError."""
         if self.ended.is_set():
             raise _gone("this session is over")
         if len(self._running) >= MAX_AT_ONCE:
             raise ApiError(429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way")
-        turn = self.ledger.begin(messages)
+        turn = self.ledger.begin(messages, tools)
         work = asyncio.ensure_future(self._sample(turn))
         self._running.add(work)
         try:
@@ -85,13 +92,13 @@ class Session:
             work.cancel()
         return turn
 
-    def report(self, reward: float) -> None:
-        """Take the agent's report of how it went, which ends the session. Raises ApiError for a second report or no
-        number."""
+    def report(self, reward: Reward) -> None:
+        """Take the agent's report of how it went, which ends the session. Raises ApiError for a second report or one
+        that is no reward."""
         if self.ended.is_set():
             raise _gone("this session is over")
-        if not math.isfinite(reward):
-            raise ApiError(400, "invalid_reward", "the reward is not a finite number")
+        if problem := reward_problem(reward) or _unknown_reply(reward, self.ledger.branches):
+            raise ApiError(400, "invalid_reward", problem)
         self.reward = reward
         self.end()
 
@@ -104,13 +111,21 @@ class Session:
 
     def outcomes(self, ending: Ending) -> list[RolloutOutcome]:
         """Return the trajectories of the session, the main one first; there is one without tokens if the agent never
-        spoke. All have the same reward."""
+        spoke. All have the same reward, unless there is one for each (see ``Reward``)."""
         branches = self.ledger.ordered()
-        return [self._outcome(branch, ending) for branch in branches] or [self._outcome(None, ending)]
-
-    def _outcome(self, branch: Branch | None, ending: Ending) -> RolloutOutcome:
-        status, message = ending.status, ending.message
         reward = self.reward if ending.reward is None else ending.reward
+        if ending.status in VALID_STATUSES and reward is not None:
+            problem = reward_problem(reward) or _unknown_reply(reward, branches)
+            ending = replace(ending, status="policy_error", message=problem) if problem else ending
+        if isinstance(reward, Mapping) and ending.status in VALID_STATUSES:
+            named = [(branch, _named_reward(reward, branch)) for branch in branches]
+            chosen = [(branch, value) for branch, value in named if value is not None]
+        else:
+            chosen = [(branch, None if isinstance(reward, Mapping) else reward) for branch in branches]
+        return [self._outcome(*pair, ending) for pair in chosen] or [self._outcome(None, None, ending)]
+
+    def _outcome(self, branch: Branch | None, reward: float | None, ending: Ending) -> RolloutOutcome:
+        status, message = ending.status, ending.message
         if status in VALID_STATUSES and (branch is None or reward is None):
             status = "policy_error"
             message = "the agent asked for nothing" if branch is None else "nobody reported a reward"
@@ -179,6 +194,29 @@ class Sessions:
         """Forget a session; harmless when repeated."""
         if self._open.pop(session.key, None) is not None and not session.ended.is_set():
             session.end()
+
+
+def reward_problem(reward: object) -> str:
+    """Return why ``reward`` is no ``Reward``, "" if it is one."""
+    values = list(reward.values()) if isinstance(reward, Mapping) else [reward]
+    if not values:
+        return "the map of rewards is empty"
+    for value in values:
+        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+            return "an integer that is not a reward: it is too large"
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return f"{str(value)[:100]!r} is not a reward, which is a finite number"
+    return ""
+
+
+def _unknown_reply(reward: Reward, branches: Sequence[Branch]) -> str:
+    known = {mark.reply for branch in branches for mark in branch.marks}
+    unknown = [reply for reply in reward if reply not in known] if isinstance(reward, Mapping) else []
+    return f"{str(unknown[0])[:100]!r} is the id of no completion of this session" if unknown else ""
+
+
+def _named_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
+    return next((rewards[mark.reply] for mark in reversed(branch.marks) if mark.reply in rewards), None)
 
 
 def _gone(message: str) -> ApiError:

@@ -1,21 +1,25 @@
 """Keeps the token ids of a black-box agent's conversations, exactly as the engine saw and sampled them.
 
-An agent sends whole conversations as text. One that extends a conversation of this session (the policy's turns
-byte-equal to what was returned) goes on with that conversation's ids; nothing is tokenised twice. One that leaves a
-known conversation after some policy turn *branches* off there: it is a trajectory of its own, whose prompt is the ids
-up to that point. Anything else starts a new conversation. This module does no I/O.
+An agent sends whole conversations as messages. One that extends a conversation of this session (with the same tools,
+and the policy's turns equal to what was returned) goes on with that conversation's ids; nothing is tokenised twice. One
+that leaves a known conversation after some policy turn *branches* off there: it is a trajectory of its own, whose
+prompt is the ids up to that point. Anything else starts a new conversation. This module does no I/O.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat import ChatTemplateError, TemplateChat
 from realhf.api.env import Turn
+from realhf.api.environment import AssistantMessage
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode.token_buffer import TokenBuffer
-from realhf.rollout.openai_endpoint.chat_request import ApiError, Message
+from realhf.rollout.openai_endpoint.chat_request import ApiError
+from realhf.rollout.openai_endpoint.messages import NO_TOOLS, Message, Tools, answer
 
 MAX_BRANCHES = 64
 _SLOT_STRIDE = 1 << 40
@@ -25,20 +29,24 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 @dataclass(frozen=True)
 class Mark:
     """Marks a place after a policy turn by the number of messages and of completion ids before it; ``ended``: a sampled
-    stop id ended the turn."""
+    stop id ended the turn. ``text`` is all that the policy said in it, ``reply`` the id of the answer."""
 
     messages: int
     tokens: int
     ended: bool
+    text: str
+    reply: str
 
 
 @dataclass(eq=False)
 class Branch:
-    """Holds one trajectory. ``messages`` and ``marks`` cover what ``tokens`` holds; ``slot`` is its cache row."""
+    """Holds one trajectory. ``messages`` and ``marks`` cover what ``tokens`` holds; ``slot`` is its cache row;
+    ``tools`` is the key of its tools."""
 
     slot: int
     seed: int | None
     tokens: TokenBuffer
+    tools: str
     messages: list[Message] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     busy: bool = False
@@ -49,21 +57,29 @@ class Branch:
         return sum(self.tokens.loss_mask)
 
     def turns(self) -> tuple[Turn, ...]:
-        """Return the policy's turns as a person reads them, each with the message that followed."""
-        words = [content for _, content in self.messages] + [""]
-        return tuple(Turn(words[mark.messages - 1], None, words[mark.messages], 0.0) for mark in self.marks)
+        """Return the policy's turns as a person reads them, each with the messages that followed."""
+        ends = [mark.messages - 1 for mark in self.marks[1:]] + [len(self.messages)]
+        followed = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
+        return tuple(
+            Turn(mark.text, None, "\n".join(message.content for message in messages), 0.0)
+            for mark, messages in zip(self.marks, followed, strict=True)
+        )
 
 
 @dataclass
 class OpenTurn:
     """Holds a policy turn in progress; its branch changes only when it is kept. ``prompt`` are the ids it follows: the
-    branch's and ``between``, which the branch does not have yet. ``text`` is there when the turn is complete."""
+    branch's and ``between``, which the branch does not have yet. ``said``, and ``answer``, what the agent gets of it,
+    are there when the turn is complete; ``reply`` is the id of the answer."""
 
     branch: Branch
     messages: list[Message]
     between: list[int]
+    tools: Tools = NO_TOOLS
     parts: list[GenOutput] = field(default_factory=list)
-    text: str = ""
+    said: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
+    answer: Message = field(default_factory=lambda: Message("assistant", ""))
+    reply: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
 
     def __post_init__(self) -> None:
         self.prompt = self.branch.tokens.prefix() + self.between
@@ -82,6 +98,11 @@ class OpenTurn:
     def finish_reason(self) -> str:
         """Why the last part ended (see ``GenOutput``)."""
         return self.parts[-1].finish_reason
+
+    @property
+    def text(self) -> str:
+        """All that the policy said."""
+        return self.said.text
 
     def request(self) -> GenRequest:
         """Return what the engine continues."""
@@ -119,20 +140,15 @@ class TokenLedger:
         self._turn_tokens = turn_tokens
         self._max_turns = max_turns
 
-    def begin(self, messages: Sequence[Message]) -> OpenTurn:
-        """Open the turn that follows ``messages``. Raises ApiError when there is no room for it."""
+    def begin(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
+        """Open the turn that follows ``messages``. Raises ApiError when there is no room for it, or when the model's
+        chat template does not render them."""
         if self.turns >= self._max_turns:
             raise self._over("max_turns", "turn_limit", f"this session has had its {self._max_turns} turns")
-        branch, mark = self._known(messages)
-        if branch is None or mark is None:
-            turn = OpenTurn(self._new_branch(self._chat.conversation(_maps(messages))), list(messages), [])
-        else:
-            tail = list(messages[mark.messages :])
-            between = self._chat.following_messages(_maps(tail), ended=mark.ended)
-            if mark is branch.marks[-1] and not branch.busy:
-                turn = OpenTurn(branch, tail, between)
-            else:
-                turn = self._fork(branch, mark, tail, between)
+        try:
+            turn = self._opened(messages, tools)
+        except ChatTemplateError as error:
+            raise ApiError(400, "unsupported", str(error)) from error
         if turn.branch.tokens.room - len(turn.between) < self._turn_tokens:
             text = (
                 f"the conversation has {len(turn.prompt)} tokens; with a turn of {self._turn_tokens} that is more "
@@ -162,7 +178,11 @@ class TokenLedger:
             turn.parts.append(output)
         if interrupted:
             return False
-        turn.text = self._chat.decode(turn.ids)
+        ids = turn.ids
+        turn.said = self._chat.parse(ids, turn.tools.schemas)
+        turn.answer = Message("assistant", turn.text)
+        if turn.tools.read_calls:
+            turn.answer = answer(turn.said, turn.prompt, ids)
         return True
 
     def keep(self, turn: OpenTurn) -> None:
@@ -172,9 +192,9 @@ class TokenLedger:
             branch.tokens.append_environment(turn.between)
         for number, part in enumerate(turn.parts):
             branch.tokens.append_policy(part, continues=number > 0)
-        branch.messages += [*turn.messages, ("assistant", turn.text)]
-        ended = turn.finish_reason == "stop"
-        branch.marks.append(Mark(len(branch.messages), len(branch.tokens.completion_ids), ended))
+        branch.messages += [*turn.messages, turn.answer]
+        ended, tokens = turn.finish_reason == "stop", len(branch.tokens.completion_ids)
+        branch.marks.append(Mark(len(branch.messages), tokens, ended, turn.text, turn.reply))
         if branch not in self.branches:
             self.branches.append(branch)
         branch.busy = False
@@ -188,13 +208,28 @@ class TokenLedger:
         """Return the trajectories, the main one first: that with the most sampled tokens, of equal ones the latest."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
 
-    def _known(self, messages: Sequence[Message]) -> tuple[Branch | None, Mark | None]:
+    def _opened(self, messages: Sequence[Message], tools: Tools) -> OpenTurn:
+        key = tools.key
+        branch, mark = self._known(messages, key)
+        if branch is None or mark is None:
+            prompt = self._chat.opening(_maps(messages), tools.schemas)
+            return OpenTurn(self._new_branch(prompt, key), list(messages), [], tools)
+        tail = list(messages[mark.messages :])
+        between = self._chat.following_messages(_maps(tail), ended=mark.ended, tools=tools.schemas)
+        if mark is branch.marks[-1] and not branch.busy:
+            return OpenTurn(branch, tail, between, tools)
+        ids = branch.tokens.prompt_ids + branch.tokens.completion_ids[: mark.tokens]
+        return OpenTurn(self._new_branch(ids + between, key), branch.messages[: mark.messages] + tail, [], tools)
+
+    def _known(self, messages: Sequence[Message], tools: str) -> tuple[Branch | None, Mark | None]:
         """Return the latest place in a known conversation after which ``messages`` add no words of the policy."""
         best: tuple[Branch | None, Mark | None] = (None, None)
-        spoken = max((n for n, (role, _) in enumerate(messages, 1) if role == "assistant"), default=0)
+        spoken = max((n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0)
         for branch in reversed(self.branches):
             mark = next((mark for mark in branch.marks if mark.messages == spoken), None)
-            if mark is None or spoken == len(messages) or branch.messages[:spoken] != list(messages[:spoken]):
+            if mark is None or spoken == len(messages) or branch.tools != tools:
+                continue
+            if branch.messages[:spoken] != list(messages[:spoken]):
                 continue
             if mark is branch.marks[-1] and not branch.busy:
                 return branch, mark
@@ -202,22 +237,18 @@ class TokenLedger:
                 best = branch, mark
         return best
 
-    def _fork(self, parent: Branch, mark: Mark, tail: list[Message], between: list[int]) -> OpenTurn:
-        ids = parent.tokens.prompt_ids + parent.tokens.completion_ids[: mark.tokens]
-        return OpenTurn(self._new_branch(ids + between), parent.messages[: mark.messages] + tail, [])
-
-    def _new_branch(self, prompt: list[int]) -> Branch:
+    def _new_branch(self, prompt: list[int], tools: str) -> Branch:
         number = len(self.slots)
         if number >= MAX_BRANCHES:
             raise self._over("max_turns", "branch_limit", f"this session has had its {MAX_BRANCHES} conversations")
         seed = None if self._seed is None else (self._seed + number * _SEED_STRIDE) % (1 << 63)
         self.slots.append(self._first_slot + number * _SLOT_STRIDE)
-        return Branch(self.slots[-1], seed, TokenBuffer(prompt, self._max_total))
+        return Branch(self.slots[-1], seed, TokenBuffer(prompt, self._max_total), tools)
 
     def _over(self, status: str, code: str, message: str) -> ApiError:
         self.limit_hit = status
         return ApiError(400, code, message)
 
 
-def _maps(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in messages]
+def _maps(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.for_template() for message in messages]

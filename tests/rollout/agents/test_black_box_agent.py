@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,32 @@ async def play(
         assert 2 in tokens.freed or not tokens.requests
 
 
+async def test_every_conversation_of_an_agent_is_a_trajectory(fake: FakeEnvServer) -> None:
+    """With one reward for all, or with one for each that the agent names by its completions."""
+    kept: dict[str, float] = {}
+
+    async def talks(task: str, base_url: str, run: RunCommand, *, shared: bool) -> Any:
+        for words, value in (("task", 1.0), ("help", -1.0), ("lost", None)):
+            reply = (await ask(base_url, words)).json()
+            if value is not None:
+                kept[reply["id"]] = value
+        return 0.5 if shared else kept
+
+    for shared, rewards in ((True, [0.5] * 3), (False, [1.0, -1.0])):
+        kept.clear()
+        agent = BlackBoxAgent(partial(talks, shared=shared), chat(), LIMITS)
+        env = ResumingEnv(AwsEnv(fake.url), reset={"seed": 1}, retries=0)
+        try:
+            outcomes = await agent.play_all(env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(commands), 2)
+        finally:
+            await agent.close()
+            await env.env.close()
+        found = {tuple(outcome.prompt_ids): outcome.reward for outcome in outcomes}
+        words = ["task", "help", "lost"][: len(rewards)]
+        assert found == {tuple(chat().first(text)): reward for text, reward in zip(words, rewards, strict=True)}
+        assert all(outcome.valid and outcome.seed == 11 and outcome.timings["wall_s"] > 0 for outcome in outcomes)
+
+
 def commands(prompt: str) -> str:
     """A first turn without a command, then two commands."""
     return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
@@ -83,9 +110,9 @@ async def test_a_failed_environment_is_no_reward_even_if_the_agent_says_so(trick
         assert (await play(server, solve, FakeTokens(commands))).status == status
 
 
-async def ask(base_url: str) -> httpx.Response:
+async def ask(base_url: str, words: str = "task") -> httpx.Response:
     async with httpx.AsyncClient(trust_env=False, verify=False) as http:
-        body = {"messages": [{"role": "user", "content": "task"}]}
+        body = {"messages": [{"role": "user", "content": words}]}
         return await http.post(f"{base_url}/chat/completions", json=body)
 
 

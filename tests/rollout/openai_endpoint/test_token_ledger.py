@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.model import GenOutput
-from realhf.rollout.openai_endpoint.chat_request import ApiError, Message
+from realhf.rollout.openai_endpoint.chat_request import ApiError
+from realhf.rollout.openai_endpoint.messages import Message
 from realhf.rollout.openai_endpoint.token_ledger import MAX_BRANCHES, TokenLedger
 from tests.rollout.black_box import chat, spelt
 
@@ -27,11 +30,11 @@ def sampled(words: str, reason: str = "stop") -> GenOutput:
 def rendered(messages: list[Message], ids: dict[tuple[Message, ...], list[list[int]]]) -> list[list[int]]:
     """What the engine may see: the ids that were sampled where the words were (the same words may have been sampled
     more than once), the template's text elsewhere."""
-    spoken = [n for n, (role, _) in enumerate(messages, 1) if role == "assistant"]
+    spoken = [n for n, message in enumerate(messages, 1) if message.role == "assistant"]
     if not spoken or tuple(messages[: spoken[-1]]) not in ids:
-        return [chat().conversation([{"role": role, "content": text} for role, text in messages])]
+        return [chat().conversation([message.for_template() for message in messages])]
     head, tail = messages[: spoken[-1]], messages[spoken[-1] :]
-    between = [{"role": role, "content": text} for role, text in tail]
+    between = [message.for_template() for message in tail]
     return [known + chat().following_messages(between, ended=known[-1] == STOP) for known in ids[tuple(head)]]
 
 
@@ -52,13 +55,13 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
     deeds: list[tuple[int, str, str, str]],
 ) -> None:
     book = ledger()
-    conversations: list[list[Message]] = [[("user", "task")]]
+    conversations: list[list[Message]] = [[Message("user", "task")]]
     ids: dict[tuple[Message, ...], list[list[int]]] = {}
     kept = 0
     for number, (which, deed, words, reason) in enumerate(deeds):
         messages = list(conversations[which % len(conversations)])
         if deed == "edit" and messages[-2:-1]:
-            messages[-2] = (messages[-2][0], messages[-2][1] + "!")
+            messages[-2] = replace(messages[-2], content=messages[-2].content + "!")
         turn = book.begin(messages)
         assert turn.prompt in rendered(messages, ids)
         assert list(turn.request().token_ids) == turn.prompt and turn.request().sampled == 0
@@ -70,9 +73,9 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
         assert book.add(turn, sampled(words, reason)) and turn.text == words
         book.keep(turn)
         kept += len(turn.ids)
-        said = [*messages, ("assistant", words)]
+        said = [*messages, Message("assistant", words)]
         ids.setdefault(tuple(said), []).append(turn.prompt + turn.ids)
-        conversations.append(messages if deed == "again" else [*said, ("user", f"answer {number}")])
+        conversations.append(messages if deed == "again" else [*said, Message("user", f"answer {number}")])
     assert sum(branch.sampled for branch in book.branches) == kept
     for branch in book.branches:
         branch.tokens.check()
@@ -82,7 +85,7 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
 
 def test_what_is_no_turn_is_refused() -> None:
     book = ledger()
-    turn = book.begin([("user", "task")])
+    turn = book.begin([Message("user", "task")])
     with pytest.raises(ValueError, match="0 tokens"):
         book.add(turn, GenOutput([], [], [], "stop"))
     with pytest.raises(ValueError, match="2 logprobs"):
@@ -94,15 +97,15 @@ def test_what_is_no_turn_is_refused() -> None:
 def test_the_number_of_conversations_is_bounded() -> None:
     book = ledger()
     for _ in range(MAX_BRANCHES):
-        book.discard(book.begin([("user", "task")]))
+        book.discard(book.begin([Message("user", "task")]))
     with pytest.raises(ApiError, match="conversations"):
-        book.begin([("user", "task")])
+        book.begin([Message("user", "task")])
 
 
 def test_the_main_trajectory_has_the_most_tokens() -> None:
     book = ledger()
     for words in ("ls", "aws 1", "aws 2", "s3"):
-        turn = book.begin([("user", words)])
+        turn = book.begin([Message("user", words)])
         book.add(turn, sampled(words))
         book.keep(turn)
     assert [branch.turns()[0].text for branch in book.ordered()] == ["aws 2", "aws 1", "s3", "ls"]

@@ -1,0 +1,306 @@
+"""Tools over the endpoint, through the real ``openai`` package: calls, answers, and the ids that are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from realhf.api.chat import TemplateChat
+from realhf.api.model import GenOutput
+from realhf.rollout.openai_endpoint.chat_request import ApiError, ChatRequest
+from realhf.rollout.openai_endpoint.server import OpenAiServer
+from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
+from realhf.rollout.openai_endpoint.token_ledger import TokenLedger
+from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
+from tests.rollout.black_box import FakeTokens, chat, spelt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LIMITS = SessionLimits(max_total_tokens=4000, turn_tokens=200, max_turns=40)
+USER = {"role": "user", "content": "task"}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        },
+    }
+]
+BROKEN = '<tool_call>{"name": "look", "arguments": {"x": </tool_call>'
+
+
+def call_text(x: Any, name: str = "look") -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'x': x, 'ü': [1.0, 'a']}})}</tool_call>"
+
+
+def speaks(prompt: str) -> str:
+    """A call in the first two turns, with words and reasoning in the second; then words."""
+    turn = prompt.count("<|assistant|>")
+    return {1: call_text(1), 2: f"<think>hm</think>I look.\n{call_text(2)}{call_text(3)}"}.get(turn, "done")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[tuple[OpenAiServer, Any]]:
+    async with OpenAiServer(Sessions(chat(), LIMITS)) as served:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
+        yield served, http
+        await http.aclose()
+
+
+@asynccontextmanager
+async def agent(server: tuple[OpenAiServer, Any], tokens: FakeTokens) -> AsyncIterator[tuple[Session, Any]]:
+    """A session of ``tokens``, and what asks it for completions."""
+    endpoint, http = server
+    session = endpoint.sessions.open(tokens, slot=3, seed=7)
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url(session), api_key="x", max_retries=0, http_client=http)
+
+    async def ask(messages: list[Any], **more: Any) -> Any:
+        return await client.chat.completions.create(model="m", messages=messages, **{"tools": TOOLS, **more})
+
+    try:
+        yield session, ask
+    finally:
+        endpoint.sessions.close(session)
+
+
+def answers(message: Any) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": call.id, "content": f"seen {call.id}"} for call in message.tool_calls]
+
+
+def as_sent(message: Any) -> dict[str, Any]:
+    return message.model_dump(exclude_none=True)
+
+
+def with_nulls(message: Any) -> dict[str, Any]:
+    return {"content": None, "function_call": None} | message.model_dump()
+
+
+def rewritten(message: Any) -> dict[str, Any]:
+    """As clients do that parse what they get: an empty content, and arguments in their own way of writing."""
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {
+                "name": call.function.name,
+                "arguments": json.dumps(json.loads(call.function.arguments), indent=1, sort_keys=True),
+            },
+        }
+        for call in message.tool_calls
+    ]
+    return {"role": "assistant", "content": message.content or "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize("resent", [as_sent, with_nulls, rewritten])
+async def test_a_conversation_with_tools_keeps_the_ids_that_were_sampled(server: Any, resent: Any) -> None:
+    tokens = FakeTokens(speaks)
+    async with agent(server, tokens) as (session, ask):
+        messages: list[Any] = [USER]
+        said = []
+        for _ in range(3):
+            reply = (await ask(messages)).choices[0]
+            said.append(reply)
+            if reply.message.tool_calls:
+                messages = [*messages, resent(reply.message), *answers(reply.message)]
+        (outcome,) = session.outcomes(Ending("finished", 1.0))
+    assert [reply.finish_reason for reply in said] == ["tool_calls", "tool_calls", "stop"]
+    first, second, last = (reply.message for reply in said)
+    assert first.content is None and json.loads(first.tool_calls[0].function.arguments) == {"x": 1, "ü": [1.0, "a"]}
+    assert (second.content, second.reasoning_content, len(second.tool_calls)) == ("I look.", "hm", 2)
+    assert (last.content, last.tool_calls) == ("done", None)
+    stop = chat().stop_ids[0]
+    policy = [[*spelt(text), stop] for text in (speaks("<|assistant|>" * n) for n in (1, 2, 3))]
+    between = [chat().following_messages(answers(message), ended=True, tools=TOOLS) for message in (first, second)]
+    assert outcome.prompt_ids == chat().opening([USER], TOOLS)
+    assert outcome.completion_ids == policy[0] + between[0] + policy[1] + between[1] + policy[2]
+    assert [turn.text for turn in outcome.turns] == [speaks("<|assistant|>" * n) for n in (1, 2, 3)]
+    assert outcome.turns[1].output.count("seen") == 2
+
+
+def edited(change: str, message: Any) -> dict[str, Any]:
+    body = as_sent(message)
+    call = body["tool_calls"][0]
+    if change == "arguments":
+        call["function"]["arguments"] = call["function"]["arguments"].replace("1", "2", 1)
+    elif change == "name":
+        call["function"]["name"] += "s"
+    elif change == "id":
+        call["id"] = "another01"
+    elif change == "content":
+        body["content"] = "Words."
+    elif change == "more":
+        body["tool_calls"] = [call, call]
+    return body
+
+
+@pytest.mark.parametrize("change", ["arguments", "name", "id", "content", "more", "tools"])
+async def test_what_was_not_said_like_that_is_another_conversation(server: Any, change: str) -> None:
+    async with agent(server, FakeTokens(speaks)) as (session, ask):
+        message = (await ask([USER])).choices[0].message
+        tools = [{**TOOLS[0], "strict": True}] if change == "tools" else TOOLS
+        conversation = [USER, edited(change, message), *answers(message)]
+        await ask(conversation, tools=tools)
+        first, other = session.ledger.branches
+        assert len(first.marks) == len(other.marks) == 1
+        assert other.tokens.prompt_ids[: len(first.tokens.prefix())] != first.tokens.prefix()
+        await ask([USER, as_sent(message), *answers(message)])
+        assert len(session.ledger.branches) == 2 and len(first.marks) == 2
+
+
+async def test_calls_are_streamed(server: Any) -> None:
+    async with agent(server, FakeTokens(speaks)) as (session, ask):
+        first = (await ask([USER])).choices[0].message
+        conversation = [USER, as_sent(first), *answers(first)]
+        chunks = [chunk async for chunk in await ask(conversation, stream=True)]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [(call.index, call.function.name) for call in calls] == [(0, "look"), (1, "look")]
+        assert [json.loads(call.function.arguments)["x"] for call in calls] == [2, 3]
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        body = [{"id": c.id, "type": "function", "function": c.function.model_dump()} for c in calls]
+        said = {"role": "assistant", "content": "I look.", "tool_calls": body}
+        await ask([*conversation, said, {"role": "tool", "tool_call_id": calls[1].id, "content": "x"}])
+        assert len(session.ledger.branches) == 1
+
+
+async def test_a_call_that_cannot_be_read_is_content(server: Any) -> None:
+    for text, content in ((BROKEN, BROKEN), (f"{call_text(1)} or {BROKEN}", f"or\n{BROKEN}")):
+        async with agent(server, FakeTokens(lambda _, text=text: text)) as (session, ask):
+            reply = (await ask([USER])).choices[0]
+            assert reply.message.content == content
+            assert reply.finish_reason == ("tool_calls" if reply.message.tool_calls else "stop")
+            await ask([USER, as_sent(reply.message), USER])
+            assert len(session.ledger.branches) == 1
+
+
+async def test_a_turn_that_is_cut_says_so(server: Any) -> None:
+    async with agent(server, FakeTokens(speaks, finish="length")) as (_, ask):
+        reply = (await ask([USER])).choices[0]
+        assert reply.finish_reason == "length" and len(reply.message.tool_calls) == 1
+
+
+async def test_without_tools_or_with_the_choice_none_calls_are_text(server: Any) -> None:
+    async with agent(server, FakeTokens(speaks)) as (session, ask):
+        for more in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+            message = (await ask([USER], **more)).choices[0].message
+            assert message.content == call_text(1) and message.tool_calls is None
+        first = (await ask([USER])).choices[0].message
+        await ask([USER, as_sent(first), *answers(first)], tool_choice="none")
+        assert len(session.ledger.branches) == 3, "the choice leaves the conversation as it is"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"functions": [{"name": "look"}]}, "functions"),
+    ({"tools": [{"type": "function"}]}, "tools.0"),
+    ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools.0"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools.0"),
+    ({"tools": ["look"]}, "tools.0"),
+    ({"tools": TOOLS * 129}, "tools"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "tool_call_id"),
+    ({"messages": [{**USER, "tool_call_id": "x"}]}, "tool_call_id"),
+    ({"messages": [{**USER, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]}, "tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]}, "arguments"),
+    ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "role"),
+]
+
+
+async def test_what_is_not_supported_is_refused_by_name(server: Any) -> None:
+    async with agent(server, FakeTokens(speaks)) as (session, ask):
+        for body, words in BAD:
+            body = {"messages": [USER], **body}
+            with pytest.raises(openai.BadRequestError, match=words):
+                await ask(body["messages"], extra_body=body)
+        assert not session.ledger.turns
+
+
+async def test_every_conversation_is_a_trajectory_with_its_own_reward(server: Any) -> None:
+    async with agent(server, FakeTokens(speaks)) as (session, ask):
+        planner = await ask([USER])
+        message = planner.choices[0].message
+        longer = await ask([USER, as_sent(message), *answers(message)])
+        helper = await ask([{"role": "user", "content": "help"}])
+        lost = await ask([{"role": "user", "content": "nobody reads this"}])
+        shared = session.outcomes(Ending("finished", 0.5))
+        assert [outcome.reward for outcome in shared] == [0.5] * 3
+        main, *rest = session.outcomes(Ending("finished", {planner.id: 0.0, longer.id: 1.0, helper.id: -1.0}))
+        assert (main.reward, [outcome.reward for outcome in rest]) == (1.0, [-1.0]), "the latest of a conversation"
+        assert [outcome.prompt_ids for outcome in (main, *rest)] == [
+            chat().opening([{"role": "user", "content": words}], TOOLS) for words in ("task", "help")
+        ]
+        for wrong, words in (({"nothing": 1.0}, "no completion"), ({lost.id: float("nan")}, "nan"), ({}, "empty")):
+            bad = session.outcomes(Ending("finished", wrong))
+            assert {outcome.status for outcome in bad} == {"policy_error"} and words in bad[0].message
+            assert {outcome.reward for outcome in bad} == {None}
+        failed = session.outcomes(Ending("env_error", {helper.id: 1.0}))
+        assert len(failed) == 3 and {outcome.reward for outcome in failed} == {None}
+
+
+async def test_rewards_of_conversations_are_reported_over_http(server: Any) -> None:
+    endpoint, http = server
+    async with agent(server, FakeTokens(speaks)) as (session, ask):
+        one = await ask([USER])
+        two = await ask([{"role": "user", "content": "help"}])
+        address = f"{endpoint.url}/sessions/{session.key}/reward"
+        for bad in ({"rewards": {}}, {"rewards": {"x": 1}}, {"rewards": {one.id: 1}, "reward": 1}, {}):
+            assert (await http.post(address, json=bad)).status_code == 400
+        assert not session.ended.is_set()
+        given = {"rewards": {one.id: 1, two.id: 0}}
+        assert (await http.post(address, json=given)).json() == {"trajectories": 2, "turns": 2}
+        rewards = {tuple(o.prompt_ids): o.reward for o in session.outcomes(Ending("finished"))}
+        assert rewards[tuple(chat().opening([USER], TOOLS))] == 1.0 and sorted(rewards.values()) == [0.0, 1.0]
+
+
+def request(messages: list[Any], **more: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": messages, "tools": TOOLS, **more})
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "said"),
+    [
+        (QWEN25, "<|im_end|>", '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>'),
+        (LLAMA3, "<|eot|>", '{"name": "look", "parameters": {"x": 1}}'),
+        (INSISTS, "</s>", '<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'),
+    ],
+    ids=["qwen", "llama", "insists"],
+)
+async def test_templates_of_all_families_take_part(template: str, eos: str, said: str) -> None:
+    """The ids of the calls are such that also a template that looks at them takes them."""
+    format = TemplateChat(tokenizer(template, eos), system_prompt=None)
+    ledger = TokenLedger(format, slot=0, seed=None, max_total_tokens=9000, turn_tokens=100, max_turns=9)
+    messages: list[Any] = [USER]
+    expected = format.opening(messages, TOOLS)
+    for _ in range(2):
+        asked = request(messages)
+        turn = ledger.begin(asked.conversation(), asked.toolbox())
+        assert turn.prompt == expected
+        ids = [*format.encode(said), format.stop_ids[0]]
+        assert ledger.add(turn, GenOutput(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+        ledger.keep(turn)
+        (call,) = turn.answer.calls
+        reply = {"role": "tool", "tool_call_id": call.id, "content": "seen"}
+        messages = [*messages, turn.answer.for_template(), reply]
+        expected = expected + ids + format.following_messages([reply], ended=True, tools=TOOLS)
+    assert len(ledger.branches) == 1
+    again = ledger.begin(request([*messages[:-2], {**messages[-2], "content": "Hm."}, messages[-1]]).conversation())
+    assert again.branch is not ledger.branches[0], "a history that was never sampled is rendered as a whole"
+
+
+async def test_a_template_without_tools_refuses_them_in_words_of_the_api() -> None:
+    plain = TemplateChat(tokenizer(SMOLLM2, "<|im_end|>"), system_prompt=None)
+    ledger = TokenLedger(plain, slot=0, seed=None, max_total_tokens=9000, turn_tokens=100, max_turns=9)
+    asked = request([USER])
+    with pytest.raises(ApiError, match="does not read tools") as refused:
+        ledger.begin(asked.conversation(), asked.toolbox())
+    assert refused.value.status == 400 and not ledger.slots
