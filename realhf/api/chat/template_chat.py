@@ -223,10 +223,12 @@ _PROBE_TOOL = {
 
 
 def _for_template(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages as maps that a template reads: arguments of calls are objects there, not JSON texts."""
+    """Return the messages as maps that a template reads: there the content is a text even beside calls, and arguments
+    are objects, not JSON texts."""
     plain = [dict(message) for message in messages]
     for message in plain:
         if message.get("tool_calls"):
+            message["content"] = message.get("content") or ""
             message["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
     return plain
 

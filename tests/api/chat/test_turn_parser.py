@@ -228,8 +228,17 @@ def test_a_broken_call_of_xml_has_a_reason(old: str, new: str, reason: str) -> N
 def test_a_hostile_turn_takes_no_time() -> None:
     import time
 
-    for text in ("<think>" * 5000, "</think>" * 5000, '<tool_call>{"a": "' * 3000, "<tool_call><function=a>" * 2000):
+    keys = ",".join(f'"{n}": 1' for n in range(5000))
+    twice = f'<tool_call>{{{keys}, "4999": 1}}</tool_call>'
+    for text in (
+        twice,
+        "<tool_call>" + " " * 50_000,
+        "<think>" * 5000,
+        "</think>" * 5000,
+        '<tool_call>{"a": "' * 3000,
+        "<tool_call><function=a>" * 2000,
+    ):
         began = time.perf_counter()
         for family in FAMILIES:
             parse_turn(text, family)
-        assert time.perf_counter() - began < 0.5
+        assert time.perf_counter() - began < 0.2, text[:20]
