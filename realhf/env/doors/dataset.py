@@ -15,6 +15,7 @@ from realhf.api.config.option import option
 from realhf.api.environment import (
     AssistantMessage,
     EnvironmentDefinition,
+    EnvironmentFailure,
     EnvironmentSpec,
     Opening,
     TaskSet,
@@ -22,12 +23,12 @@ from realhf.api.environment import (
 )
 from realhf.env.doors.author import Traits, file_of, place_of, sets_of, tasks_function, traits_of
 from realhf.env.doors.checks import BrokenContract, checked_rewards
-from realhf.env.doors.faults import failure_of
+from realhf.env.doors.faults import failure_of, of_task
 from realhf.env.doors.rows import RowOptions, tasks_of_data
 from realhf.env.doors.tasks import Row
 from realhf.env.doors.threads import Threads
 from realhf.env.doors.tool_play import SOLVED, copied, messages_of
-from realhf.env.doors.values import close_to, shown
+from realhf.env.doors.values import close_to
 
 T = TypeVar("T")
 
@@ -107,14 +108,14 @@ class VerifierEnvironment:
     def __init__(self, verifier: Verifier, prompt_column: str, threads: Threads) -> None:
         self._verifier, self._prompt_column, self._threads = verifier, prompt_column, threads
         self._row: Mapping[str, Any] = {}
-        self._where = verifier.function.__name__
+        self._task: Mapping[str, Any] = {}
+        self._seed = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Ask the question of the row ``task``; the seed changes nothing."""
-        del seed
         accepted = self._verifier.accepted
         self._row = {name: value for name, value in task.items() if accepted is None or name in accepted}
-        self._where = f"{self._verifier.function.__name__} (task {shown(dict(task))})"
+        self._task, self._seed = task, seed
         return await self._guarded(self._opening(task))
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -144,20 +145,24 @@ class VerifierEnvironment:
         try:
             return judge()
         except BaseException as error:
-            failure = failure_of(error, self._where, self._verifier.function, None, on_loop=False)
+            failure = self._failure(error, on_loop=False)
             if failure is None:
                 raise
             raise failure from error
 
     async def _guarded(self, work: Awaitable[T]) -> T:
-        function = self._verifier.function
         try:
             return await work
         except BaseException as error:
-            failure = failure_of(error, self._where, function, function)
+            failure = self._failure(error, on_loop=True)
             if failure is None:
                 raise
             raise failure from error
+
+    def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
+        function = self._verifier.function
+        where = f"{function.__name__} {of_task(self._task, self._seed)}"
+        return failure_of(error, where, function, function, on_loop=on_loop)
 
 
 def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from realhf.api.environment import EnvironmentFailure
 from realhf.env.doors.author import place_of, raised
 from realhf.env.doors.checks import BrokenContract
+from realhf.env.doors.values import shown
+
+
+def of_task(task: Mapping[str, Any], seed: int) -> str:
+    """Which episode it was, for a message."""
+    return f"(task {shown(dict(task))}, seed {seed})"
 
 
 def failure_of(

@@ -23,7 +23,7 @@ from realhf.env.doors.checks import (
     checked_numbers,
     json_problem,
 )
-from realhf.env.doors.faults import failure_of
+from realhf.env.doors.faults import failure_of, of_task
 from realhf.env.doors.values import close_to, shown
 
 T = TypeVar("T")
@@ -66,12 +66,13 @@ class MessageClassEnvironment:
     def __init__(self, kind: type[Any], make: Callable[[], Any]) -> None:
         self._kind, self._make = kind, make
         self._instance: Any = None
-        self._task = "no task"
+        self._task: Mapping[str, Any] = {}
+        self._seed = 0
         self._tools: Any = ()
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode; the first one also makes the instance."""
-        self._task = f"task {shown(dict(task))}, seed {seed}"
+        self._task, self._seed = task, seed
         return await self._guarded("reset", self._opening(task, seed))
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -111,8 +112,8 @@ class MessageClassEnvironment:
         try:
             return await work
         except BaseException as error:
-            where, broken = f"{self._kind.__name__}.{method} ({self._task})", getattr(self._kind, method, self._kind)
-            failure = failure_of(error, where, self._kind, broken)
+            where = f"{self._kind.__name__}.{method} {of_task(self._task, self._seed)}"
+            failure = failure_of(error, where, self._kind, getattr(self._kind, method, None))
             if failure is None:
                 raise
             raise failure from error

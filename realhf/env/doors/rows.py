@@ -41,7 +41,7 @@ def tasks_of_data(
     that will not do; rows of one ``key`` are one task. Raises ValueError that names the file and the line."""
     parts = {TRAIN: read_rows(options.data, beside), HELD_OUT: []}
     if options.heldout_data:
-        parts[HELD_OUT] = read_rows(options.heldout_data, beside)
+        parts[HELD_OUT] = read_rows(options.heldout_data, beside, "heldout_data")
     for row in [*parts[TRAIN], *parts[HELD_OUT]]:
         check(row)
     if not options.heldout_data:
@@ -61,14 +61,14 @@ def tasks_of_data(
     return tasks
 
 
-def read_rows(path: str, beside: Path) -> list[Row]:
+def read_rows(path: str, beside: Path, option_name: str = "data") -> list[Row]:
     """Read all rows of a file or folder; a relative path means the working directory, then the folder ``beside``.
     Raises ValueError that names the file and the line for what is missing, unreadable, empty or not JSON."""
     file = Path(path).expanduser()
     if not file.exists() and not file.is_absolute() and (beside / file).exists():
         file = beside / file
     if not file.exists():
-        raise ValueError(f"env.data={path}: there is no such file")
+        raise ValueError(f"env.{option_name}={path}: there is no such file")
     kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {".jsonl": _json_lines, ".parquet": _parquet}
     read = _datasets_folder if file.is_dir() else kinds.get(file.suffix)
     if read is None:

@@ -16,7 +16,7 @@ from realhf.env.doors.checks import (
     checked_rewards,
     whole_text,
 )
-from realhf.env.doors.faults import failure_of
+from realhf.env.doors.faults import failure_of, of_task
 from realhf.env.doors.threads import Threads
 from realhf.env.doors.tools import Tool, arguments_for, short, unknown_tool
 from realhf.env.doors.values import shown
@@ -47,13 +47,14 @@ class ToolPlay:
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
         self._class, self._make, self._threads = about, make, threads
         self._instance: Any = None
-        self._task, self._method = "no task", "reset"
+        self._task: Mapping[str, Any] = {}
+        self._seed, self._method = 0, "reset"
         self._calls = self._failures = 0
         self.lost = False
 
     async def open(self, task: Mapping[str, Any], seed: int) -> Opening:
         """Begin an episode; the first one also makes the instance."""
-        self._task = f"task {shown(dict(task))}, seed {seed}"
+        self._task, self._seed = task, seed
         self._calls = self._failures = 0
         return await self._run(partial(self._opening, task, seed))
 
@@ -162,7 +163,10 @@ class ToolPlay:
         try:
             return await work
         except BaseException as error:
-            where, method = f"{kind.__name__}.{self._method} ({self._task})", getattr(kind, self._method, kind)
+            where, method = (
+                f"{kind.__name__}.{self._method} {of_task(self._task, self._seed)}",
+                getattr(kind, self._method, kind),
+            )
             failure = failure_of(error, where, kind, method, on_loop=not self._class.blocking)
             if failure is None:
                 raise

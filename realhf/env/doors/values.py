@@ -77,15 +77,23 @@ def described(hint: Any) -> str:
     return "an object" if isinstance(kind, type) else str(hint)
 
 
+class _Short(reprlib.Repr):
+    """Shortens values of any size and depth; ``repr`` itself refuses to write very large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 60
+        self.maxdict = self.maxlist = self.maxtuple = 4
+        self.maxlevel = 2
+
+    def repr_int(self, x: int, level: int) -> str:
+        """A number as such, or its size."""
+        return f"a number of {x.bit_length()} bits" if x.bit_length() > 128 else super().repr_int(x, level)
+
+
 def shown(value: Any) -> str:
     """A short form of any plain value, for a message about it."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 60
-    short.maxdict = short.maxlist = short.maxtuple = 4
-    short.maxlevel = 2
-    return short.repr(value)
+    return _Short().repr(value)
 
 
 def close_to(name: str, known: Sequence[str]) -> str:
