@@ -39,6 +39,8 @@ ROOMS: dict[str, str] = {
     "env/containment": "base",
     "env/curriculum": "",
     "env/doors": "api api/config base builtins",
+    "env/check": "api api/chat base builtins env/containment env/doors",
+    "env/play": "api base builtins env/check env/doors",
     "env/server": "api base env/containment",
     "environments/countdown": "api api/config",
     "environments/sql": "api api/config",

@@ -1,0 +1,100 @@
+"""Runs coroutines for blocking callers, in a thread with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_ROLLBACK_S = 5.0
+_LOG = logging.getLogger(__name__)
+
+
+class LoopThread:
+    """Runs coroutines on a loop of its own. ``name`` is the thread's; ``instead`` names what to use in a coroutine."""
+
+    def __init__(self, name: str, *, instead: str) -> None:
+        self._instead = instead
+        self._name = name
+        self._pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run_loop, args=(self.loop,), name=name, daemon=True)
+        self._thread.start()
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError in a forked child and in a coroutine."""
+        check_blocking_caller(self._pid, self._instead)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine and wait for it; its own waits have deadlines, ``timeout_s`` bounds it from outside. When
+        the wait is interrupted the coroutine is cancelled and may roll back first."""
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self.loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            ended.wait(_ROLLBACK_S)
+            raise
+
+    def stop(self, timeout_s: float) -> None:
+        """Cancel what still runs and join the thread; one that hangs is left behind with a warning."""
+        if os.getpid() != self._pid:
+            return
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            _LOG.warning("the thread %s did not end within %g s and is abandoned", self._name, timeout_s)
+
+    def is_current(self) -> bool:
+        """Return whether the caller is this thread (a finalizer may run anywhere)."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def alive(self) -> bool:
+        """Whether coroutines can run here: not after ``stop``, never in a forked child."""
+        return self._thread.is_alive() and os.getpid() == self._pid
+
+
+def check_blocking_caller(pid: int, instead: str) -> None:
+    """Raise RuntimeError when this is not the process ``pid``, or when a coroutine calls."""
+    check_process(pid)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(f"this call blocks and must not be made in a coroutine; use {instead} there")
+
+
+def check_process(pid: int) -> None:
+    """Raise RuntimeError in a forked child: sockets and loops belong to the process that opened them."""
+    if os.getpid() != pid:
+        raise RuntimeError("sessions cannot be used in a forked child; open new ones there")
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        pending = asyncio.all_tasks(loop)
+        for task in pending:
+            task.cancel()
+        if pending:
+            loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
+    finally:
+        loop.close()

@@ -1,0 +1,78 @@
+"""python -m realhf.env check|list|play: try an environment, list the registered ones, play one.
+
+python -m realhf.env list
+python -m realhf.env init guess
+python -m realhf.env check guess.py:Guess
+python -m realhf.env play guess.py:Guess
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rich.console import Console
+
+import realhf
+from realhf.env.check import command as check
+from realhf.env.play import command as play
+from realhf.env.play import listing
+
+COMMANDS = {
+    "check": (check, "play an environment and say what is wrong with it"),
+    "list": (listing, "list the registered environments"),
+    "play": (play, "play an environment by hand"),
+}
+_FILE_COLUMNS = 160
+"""Width of tables where there is no terminal."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 2 for wrong arguments, 130 after an interrupt, else the command's."""
+    arguments = _parsed(_parser(), argv)
+    console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
+    try:
+        return COMMANDS[arguments.command][0].run(arguments, console)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with status 2."""
+        self.exit(2, f"error: {message} ({self.prog} --help)\n")
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse arguments; options of an environment may stand anywhere among the others."""
+    arguments, rest = parser.parse_known_args(argv)
+    for text in rest:
+        if text.startswith("-") or not hasattr(arguments, "options"):
+            parser.error(f"unrecognized argument {text!r}")
+        arguments.options = [*arguments.options, text]
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="python -m realhf.env", description=__doc__, formatter_class=text)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, about) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=about, formatter_class=text))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Is the process that an environment is checked in: ``python -m realhf.env.check.child DESCRIPTOR DUMP ORDER``.
+
+It may hang, exit or crash at any point, because the environment's code runs in it; ``supervisor`` watches it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from realhf.env.check.judge import Judge
+from realhf.env.check.order import CRASH, END, EXIT, Order, Reporter
+from realhf.env.containment.sandbox import die_with_parent
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check what the order says and report. Returns the exit status."""
+    die_with_parent()
+    descriptor, dump, order = int(argv[0]), argv[1], Order.from_text(argv[2])
+    os.set_inheritable(descriptor, False)
+    reporter = Reporter(descriptor)
+    # The file stays open as long as the process lives: a crash writes to it.
+    file = open(dump, "w")  # noqa: SIM115
+    faulthandler.enable(file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    judge = Judge(order, reporter)
+    _report_exits(judge, reporter)
+    try:
+        judge.run()
+    except BaseException:
+        reporter.tell(CRASH, traceback.format_exc())
+        return 1
+    reporter.tell(END)
+    return 0
+
+
+def _report_exits(judge: Judge, reporter: Reporter) -> None:
+    """Have ``os._exit`` say which line called it."""
+    leave = os._exit
+
+    def exits(status: int) -> Any:
+        reporter.tell(EXIT, status, judge.code.of_frame(sys._getframe(1)))
+        leave(status)
+
+    os._exit = exits
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""Is the command ``python -m realhf.env check``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from realhf.env.check.finding import Finding
+from realhf.env.check.order import Order
+from realhf.env.check.reference import check_reference, folders_of, parse_options
+from realhf.env.check.report import Report
+from realhf.env.check.screen import Screen
+from realhf.env.check.supervisor import Supervisor
+from realhf.env.check.user_code import UserCode
+
+ABOUT = """\
+Play an environment in a process of its own and say what is wrong with it: one line a fault, with the line of your code.
+
+It resets tasks twice and compares every turn, plays many instances at once, sends messages that are wrong, looks for
+calls that block the event loop, hang, leak or end the process, judges tasks, tools and rewards, and plays the scripted
+solver. The exit status is 0 without faults, 1 with some, 2 for wrong arguments, 130 after Ctrl-C."""
+"""Shown by ``--help``."""
+_FIRST_SEED, _OTHER_SEED = 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.description = ABOUT
+    parser.add_argument("reference", metavar="ENVIRONMENT", help="a registered name, file.py:Name or module:Name")
+    parser.add_argument("options", nargs="*", default=[], metavar="option=value", help="options of the environment")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--instances", type=_positive, default=100, help="instances that play at once (100)")
+    parser.add_argument("--timeout", type=seconds, default=10.0, metavar="S", help="seconds one call may take (10)")
+    parser.add_argument("--slow", type=seconds, default=60.0, metavar="S", help="seconds to load and make tasks (60)")
+    parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds for everything (600)")
+    parser.add_argument("--turns", type=_positive, default=100, help="turns within which an episode must end (100)")
+    parser.add_argument("--tasks", type=_positive, default=8, help="tasks that are played, over all groups (8)")
+    parser.add_argument("--address", default="", help="address of the service that the environment is played on")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Check, show, and return the exit status."""
+    check_reference(arguments.reference)
+    order = Order(
+        arguments.reference,
+        parse_options(arguments.options),
+        timeout_s=arguments.timeout,
+        slow_s=arguments.slow,
+        instances=arguments.instances,
+        most_turns=arguments.turns,
+        most_tasks=arguments.tasks,
+        address=arguments.address,
+    )
+    screen = Screen(Console(quiet=True) if arguments.json else console)
+    report = Report(order.reference)
+    screen.begin(order.reference)
+    try:
+        check(order, report, screen, arguments.limit)
+    except KeyboardInterrupt:
+        screen.close()
+        for finding in report.findings:
+            screen.show(finding)
+        print("interrupted: the environment's process is gone, and what was not judged yet stays so", file=sys.stderr)
+        return 130
+    finally:
+        screen.close()
+    screen.finish(report)
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=2))
+    return 1 if report.faults else 0
+
+
+def check(order: Order, report: Report, screen: Screen, limit_s: float) -> None:
+    """Check an environment in a child process; one without faults is played by a second process too, whose hashes are
+    drawn otherwise. Both together take ``limit_s`` seconds at most."""
+    began = time.monotonic()
+    code = UserCode(folders_of(order.reference))
+
+    def hear(event: list[Any]) -> None:
+        report.hear(event)
+        screen.hear(event)
+
+    def add(finding: Finding) -> None:
+        report.add(finding)
+
+    Supervisor(order, code, hear, add).run(limit_s, _FIRST_SEED)
+    if report.fingerprints and not report.faults:
+        left_s = max(1.0, limit_s - (time.monotonic() - began))
+        again = Report(order.reference)
+        Supervisor(replace(order, again=True), code, again.hear, again.add).run(left_s, _OTHER_SEED)
+        report.compare(again.fingerprints)
+    report.seconds = time.monotonic() - began
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds from the command line. Raises ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return number

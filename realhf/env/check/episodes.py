@@ -1,0 +1,195 @@
+"""Plays episodes and judges everything that an environment hands out on the way."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Turn
+from realhf.env.check.calls import Caller, CallFailed
+from realhf.env.check.finding import Finding, difference
+from realhf.env.check.scripts import policy_turn, trying
+from realhf.env.check.shapes import opening_problems, plain, tool_problems, turn_problems
+from realhf.env.check.task_sets import Sampled
+from realhf.env.check.user_code import UserCode
+
+_TRIED_TURNS = 6
+_MEND_HANG = "Give everything that waits a deadline of its own"
+_MEND = {
+    "make": "Making an instance must work, and take no time; open what an episode needs in reset",
+    "reset": "Let reset begin an episode of every task; for a service that is down raise "
+    "EnvironmentFailure('unavailable', why)",
+    "step": "Answer a message that is wrong by a turn whose message says what is wrong; an exception loses the episode",
+    "close": "Let close return at any time after the instance was made, also without or within an episode",
+}
+
+
+class Broken(Exception):
+    """An episode cannot go on; the fault has been reported. ``hung``: an answer did not come in time."""
+
+    def __init__(self, *, hung: bool = False) -> None:
+        super().__init__("the episode cannot go on")
+        self.hung = hung
+
+
+class Case(NamedTuple):
+    """An episode to be played: a task, and what is said in it; ``texts`` None tries things."""
+
+    sampled: Sampled
+    texts: Sequence[str] | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the case among others of one check."""
+        return self.sampled.task.id if self.texts is None else f"{self.sampled.task.id} (demonstration)"
+
+    def script(self, tools: Sequence[Mapping[str, Any]]) -> list[AssistantMessage]:
+        """Return the policy's turns, for an opening with ``tools``."""
+        if self.texts is None:
+            return trying(tools, self.sampled.task.seed, _TRIED_TURNS)
+        return [policy_turn(text, tools) for text in self.texts]
+
+
+class Arena:
+    """Makes instances of ``spec`` and plays on them; ``add`` takes what is wrong with an episode."""
+
+    def __init__(
+        self, spec: EnvironmentSpec, address: str, caller: Caller, code: UserCode, add: Callable[[Finding], None]
+    ) -> None:
+        self.spec = spec
+        self.code = code
+        self.add = add
+        self.tools: dict[str, Mapping[str, Any]] = {}
+        self.turns = 0
+        self._address = address
+        self._caller = caller
+
+    def make(self) -> Environment:
+        """Return a new instance. Raises Broken."""
+        try:
+            return self._caller.make(self.spec.make, self._address)
+        except CallFailed as error:
+            raise self._broken("make", error, "") from None
+
+    async def reset(self, environment: Environment, sampled: Sampled) -> Opening:
+        """Begin an episode of a task and judge its opening. Raises Broken."""
+        task = sampled.task
+        try:
+            place = self.place(environment, "reset")
+            opening = await self._caller.call(
+                "reset", task.id, lambda: environment.reset(task.payload, seed=task.seed), place
+            )
+        except CallFailed as error:
+            raise self._broken("reset", error, task.id, environment) from None
+        problems = [*opening_problems(opening, self.spec.system_prompt)]
+        wrong_tools = [] if problems else [*tool_problems(opening.tools)]
+        for problem in problems:
+            self._fault("reset", f"the opening is wrong: {problem}", environment, task.id)
+        for problem in wrong_tools:
+            mend = "Give every tool a name, a description and a JSON schema with a type for each parameter"
+            self._fault("reset", f"the schema of a tool is wrong: {problem}", environment, task.id, mend)
+        if problems or wrong_tools:
+            raise Broken()
+        for tool in opening.tools:
+            self.tools.setdefault(tool["function"]["name"], tool)
+        return opening
+
+    async def step(self, environment: Environment, sampled: Sampled, message: AssistantMessage, said: str = "") -> Turn:
+        """Take a turn and judge the answer; ``said`` describes a message that is wrong on purpose. Raises Broken."""
+        task = sampled.task
+        self.turns += 1
+        try:
+            place = self.place(environment, "step")
+            turn = await self._caller.call("step", task.id, lambda: environment.step(message), place)
+        except CallFailed as error:
+            raise self._broken("step", error, task.id, environment, said) from None
+        problems = [*turn_problems(turn)]
+        for problem in problems:
+            self._fault("step", f"the turn is wrong: {problem}", environment, task.id, said=said)
+        if problems:
+            raise Broken()
+        return turn
+
+    async def close(self, environment: Environment, task: str = "") -> None:
+        """Close an instance; a fault in it is reported and ends nothing."""
+        try:
+            await self._caller.call("close", task, environment.close)
+        except CallFailed as error:
+            broken = self._broken("close", error, task, environment)
+            if broken.hung:
+                raise broken from None
+
+    async def play(self, case: Case) -> list[Any]:
+        """Play a case on an instance of its own and return its transcript. Raises Broken."""
+        environment = self.make()
+        try:
+            return await self.transcript(environment, case)
+        finally:
+            await self.close(environment, case.sampled.task.id)
+
+    async def transcript(self, environment: Environment, case: Case) -> list[Any]:
+        """Play a case and return the opening and the turns as plain values. Raises Broken."""
+        opening = await self.reset(environment, case.sampled)
+        found = [plain(opening)]
+        for message in case.script(opening.tools):
+            turn = await self.step(environment, case.sampled, message)
+            found.append(plain(turn))
+            if turn.done:
+                break
+        return found
+
+    def _broken(
+        self, method: str, error: CallFailed, task: str, environment: Environment | None = None, said: str = ""
+    ) -> Broken:
+        where = error.where or (self.place(environment, method) if environment is not None else "")
+        what = f"{error.what} (the answer to {said})" if said else error.what
+        mend = _MEND_HANG if error.hung else _mend_shape(error.what) if error.shape else _MEND[method]
+        self.add(Finding(method, what, mend, where, task, kind=error.kind))
+        return Broken(hung=error.hung)
+
+    def _fault(
+        self, method: str, what: str, environment: Environment, task: str, mend: str = "", said: str = ""
+    ) -> None:
+        where = self.place(environment, method)
+        shown = f"{what} (the answer to {said})" if said else what
+        self.add(Finding(method, shown, mend or _mend_shape(what), where, task, kind=re.sub("[0-9]+", "0", what)[:80]))
+
+    def place(self, environment: Environment, method: str) -> str:
+        """Return where the environment's own code defines ``method``, or what an adapter asks in its place."""
+        names = ("get_reward", method) if method == "step" else (method,)
+        for each in (environment, *getattr(environment, "__dict__", {}).values()):
+            for name in names:
+                function = getattr(each if isinstance(each, type) else type(each), name, None)
+                if place := self.code.of_code(getattr(function, "__code__", None)):
+                    return place
+        return ""
+
+
+def _mend_shape(what: str) -> str:
+    if "reward" in what or "metric" in what or "component" in what:
+        return "Rewards and metrics are finite numbers; success and progress lie between 0 and 1"
+    return "A message is {'role': ..., 'content': text}, and everything in a turn is JSON"
+
+
+def first_difference(before: Sequence[Any], after: Sequence[Any]) -> str:
+    """Say where two transcripts differ first, "" if they do not."""
+    for number, (one, other) in enumerate(zip(before, after, strict=False)):
+        if one != other:
+            place, texts = _differing(one, other)
+            name = "the opening" if number == 0 else f"turn {number}"
+            return f"{name} differs: {place.lstrip('.')} is {texts}"
+    if len(before) != len(after):
+        return f"the episode is over after {len(before) - 1} turns, and then after {len(after) - 1}"
+    return ""
+
+
+def _differing(one: Any, other: Any, place: str = "") -> tuple[str, str]:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        key = next(key for key in one if one[key] != other[key])
+        return _differing(one[key], other[key], f"{place}.{key}")
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        index = next(index for index in range(len(one)) if one[index] != other[index])
+        return _differing(one[index], other[index], f"{place}[{index}]")
+    return place, difference(json.dumps(one, ensure_ascii=False), json.dumps(other, ensure_ascii=False))

@@ -1,0 +1,147 @@
+"""Writes what a check says to an environment: calls drawn from the schemas of the tools, and messages that are wrong.
+
+Everything is written as text that a policy would write and parsed as a policy's turn is, so an environment sees nothing
+here that it could not see in training.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from realhf.api.chat import parse_turn
+from realhf.api.environment import AssistantMessage
+
+_FAMILY = "hermes"
+_LONG = 200_000
+_CONTROL = "\x00\x07\x08\x1b[31m\r\n\t\x7f\u202e"
+_FOREIGN = "naïve Σ π 你好 שלום 👩\u200d🚀 \ufeff e\u0301"
+_WORDS = ("1", "0", "7", "hello", "yes", "a b c", "I do not know.", "42")
+
+
+class Said(NamedTuple):
+    """A message and what it is, for people: ``an empty message``."""
+
+    name: str
+    message: AssistantMessage
+
+
+def policy_turn(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> AssistantMessage:
+    """Return what an environment gets when a policy wrote ``text``."""
+    return parse_turn(text, _FAMILY, token_count=max(1, len(text) // 4), tools=tools)
+
+
+def call_text(name: str, arguments: Any) -> str:
+    """Return how a policy writes the call of a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any:
+    """Draw a value that fits a JSON schema, as far as its type goes."""
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("enum"):
+        return rng.choice([*schema["enum"]])
+    if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list | tuple) and choices:
+        first = choices[0]
+        return sample(first, rng, depth + 1) if isinstance(first, Mapping) and depth < 8 else None
+    kind = schema.get("type", "string")
+    kind = kind if isinstance(kind, str) else next(iter(kind), "null")
+    if kind == "object":
+        return _sample_object(schema, rng, depth)
+    if kind == "array":
+        items = schema.get("items")
+        fits = isinstance(items, Mapping) and depth < 8
+        return [sample(items, rng, depth + 1) for _ in range(2)] if fits and items is not None else []
+    low = schema.get("minimum", 0)
+    low = low if isinstance(low, int | float) else 0
+    plain: dict[str, Any] = {
+        "integer": int(low) + rng.randrange(4),
+        "number": low + rng.randrange(8) / 2,
+        "boolean": rng.random() < 0.5,
+        "null": None,
+    }
+    return plain.get(kind, rng.choice(_WORDS))
+
+
+def _sample_object(schema: Mapping[str, Any], rng: random.Random, depth: int) -> dict[str, Any]:
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or depth > 8:
+        return {}
+    return {name: sample(each, rng, depth + 1) for name, each in properties.items() if isinstance(each, Mapping)}
+
+
+def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (name, schema of the parameters) of each tool that is well-formed."""
+    found = []
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            parameters = function.get("parameters")
+            found.append((function["name"], parameters if isinstance(parameters, Mapping) else {"type": "object"}))
+    return found
+
+
+def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[AssistantMessage]:
+    """Return the turns of a policy that tries things: calls with drawn arguments where there are tools, else words."""
+    rng, known = random.Random(seed), functions(tools)
+    texts = []
+    for _ in range(turns):
+        if known:
+            name, parameters = rng.choice(known)
+            texts.append(call_text(name, _sample_object(parameters, rng, 0)))
+        else:
+            texts.append(rng.choice(_WORDS))
+    return [policy_turn(text, tools) for text in texts]
+
+
+def talking(turns: int) -> list[AssistantMessage]:
+    """Return the turns of a policy that never calls a tool."""
+    return [policy_turn(_WORDS[turn % len(_WORDS)]) for turn in range(turns)]
+
+
+def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[Said]:
+    """Return messages that are wrong in every way that a policy can bring about."""
+    texts = [
+        ("an empty message", ""),
+        ("white space", " \n\t "),
+        ("a message of 200,000 characters", "word " * (_LONG // 5)),
+        ("a message in other scripts", _FOREIGN),
+        ("control characters", _CONTROL),
+        ("a message of markup", "<b>&amp;</b> [bold]x[/bold] %s {0} ${x} '; -- \\"),
+        ("a call of an unknown tool", call_text("no_such_tool", {})),
+        ("a call of a private name", call_text("__init__", {"x": 1})),
+        ("a call that is no JSON", '<tool_call>\n{"name": \n</tool_call>'),
+        ("a call that does not close", '<tool_call>\n{"name": "x", "arguments": {}}'),
+        ("a call that is a list", "<tool_call>\n[1, 2]\n</tool_call>"),
+        ("30 calls at once", "\n".join([call_text("no_such_tool", {})] * 30)),
+        ("reasoning without an answer", "<think>I wonder"),
+    ]
+    for name, parameters in functions(tools):
+        texts += [(f"a call of {name!r} {what}", call_text(name, args)) for what, args in _wrong_arguments(parameters)]
+    return [Said(name, policy_turn(text, tools)) for name, text in texts]
+
+
+def _wrong_arguments(parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(what is wrong, arguments) for one tool."""
+    good = _sample_object(parameters, random.Random(0), 0)
+    found: list[tuple[str, dict[str, Any]]] = [("with an argument that it does not have", {**good, "no_such": 1})]
+    if not good:
+        return found
+    found.append(("without arguments", {}))
+    every = [
+        ("with null for everything", None),
+        ("with lists for everything", [[1], {"a": "b"}]),
+        ("with objects for everything", {"a": [1]}),
+        ("with huge numbers", 2**62),
+        ("with negative numbers", -1),
+        ("with true for everything", True),
+        ("with empty texts", ""),
+        ("with control characters", _CONTROL),
+        ("with other scripts", _FOREIGN),
+        ("with very long texts", "x" * _LONG),
+        ("with a path out of its folder", "../../../../etc/passwd"),
+    ]
+    return found + [(what, dict.fromkeys(good, value)) for what, value in every]

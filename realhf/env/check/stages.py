@@ -1,0 +1,111 @@
+"""Puts the checks that play in order, and hands what one finds to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from realhf.api.environment import TRAIN, Demonstration
+from realhf.env.check.crowd import check_crowd
+from realhf.env.check.episodes import Arena, Case
+from realhf.env.check.finding import counted
+from realhf.env.check.order import Order
+from realhf.env.check.play_stages import (
+    check_demonstrations,
+    check_determinism,
+    check_end,
+    check_openings,
+    check_twins,
+    check_wrong_messages,
+)
+from realhf.env.check.resources import ResourceBook
+from realhf.env.check.task_sets import Sampled
+
+OPENINGS, DETERMINISM, INSTANCES, WRONG, END, DEMONSTRATIONS = PLAYED = (
+    "openings",
+    "determinism",
+    "instances",
+    "wrong messages",
+    "end",
+    "demonstrations",
+)
+EVENT_LOOP = "event loop"
+_SCRIPTED_CASES = 4
+
+
+class NotRun(Exception):
+    """A check makes no sense now; the text says why."""
+
+
+class Stages:
+    """Holds what the checks that play share. ``found`` counts the faults so far, of the checks that it is given."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        tasks: Sequence[Sampled],
+        twins: Sequence[tuple[Sampled, Sampled]],
+        scripts: Sequence[Demonstration],
+        order: Order,
+        found: Callable[..., int],
+    ) -> None:
+        self._arena = arena
+        self._tasks = tasks
+        self._twins = twins
+        self._scripts = scripts
+        self._order = order
+        self._found = found
+        self._book = ResourceBook(arena.code)
+        self.playable: list[Sampled] = []
+        self.transcripts: Mapping[str, Sequence[Any]] = {}
+
+    def all(self) -> dict[str, Callable[[], Awaitable[str]]]:
+        """Return the checks by name, in order. Each returns a remark, and raises Broken when nothing more can be
+        played."""
+        checks = (self._openings, self._determinism, self._instances, self._wrong, self._end, self._demonstrations)
+        return dict(zip(PLAYED, checks, strict=True))
+
+    async def play_again(self) -> Mapping[str, Sequence[Any]]:
+        """Play what the determinism check of another process has played. Returns the transcripts."""
+        await self._openings()
+        return {case.key: await self._arena.play(case) for case in self._cases()}
+
+    def _cases(self) -> list[Case]:
+        scripted = self._scripts[:: max(1, len(self._scripts) // _SCRIPTED_CASES)][:_SCRIPTED_CASES]
+        played = [Case(Sampled(TRAIN, "", script.task), script.turns) for script in scripted]
+        return [*map(Case, self.playable), *played]
+
+    async def _openings(self) -> str:
+        self.playable = await check_openings(self._arena, self._tasks)
+        if self.playable:
+            await check_twins(self._arena, self._twins)
+        tools = len(self._arena.tools)
+        return f"{counted(len(self.playable), 'task')}, {counted(tools, 'tool') if tools else 'plain text'}"
+
+    async def _determinism(self) -> str:
+        self.transcripts = await check_determinism(self._arena, self._cases())
+        if not self._arena.spec.deterministic:
+            return "declared not to be deterministic"
+        return f"{counted(len(self.transcripts), 'episode')}, played three times"
+
+    async def _instances(self) -> str:
+        if self._found(EVENT_LOOP):
+            raise NotRun("calls block the event loop, so many instances at once would only wait for each other")
+        count = min(self._order.instances, self._arena.spec.concurrency or self._order.instances)
+        alone = self.transcripts if self._arena.spec.deterministic and not self._found(DETERMINISM) else {}
+        turns = await check_crowd(self._arena, self._cases(), alone, count, self._book)
+        return f"{count} at once, {turns:,.0f} turns per second"
+
+    async def _wrong(self) -> str:
+        sent = await check_wrong_messages(self._arena, self.playable)
+        return counted(sent, "message")
+
+    async def _end(self) -> str:
+        turns = await check_end(self._arena, self.playable[0], self._order.most_turns, bool(self._scripts))
+        return f"after {counted(turns, 'turn')}" if turns else ""
+
+    async def _demonstrations(self) -> str:
+        if not self._scripts:
+            return "no scripted solver"
+        await check_demonstrations(self._arena, self._scripts)
+        return counted(len(self._scripts), "script")

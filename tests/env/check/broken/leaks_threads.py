@@ -1,0 +1,18 @@
+"""Broken on purpose: every instance leaves a thread behind."""
+
+import threading
+
+
+class Broken:
+    """Starts a thread in reset, and has no close."""
+
+    async def reset(self, task, *, seed):
+        self.ended = threading.Event()
+        threading.Thread(target=self.watch, daemon=True).start()
+        return {"messages": [{"role": "user", "content": "Say something."}]}
+
+    def watch(self):
+        self.ended.wait()
+
+    async def step(self, message):
+        return {"done": True, "reward": 0.0}

@@ -1,0 +1,136 @@
+"""Environments that are broken on purpose, one fault each: the check names it, with the line and the way to mend it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from realhf.env.check import crowd, supervisor
+from realhf.env.check.command import check
+from realhf.env.check.order import SKIPPED, Order
+from realhf.env.check.report import Report
+from realhf.env.check.screen import Screen
+
+HERE = Path(__file__).parent
+BROKEN = HERE / "broken"
+NAMED = {
+    "blocks_the_loop": (
+        "event loop: it blocks the event loop for ",
+        "blocks_the_loop.py:17 in ask",
+        "asyncio.to_thread",
+    ),
+    "crashes": ("dies: the process of the environment died by signal SIGSEGV in step, at ", "crashes.py:13 in step"),
+    "depends_on_hashes": ("determinism: another process answers otherwise: the opening is ", "the order of a set"),
+    "dies": ("dies: the process of the environment died by os._exit(7) in step, at ", "dies.py:14 in step"),
+    "forgets_its_seed": (
+        "determinism: the same task, seed and messages give other turns: the opening differs: messages[0].content is ",
+        "forgets_its_seed.py:9 in reset",
+        "random.Random(seed)",
+    ),
+    "hangs": ("step: step gave no answer within 0.5 s, at ", "hangs.py:16 in answer", "a deadline of its own"),
+    "hangs_hard": (
+        "hangs: step blocks the event loop and gave no answer within 0.5 s, at ",
+        "hangs_hard.py:1",
+        " in step (task Broken@",
+    ),
+    "leaks_files": ("leaks: 40 closed instances left ", " file descriptors behind, at ", "leaks_files.py:13 in reset"),
+    "leaks_tasks": (
+        "leaks: 40 closed instances left ",
+        " tasks of the event loop behind, at ",
+        "leaks_tasks.py:13 in tick",
+    ),
+    "leaks_threads": ("leaks: 40 closed instances left ", " threads behind, at ", "leaks_threads.py:14 in watch"),
+    "never_ends": ("end: no episode ended within 100 turns, at ", "never_ends.py:10 in step", "done=True"),
+    "outlives_its_end": (
+        "exit: the process does not end within ",
+        "outlives_its_end.py:7 in wait",
+        "Make threads daemons",
+    ),
+    "pays_for_silence": ("rewards: the task is solved by an empty message, at ", "pays_for_silence.py:10 in step"),
+    "raises_in_reset": (
+        "reset: reset raised IndexError: tuple index out of range, at ",
+        "raises_in_reset.py:10 in reset",
+    ),
+    "raises_in_step": (
+        "step: step raised ValueError: invalid literal for int() ",
+        "raises_in_step.py:11 in step",
+        " times)",
+    ),
+    "remembers": (
+        "determinism: an instance that has played before answers otherwise: turn 1 differs: ",
+        '"That was turn 1." and then "That was turn 2."',
+        "in reset",
+    ),
+    "returns_nan": (
+        "step: step breaks the contract: reward must be a finite number, not nan, at ",
+        "returns_nan.py:10",
+    ),
+    "returns_no_json": ("messages[0]: the content must be text, not b'bytes', at ", "returns_no_json.py:10 in step"),
+    "shares_state": (
+        "instances: among 40 instances a task is answered otherwise than alone: turn 1 differs: ",
+        "shares_state.py:7 in reset",
+        "Keep what an episode changes in the instance (self)",
+    ),
+    "splits_overlap": ("tasks: the splits share an instance: train 'n5' and held-out 'n5' (task n5). Hold out",),
+    "wrong_demonstrations": (
+        "demonstrations: a demonstration of the kind 'solution' does not succeed: the last answer is '', at ",
+        "wrong_demonstrations.py:9 in demonstrate",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_GRACE_S", 1.5)
+    monkeypatch.setattr(supervisor, "_EXIT_S", 0.5)
+
+
+def checked(reference: str, **changed: object) -> Report:
+    order = Order(reference, **{"timeout_s": 0.5, "instances": 40, "most_tasks": 3, **changed})  # type: ignore[arg-type]
+    report = Report(reference)
+    check(order, report, Screen(Console(quiet=True)), limit_s=60)
+    return report
+
+
+def test_every_broken_environment_is_expected_to_be_named() -> None:
+    assert {path.stem for path in BROKEN.glob("*.py")} == set(NAMED)
+    assert len(NAMED) >= 20
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_fault_is_named_and_no_other(name: str) -> None:
+    """One line says what, where and how to mend it; the environment's process is gone afterwards."""
+    report = checked(f"{BROKEN / name}.py:Broken", most_tasks=1 if name == "blocks_the_loop" else 3)
+    lines = [finding.line() for finding in report.findings if finding.is_fault]
+    assert len(lines) == 1, lines
+    assert "\n" not in lines[0]
+    assert [text for text in NAMED[name] if text not in lines[0]] == [], lines[0]
+    family = psutil.Process(os.getpid()).children(recursive=True)
+    assert not [process for process in family if "realhf.env.check.child" in " ".join(process.cmdline())]
+
+
+def test_a_sound_environment_has_no_findings() -> None:
+    """Tasks, tools, a solver and background tasks that it ends itself."""
+    report = checked(f"{HERE / 'sound.py'}:Sound", timeout_s=10)
+    assert [finding.line() for finding in report.findings] == []
+    assert [name for name, outcome, _ in report.verdicts if outcome == SKIPPED] == []
+    found = report.to_json()
+    assert found["ok"] and found["groups"]["train"] == {"small": 1, "large": 1}
+    assert [tool["function"]["name"] for tool in found["tools"]] == ["add"]
+    assert ("demonstrations", "ok", "4 scripts") in report.verdicts
+
+
+def test_the_limit_of_the_whole_check_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that would take longer is ended, and says in which check it was."""
+    report = Report("sound")
+    order = Order(f"{HERE / 'sound.py'}:Sound", instances=100_000)
+    began = time.monotonic()
+    check(order, report, Screen(Console(quiet=True)), limit_s=1.2)
+    assert time.monotonic() - began < 5
+    assert "limit: the check was not finished by its limit, in instances" in report.findings[-1].line()
+    assert crowd._ROUNDS > 1

@@ -1,0 +1,31 @@
+"""The list of environments: sizes of groups, tools or text, a solver or none, one sentence; one that fails is a row."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from realhf.builtins import environments
+from realhf.env.__main__ import main
+from realhf.env.play.listing import about
+
+
+def test_every_registered_environment_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == set(environments) >= {"countdown", "sql"}
+    assert not [row["error"] for row in rows.values() if row["error"]]
+    assert rows["countdown"]["interface"] == "text" and rows["countdown"]["solver"] is True
+    assert rows["countdown"]["groups"]["train"].keys() == rows["countdown"]["groups"]["heldout"].keys()
+    assert all(row["about"].endswith(".") for row in rows.values())
+
+
+def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in environments)
+
+
+def test_an_environment_that_cannot_be_loaded_is_a_row_with_the_reason() -> None:
+    assert about("no_such")["error"].startswith("ValueError: unknown environment 'no_such'")
