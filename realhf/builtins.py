@@ -48,6 +48,7 @@ environments = Registry(
     "environment",
     {
         "countdown": "realhf.environments.countdown:DEFINITION",
+        "files": "realhf.environments.files:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",
     },
 )

@@ -1,4 +1,4 @@
-"""Registers countdown: its options, and what is made of them."""
+"""Registers countdown, through the door for data sets with a verifier: its options, and what is made of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 from realhf.api.config.option import option
 from realhf.api.environment import TRAIN, EnvironmentDefinition, EnvironmentSpec
+from realhf.env.doors.dataset import VerifierEnvironment, read_verifier
+from realhf.env.doors.threads import Threads
 from realhf.environments.countdown.demonstrations import demonstrations
-from realhf.environments.countdown.environment import SYSTEM_PROMPT, CountdownEnvironment
-from realhf.environments.countdown.levels import LEVELS, CountdownTasks
-from realhf.environments.countdown.verifier import PARTIAL_CREDIT
+from realhf.environments.countdown.levels import LEVELS, PROMPT_COLUMN, CountdownTasks
+from realhf.environments.countdown.verifier import PARTIAL_CREDIT, reward
+
+SYSTEM_PROMPT = (
+    "Reach the target with + - * / and the given numbers, each at most once. "
+    "The last line of your reply is the steps, such as: 3*4=12, 12+5=17"
+)
 
 
 @dataclass
@@ -24,11 +30,16 @@ class CountdownOptions:
 
 def build(options: CountdownOptions) -> EnvironmentSpec:
     """Return the environment with these options. Raises ValueError for an unknown level."""
-    training = CountdownTasks(options.levels, TRAIN)
+    verifier, threads = read_verifier(reward), Threads("countdown")
+
+    def tasks(split: str) -> CountdownTasks:
+        return CountdownTasks(options.levels, split, options.partial_credit)
+
+    training = tasks(TRAIN)
     return EnvironmentSpec(
         name="countdown",
-        make=lambda _: CountdownEnvironment(options.partial_credit),
-        tasks=lambda split: CountdownTasks(options.levels, split),
+        make=lambda _: VerifierEnvironment(verifier, PROMPT_COLUMN, threads),
+        tasks=tasks,
         system_prompt=SYSTEM_PROMPT,
         demonstrate=lambda request: demonstrations(training, request),
     )

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task
+from realhf.environments.countdown.verifier import PARTIAL_CREDIT
 
+PROMPT_COLUMN = "prompt"
 HELD_OUT_SHARE = 5
 """One puzzle in this many is held out."""
 _MOST_DRAWS = 10_000
@@ -125,15 +127,16 @@ def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
 
 class CountdownTasks:
     """Holds the levels of these names as an endless task set of one split: every seed draws another instance, and no
-    numbers with a target occur in both splits. Raises ValueError for a level or split that does not exist."""
+    numbers with a target occur in both splits. Payloads are rows for ``verifier.reward``. Raises ValueError for a level
+    or split that does not exist."""
 
-    def __init__(self, levels: Iterable[str], split: str) -> None:
+    def __init__(self, levels: Iterable[str], split: str, partial_credit: float = PARTIAL_CREDIT) -> None:
         chosen = [*levels]
         if unknown := [name for name in chosen if name not in LEVELS]:
             raise ValueError(f"unknown level {unknown[0]!r} (known: {', '.join(LEVELS)})")
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r} (known: {', '.join(SPLITS)})")
-        self.split = split
+        self.split, self._partial_credit = split, partial_credit
         self.groups: Sequence[str] = [name for name in LEVELS if name in chosen]
         self.group_of: Mapping[str, str] = {name: name for name in self.groups}
 
@@ -145,23 +148,15 @@ class CountdownTasks:
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the instance that ``seed`` draws. Raises KeyError for a level that is not here."""
         puzzle = self.puzzle(template_id, seed)
-        row = {"numbers": list(puzzle.numbers), "target": puzzle.target}
+        row = {
+            PROMPT_COLUMN: prompt(puzzle.numbers, puzzle.target),
+            "numbers": list(puzzle.numbers),
+            "target": puzzle.target,
+            "partial_credit": self._partial_credit,
+        }
         return Task(f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed)
-
-
-def rows(levels: Iterable[str], split: str, count: int, seed: int) -> list[dict[str, object]]:
-    """Return ``count`` rows of a data set, the levels in turn, decided by ``seed``: the prompt, and what ``reward``
-    wants to know."""
-    tasks = CountdownTasks(levels, split)
-    rng = random.Random(f"countdown rows {split} {seed}")
-    found = []
-    for number in range(count):
-        task = tasks.instantiate(tasks.groups[number % len(tasks.groups)], rng.getrandbits(31))
-        numbers, target = task.payload["numbers"], task.payload["target"]
-        found.append({"prompt": prompt(numbers, target), **task.payload, "level": task.group})
-    return found
 
 
 def prompt(numbers: Iterable[int], target: int) -> str:
     """Return what the policy is asked."""
-    return f"Numbers: {' '.join(map(str, numbers))}. Target: {target}."
+    return f"Reach {target} with {' '.join(map(str, numbers))}."

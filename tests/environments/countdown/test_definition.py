@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from realhf.api.config.option import problems
-from realhf.api.environment import AssistantMessage, DemonstrationRequest, Environment, EnvironmentSpec, Task, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    DemonstrationRequest,
+    Environment,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Task,
+    Turn,
+)
 from realhf.builtins import environments
 from realhf.environments.countdown.definition import CountdownOptions
 
@@ -63,7 +71,6 @@ async def test_nothing_earns_nothing():
     for text in ("", " ", "I do not know.", str(task.payload["target"])):
         turn = await play(environment, task, text)
         assert (turn.reward, turn.done, turn.metrics["success"]) == (0, True, 0)
-        assert turn.info["problem"]
 
 
 async def test_an_instance_plays_one_episode_after_another_and_many_live_at_once():
@@ -86,11 +93,24 @@ async def test_an_instance_plays_one_episode_after_another_and_many_live_at_once
     assert await asyncio.gather(*(episode(seed) for seed in range(500))) == [1.0] * 500
 
 
-@pytest.mark.parametrize("task", [{}, {"numbers": [1, 2]}, {"numbers": ["x"], "target": 3}])
-async def test_a_task_without_numbers_or_target_is_an_error(task: dict[str, Any]):
+@pytest.mark.parametrize("task", [{}, {"prompt": "x", "numbers": [1, 2]}, {"prompt": "x", "target": 3}])
+async def test_a_task_without_a_column_is_an_error(task: dict[str, Any]):
     """The player counts it as a failure of the environment, not as a reward."""
-    with pytest.raises((KeyError, ValueError)):
-        await spec().make("").reset(task, seed=1)
+    environment = spec().make("")
+    with pytest.raises(EnvironmentFailure) as failed:
+        await environment.reset(task, seed=1)
+        await environment.step(AssistantMessage("1+2"))
+    assert failed.value.kind == "internal"
+
+
+async def test_the_partial_credit_is_an_option():
+    for credit in (0.0, 0.25):
+        countdown = spec(partial_credit=credit)
+        task = countdown.tasks("train").instantiate("two-small", 1)
+        first, second = task.payload["numbers"]
+        wrong = "+" if first + second != task.payload["target"] else "*"
+        turn = await play(countdown.make(""), task, f"{first}{wrong}{second}")
+        assert (turn.reward, turn.metrics["success"]) == (credit, 0)
 
 
 def test_options_are_checked():
