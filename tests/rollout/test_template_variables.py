@@ -41,7 +41,7 @@ def test_prompts_and_rows_are_rendered_alike(tokenizer: Any, tmp_path: Path, thi
     model = Model("actor", engine, tokenizer, kwargs)  # type: ignore[arg-type]
     prompt = EnginePolicy(model, GenConfig(), seed=0).chat.first("list")
     rows = tmp_path / "rows.jsonl"
-    messages = [{"role": "user", "content": "list"}, {"role": "assistant", "content": "aws"}]
+    messages = [{"role": "user", "content": "list", "observation": {}}, {"role": "assistant", "content": "aws"}]
     rows.write_text(json.dumps({"messages": messages}))
     row = ChatDataset(str(rows), tokenizer, chat_template_kwargs=kwargs).load(["a"], [0])["packed_input_ids"].tolist()
     assert row[: len(prompt)] == prompt

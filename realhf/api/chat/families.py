@@ -9,13 +9,13 @@ HERMES, XML, LLAMA, PLAIN = "hermes", "xml", "llama", "plain"
 FAMILIES = (HERMES, XML, LLAMA, PLAIN)
 """How tool calls are written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen 2.5 and 3,
 SmolLM); ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder); ``{"name": ..., "parameters": {...}}`` as the
-whole turn (Llama 3); not at all."""
+whole turn (Llama 3); not at all, or in a way that is not known here, so that calls stay text."""
 
 _SET_HERE = frozenset({"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"})
 
 
 def family_of(template: str) -> str:
-    """Return the one of ``FAMILIES`` that a chat template asks for; it is "plain" when the template knows no calls."""
+    """Return the one of ``FAMILIES`` that a chat template asks for, "plain" when it asks for no other."""
     if "<tool_call>" in template:
         return XML if "<function=" in template else HERMES
     if "<|python_tag|>" in template or re.search(r'"parameters\\?":', template):

@@ -203,6 +203,9 @@ class TemplateChat:
         raise ChatTemplateError(f"the chat template does not show a {role!r} message after a policy turn{problem}")
 
     def _ids(self, text: str) -> list[int]:
+        """Half of a surrogate pair, which an environment may echo and no tokenizer takes, becomes U+FFFD."""
+        if not text.isascii():
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _find_stop_ids(self) -> tuple[int, ...]:

@@ -182,6 +182,15 @@ def test_arguments_may_be_the_json_text_of_the_chat_api() -> None:
     assert chat.opening([*OPENING, text, ANSWER]) == chat.opening([*OPENING, call("x"), ANSWER])
 
 
+def test_half_of_a_surrogate_pair_is_replaced() -> None:
+    chat = chat_of(QWEN25)
+    for made in (lambda text: chat.opening([{"role": "user", "content": text}]), chat.encode):
+        assert made("a\ud800b\udcff") == made("a\ufffdb\ufffd")
+        assert made("\ud83d\ude00") == made("\U0001f600")
+    answer = {"role": "tool", "content": "\udcff"}
+    assert "\ufffd" in chat._tokenizer.decode(chat.following_messages([answer], ended=True))
+
+
 def test_reasoning_is_parsed_and_kept_in_the_ids() -> None:
     chat = chat_of(QWEN3)
     message = chat.parse([*chat.encode(f"<think>\nhm\n</think>\n\n{written('hermes', 'x')}"), chat.stop_ids[0]])
