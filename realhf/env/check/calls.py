@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from realhf.api.environment import Environment, EnvironmentFailure
-from realhf.env.check.finding import quoted
+from realhf.env.check.finding import alike, quoted
 from realhf.env.check.user_code import UserCode
 from realhf.env.check.watchdog import CALL
+from realhf.env.doors.checks import BrokenContract
 
-_REFUSED = re.compile(
-    r"[\w.]+\.(?P<method>\w+) \(.*?\): (?P<what>.*) \((?P<file>[^()]+), line (?P<line>[0-9]+)\)$", re.DOTALL
-)
-"""What a door says when the environment returned what it must not (``realhf.env.doors``)."""
 _CANCELLED_S = 1.0
 """How long a call that was cancelled may take to end, in seconds."""
 
@@ -81,13 +77,11 @@ class Caller:
     def _raised(self, name: str, error: BaseException) -> CallFailed:
         error = error.error if isinstance(error, _Ended) else error
         where = self._code.of_exception(error)
-        if isinstance(error, EnvironmentFailure) and error.kind == "internal":
-            if error.__cause__ is not None:
-                error = error.__cause__
-            elif found := _REFUSED.match(str(error)):
-                place = self._code.place(found["file"], int(found["line"]), found["method"])
-                what = f"{name} breaks the contract: {quoted(found['what'])}"
-                return CallFailed(what, where or place, re.sub("[0-9]+", "0", what)[:80], shape=True)
+        if isinstance(error, EnvironmentFailure) and error.kind == "internal" and error.__cause__ is not None:
+            error = error.__cause__
+        if isinstance(error, BrokenContract):
+            what = f"{name} breaks the contract: {quoted(error)}"
+            return CallFailed(what, where, alike(what), shape=True)
         return CallFailed(f"{name} raised {described(error)}", where, type(error).__name__)
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from realhf.env.check.episodes import Arena, Broken, Case, first_difference
 from realhf.env.check.finding import Finding
-from realhf.env.check.resources import Held, ResourceBook
+from realhf.env.check.resources import THREADS, Held, ResourceBook
 
 _ROUNDS = 3
 """The first fills pools and caches; only what grows after it has leaked."""
 _LEAST_EPISODES = 20
+_SHARE, _THREAD_SHARE = 10, 4
+"""One thing left behind by so many episodes is a leak. Pools of threads fill up slowly, so more of these may be new."""
 _SETTLED_S = 0.5
 """How long a closed instance may take to let go of what it held, in seconds."""
 
@@ -37,7 +39,7 @@ async def check_crowd(
         held.append(await _settled(book, held[-1] if held else None))
     episodes = waves * count
     for kind, more, place in held[-1].grown_since(held[-2]):
-        if more >= max(2, episodes // 10):
+        if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
             what = f"{episodes} closed instances left {more} {kind} behind"
             arena.add(Finding("leaks", what, "Release in close whatever reset and step took", place))
     return (arena.turns - played) / max(seconds, 1e-9)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Turn
 from realhf.env.check.calls import Caller, CallFailed
-from realhf.env.check.finding import Finding, difference
+from realhf.env.check.finding import Finding, alike, difference
 from realhf.env.check.scripts import policy_turn, trying
-from realhf.env.check.shapes import opening_problems, plain, tool_problems, turn_problems
+from realhf.env.check.shapes import ends, opening_problems, plain, tool_problems, turn_problems
 from realhf.env.check.task_sets import Sampled
 from realhf.env.check.user_code import UserCode
 
 _TRIED_TURNS = 6
+_MOST_SEEN = 200
+_INSTEAD = {"step": ("get_reward", "step")}
+"""What an author writes in the place of a method: a class with tools has no step."""
 _MEND_HANG = "Give everything that waits a deadline of its own"
 _MEND = {
     "make": "Making an instance must work, and take no time; open what an episode needs in reset",
@@ -63,6 +66,7 @@ class Arena:
         self.add = add
         self.tools: dict[str, Mapping[str, Any]] = {}
         self.turns = 0
+        self._places: dict[str, str] = {}
         self._address = address
         self._caller = caller
 
@@ -136,7 +140,7 @@ class Arena:
         for message in case.script(opening.tools):
             turn = await self.step(environment, case.sampled, message)
             found.append(plain(turn))
-            if turn.done:
+            if ends(turn):
                 break
         return found
 
@@ -154,17 +158,34 @@ class Arena:
     ) -> None:
         where = self.place(environment, method)
         shown = f"{what} (the answer to {said})" if said else what
-        self.add(Finding(method, shown, mend or _mend_shape(what), where, task, kind=re.sub("[0-9]+", "0", what)[:80]))
+        self.add(Finding(method, shown, mend or _mend_shape(what), where, task, kind=alike(what)))
 
     def place(self, environment: Environment, method: str) -> str:
-        """Return where the environment's own code defines ``method``, or what an adapter asks in its place."""
-        names = ("get_reward", method) if method == "step" else (method,)
-        for each in (environment, *getattr(environment, "__dict__", {}).values()):
-            for name in names:
-                function = getattr(each if isinstance(each, type) else type(each), name, None)
-                if place := self.code.of_code(getattr(function, "__code__", None)):
-                    return place
-        return ""
+        """Return where the environment's own code defines ``method``, or what a door calls in its place."""
+        if not self._places.get(method):
+            self._places[method] = defined_at(environment, method, self.code)
+        return self._places[method]
+
+
+def defined_at(environment: Any, method: str, code: UserCode) -> str:
+    """Look for the definition of a method in the class of an instance, and in what a door's instance holds: an object
+    of the author's class, the class, a function. Returns "" when there is none."""
+    waiting, seen = [environment], 0
+    while waiting and seen < _MOST_SEEN:
+        each, seen = waiting.pop(0), seen + 1
+        for name in _INSTEAD.get(method, (method,)):
+            function = getattr(each if isinstance(each, type) else type(each), name, None)
+            if place := code.of_code(getattr(function, "__code__", None)):
+                return place
+        if isinstance(each, FunctionType):
+            if place := code.of_code(each.__code__):
+                return place
+            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+        elif isinstance(each, tuple):
+            waiting += each
+        elif type(each).__module__.startswith("realhf."):
+            waiting += getattr(each, "__dict__", {}).values()
+    return ""
 
 
 def _mend_shape(what: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,6 +21,11 @@ def quoted(value: object, limit: int = _TEXT_CHARS) -> str:
     text = " ".join(text[: 4 * limit].split())
     text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def alike(what: str) -> str:
+    """Return what two sentences share that tell of one fault in two episodes: the beginning, without its numbers."""
+    return re.sub("[0-9]+", "0", what)[:80]
 
 
 def counted(number: int, thing: str) -> str:

@@ -13,7 +13,7 @@ from realhf.api.environment import AssistantMessage, Demonstration, Environment
 from realhf.env.check.episodes import Arena, Broken, Case, first_difference
 from realhf.env.check.finding import Finding, quoted
 from realhf.env.check.scripts import policy_turn, talking, trying, wrong_messages
-from realhf.env.check.shapes import plain, solved
+from realhf.env.check.shapes import ends, plain, solved
 from realhf.env.check.task_sets import Sampled
 
 _MOST_BROKEN = 3
@@ -69,7 +69,7 @@ async def check_wrong_messages(arena: Arena, tasks: Sequence[Sampled]) -> int:
                         opening = await arena.reset(environment, sampled)
                     turn = await arena.step(environment, sampled, said.message, said.name)
                     _judge_payment(arena, environment, sampled, said.name, said.message, turn)
-                    if turn.done:
+                    if ends(turn):
                         opening = None
                 except Broken as error:
                     if environment is not None:
@@ -109,7 +109,7 @@ async def check_end(arena: Arena, sampled: Sampled, most_turns: int, demonstrate
         for script in ways if arena.tools else ways[:1]:
             await arena.reset(environment, sampled)
             for turns, message in enumerate(script, 1):
-                if (await arena.step(environment, sampled, message)).done:
+                if ends(await arena.step(environment, sampled, message)):
                     return turns
         what = f"no episode ended within {most_turns} turns"
         mend = "End an episode after a number of turns (done=True), whatever the policy says"
@@ -187,7 +187,7 @@ async def _check_script(arena: Arena, environment: Environment, script: Demonstr
     for number, text in enumerate(script.turns, 1):
         turn = await arena.step(environment, sampled, policy_turn(text, opening.tools))
         paid = (turn.reward or 0.0) + (0.0 if turn.final else paid)
-        done, success = turn.done, success or solved(turn)
+        done, success = ends(turn), success or solved(turn)
         answer = quoted(" ".join(str(message["content"]) for message in turn.messages), _SHOWN)
         if done and number < len(script.turns):
             _blame_script(arena, script, f"is over after turn {number} of {len(script.turns)}", answer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realhf.base.paths import PACKAGE
 from realhf.env.check.user_code import UserCode
 
 THREADS, FILES, PROCESSES, TASKS, SCRATCH = KINDS = (
@@ -23,6 +24,8 @@ THREADS, FILES, PROCESSES, TASKS, SCRATCH = KINDS = (
     "temporary files",
 )
 _OWN_THREADS = "check-"
+_DOORS = str(PACKAGE / "env" / "doors")
+"""A door keeps a bounded number of threads for an environment's blocking code."""
 _REMEMBERED = 20_000
 
 
@@ -96,8 +99,10 @@ class ResourceBook:
         for thread in threading.enumerate():
             if thread is threading.main_thread() or thread.name.startswith(_OWN_THREADS):
                 continue
-            target = getattr(thread, "_target", None) or type(thread).run
-            place = self._code.of_code(getattr(target, "__code__", None))
+            code = getattr(getattr(thread, "_target", None) or type(thread).run, "__code__", None)
+            if code is not None and code.co_filename.startswith(_DOORS):
+                continue
+            place = self._code.of_code(code)
             yield thread.ident or id(thread), place or self._code.of_frame(frames.get(thread.ident or 0))
 
     def _files(self) -> Iterator[tuple[str, str]]:

@@ -168,8 +168,6 @@ def _metric_problems(turn: Turn) -> Iterator[str]:
             yield f"the metric {name!r} {text}"
         elif name in ("success", "progress") and not 0 <= value <= 1:
             yield f"the metric {name!r} is {value:g} and not between 0 and 1"
-    if solved(turn) and not turn.done:
-        yield "the metric 'success' is 1 in a turn that does not end the episode"
 
 
 def _number_problem(value: Any) -> str:
@@ -185,6 +183,11 @@ def _article(value: Any) -> str:
 def solved(turn: Turn) -> bool:
     """Return whether a turn says that the task is solved."""
     return turn.metrics.get("success") == 1
+
+
+def ends(turn: Turn) -> bool:
+    """Return whether the episode is over after a turn: it is done, or the task is solved."""
+    return turn.done or solved(turn)
 
 
 def plain(found: Opening | Turn) -> dict[str, Any]:

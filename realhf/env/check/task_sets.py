@@ -52,11 +52,11 @@ class TaskSetJudge:
                 self.instances[split] = [*self._instances(split, found)]
             except (Exception, SystemExit) as error:
                 self.sets.pop(split, None)
-                self._fault(
-                    f"the tasks of the split {split!r} raise {described(error)}",
-                    "tasks(split) and instantiate(template, seed) return for every split, template and seed",
-                    where=self._code.of_exception(error),
-                )
+                what = str(error) if isinstance(error, ValueError) else described(error)
+                mend = "tasks(split) and instantiate(template, seed) return for every split, template and seed"
+                place, kind = self._code.of_exception(error), type(error).__name__
+                what = f"the split {split!r} cannot be made: {quoted(what)}"
+                self._add(Finding(CHECK, what, mend, place, kind=kind))
         self._judge_overlap()
 
     def groups(self) -> dict[str, dict[str, int]]:

@@ -74,7 +74,7 @@ class Board:
             parts.append(f"reward {turn.reward:+g}{' (final)' if turn.final else ''}")
         parts += [f"{name} {value:+g}" for name, value in turn.rewards.items()]
         parts += [f"{name} {value:g}" for name, value in turn.metrics.items()]
-        self.line("  ".join([*parts, f"return {so_far:g}"]), "bold" if turn.done else "dim")
+        self.line("  ".join([*parts, f"return {so_far:g}"]), "dim")
         if turn.info:
             self.line(f"info {json.dumps(turn.info, ensure_ascii=False, default=repr)[:_LONGEST]}", "dim")
 

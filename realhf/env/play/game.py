@@ -11,7 +11,7 @@ from realhf.base.loop_thread import LoopThread
 from realhf.env.check.calls import Caller, CallFailed
 from realhf.env.check.finding import close_match
 from realhf.env.check.scripts import call_text, functions, policy_turn
-from realhf.env.check.shapes import opening_problems, tool_problems, turn_problems
+from realhf.env.check.shapes import ends, opening_problems, tool_problems, turn_problems
 from realhf.env.check.user_code import UserCode
 from realhf.env.play.board import Board
 from realhf.env.play.commands import CALL, HELP, HELP_TEXT, NEXT, QUIT, RESTART, TOOLS, Typed, read_line
@@ -123,7 +123,7 @@ class Game:
     def _show(self, turn: Turn) -> None:
         self._return = (turn.reward or 0.0) + (0.0 if turn.final else self._return)
         self._board.turn(turn, self._return)
-        if turn.done:
+        if ends(turn):
             self._over = True
             self._board.line(f"the episode is over, its return is {self._return:g}", "bold")
 

@@ -61,6 +61,11 @@ NAMED = {
         "raises_in_step.py:11 in step",
         " times)",
     ),
+    "raises_in_a_verifier": ("step: step raised ValueError: invalid literal for int() ", ".py:9 in Broken"),
+    "raises_in_reward": (
+        "step: step raised ZeroDivisionError: division by zero ",
+        "raises_in_reward.py:21 in get_reward",
+    ),
     "remembers": (
         "determinism: an instance that has played before answers otherwise: turn 1 differs: ",
         '"That was turn 1." and then "That was turn 2."',
@@ -70,13 +75,23 @@ NAMED = {
         "step: step breaks the contract: reward must be a finite number, not nan, at ",
         "returns_nan.py:10",
     ),
-    "returns_no_json": ("messages[0]: the content must be text, not b'bytes', at ", "returns_no_json.py:10 in step"),
+    "returns_no_json": (
+        "step: step breaks the contract: messages[0]: the content must be text, not b'bytes', at ",
+        "returns_no_json.py:10 in step",
+    ),
+    "row_without_its_column": (
+        "tasks: the split 'train' cannot be made: ",
+        "line 4",
+        "row 2: the row has no column 'answer'",
+    ),
     "shares_state": (
         "instances: among 40 instances a task is answered otherwise than alone: turn 1 differs: ",
         "shares_state.py:7 in reset",
         "Keep what an episode changes in the instance (self)",
     ),
+    "sleeps_in_a_tool": ("step: step gave no answer within 0.5 s, at ", "sleeps_in_a_tool.py:14 in ask"),
     "splits_overlap": ("tasks: the splits share an instance: train 'n5' and held-out 'n5' (task n5). Hold out",),
+    "tool_without_type_hints": ("load: ", "Broken.add: the argument 'amount' has no type hint (", ".py, line 11)"),
     "wrong_demonstrations": (
         "demonstrations: a demonstration of the kind 'solution' does not succeed: the last answer is '', at ",
         "wrong_demonstrations.py:9 in demonstrate",
