@@ -26,7 +26,7 @@ T = TypeVar("T")
 LONGEST_RESULT = 1 << 18
 """Characters of a tool's result that the policy gets to read."""
 SOLVED = 1 - 1e-9
-"""A reward of at least this is success, unless the class says otherwise."""
+"""An episode that ends with at least this reward is a success, unless the class says otherwise."""
 
 
 class ToolClass(NamedTuple):
@@ -86,17 +86,17 @@ class ToolPlay:
             raise BrokenContract("there is no episode: reset comes first")
         answers = [await self._answer(call) for call in message.tool_calls]
         reward, components = checked_rewards(await self._call("get_reward", {}), "the reward")
+        self._method = "done"
+        done = getattr(self._instance, "done", False)
+        ended = not message.tool_calls or (not callable(done) and bool(done))
         metrics = {
-            "success": float(reward >= SOLVED),
+            "success": float(ended and reward >= SOLVED),  # said earlier, it would end what goes on
             "tool_calls": float(self._calls),
             "tool_failures": float(self._failures),
         }
         self._method = "metrics"
         if (own := getattr(self._instance, "metrics", None)) is not None:
             metrics |= checked_numbers(await self._call("metrics", {}) if callable(own) else own, "metrics")
-        self._method = "done"
-        done = getattr(self._instance, "done", False)
-        ended = not message.tool_calls or (not callable(done) and bool(done))
         return Turn(answers, ended, reward, components, metrics, final=True)
 
     async def _answer(self, call: ToolCall) -> ChatMessage:
@@ -170,7 +170,7 @@ class ToolPlay:
             failure = failure_of(error, where, kind, method, on_loop=not self._class.blocking)
             if failure is None:
                 raise
-            raise failure from error
+            raise failure from failure.__cause__
 
 
 def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:

@@ -36,8 +36,8 @@ async def answer(environment: Environment, *calls: ToolCall) -> list[str]:
 
 
 async def test_an_episode_is_played_as_in_trl(build: Build) -> None:
-    """The text of reset follows the prompt, results are tool messages, an answer without calls ends the episode, and
-    each turn has the reward of its state."""
+    """The text of reset follows the prompt, results are tool messages, and an answer without calls ends the episode.
+    Each turn has the reward of its state, but only the end is a success."""
     spec = build(COUNTER)
     environment = spec.make("")
     opening = await environment.reset({"goal": 4, "prompt": "Count. "}, seed=0)
@@ -50,7 +50,7 @@ async def test_an_episode_is_played_as_in_trl(build: Build) -> None:
     ]
     assert (turn.done, turn.reward, turn.final, turn.metrics["success"]) == (False, 0.0, True, 0.0)
     turn = await environment.step(says(call("add", amount=1)))
-    assert (turn.done, turn.reward, turn.metrics["success"]) == (False, 1.0, 1.0)
+    assert (turn.done, turn.reward, turn.metrics["success"]) == (False, 1.0, 0.0)
     turn = await environment.step(says(content="4"))
     assert (turn.done, turn.reward, turn.messages) == (True, 1.0, [])
     assert turn.metrics == {"success": 1.0, "tool_calls": 3.0, "tool_failures": 0.0}
