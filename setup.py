@@ -28,7 +28,13 @@ setup(
     packages=find_packages(include=["realhf*", "workers*", "experiments*", "configs*"]),
     package_data={
         "configs": ["**/*.yaml"],
-        "realhf": ["**/*.yaml", "aws/playground/static/*", "trajectory/http/static/*", "py.typed"],
+        "realhf": [
+            "**/*.yaml",
+            "aws/playground/static/*",
+            "trajectory/http/static/*",
+            "env/init/templates/*",
+            "py.typed",
+        ],
     },
     install_requires=[
         "torch>=2.11",

@@ -40,6 +40,7 @@ ROOMS: dict[str, str] = {
     "env/curriculum": "",
     "env/doors": "api api/config base builtins",
     "env/check": "api api/chat base builtins env/containment env/doors",
+    "env/init": "",
     "env/play": "api base builtins env/check env/doors",
     "env/server": "api base env/containment",
     "environments/countdown": "api api/config env/doors",

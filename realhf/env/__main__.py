@@ -1,4 +1,4 @@
-"""python -m realhf.env check|list|play: try an environment, list the registered ones, play one.
+"""python -m realhf.env check|init|list|play: try an environment, write one, list the registered ones, play one.
 
 python -m realhf.env list
 python -m realhf.env init guess
@@ -17,11 +17,13 @@ from rich.console import Console
 
 import realhf
 from realhf.env.check import command as check
+from realhf.env.init import command as init
 from realhf.env.play import command as play
 from realhf.env.play import listing
 
 COMMANDS = {
     "check": (check, "play an environment and say what is wrong with it"),
+    "init": (init, "write a working start for an environment of your own, with a test"),
     "list": (listing, "list the registered environments"),
     "play": (play, "play an environment by hand"),
 }
