@@ -148,7 +148,7 @@ class VerifierEnvironment:
             failure = self._failure(error, on_loop=False)
             if failure is None:
                 raise
-            raise failure from failure.__cause__
+            raise failure from error
 
     async def _guarded(self, work: Awaitable[T]) -> T:
         try:
@@ -157,7 +157,7 @@ class VerifierEnvironment:
             failure = self._failure(error, on_loop=True)
             if failure is None:
                 raise
-            raise failure from failure.__cause__
+            raise failure from error
 
     def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
         function = self._verifier.function

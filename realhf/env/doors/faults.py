@@ -23,7 +23,7 @@ def failure_of(
 ) -> EnvironmentFailure | None:
     """Return the failure for an error from the code of ``author``, a class or function; None for an error that must be
     passed on: a failure already, or, on an event loop, what the loop and not the author raised. ``method`` is what
-    broke the contract, if it did; what was raised instead is the failure's cause."""
+    broke the contract, if it did."""
     if isinstance(error, EnvironmentFailure):
         return None
     if isinstance(error, BrokenContract):
@@ -32,9 +32,7 @@ def failure_of(
         )
     if on_loop and (isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancellation(error)):
         return None
-    failure = EnvironmentFailure("internal", f"{where}: {raised(error, author)}")
-    failure.__cause__ = error
-    return failure
+    return EnvironmentFailure("internal", f"{where}: {raised(error, author)}")
 
 
 def _is_cancellation(error: BaseException) -> bool:

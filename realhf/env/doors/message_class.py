@@ -116,7 +116,7 @@ class MessageClassEnvironment:
             failure = failure_of(error, where, self._kind, getattr(self._kind, method, None))
             if failure is None:
                 raise
-            raise failure from failure.__cause__
+            raise failure from error
 
 
 async def _closed(close: Callable[[], Any]) -> None:

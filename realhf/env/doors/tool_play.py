@@ -170,7 +170,7 @@ class ToolPlay:
             failure = failure_of(error, where, kind, method, on_loop=not self._class.blocking)
             if failure is None:
                 raise
-            raise failure from failure.__cause__
+            raise failure from error
 
 
 def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, ToolCall, Turn
+from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, EnvironmentSpec, ToolCall, Turn
+from realhf.env.doors.checks import BrokenContract
 from realhf.env.doors.load import build_environment
 from tests.env.doors.counter import COUNTER
 
@@ -83,6 +84,16 @@ async def test_the_text_of_reset_ends_the_last_message_of_the_user(
     opening = await build(COUNTER).make("").reset(row, seed=0)
     assert [(each["role"], each["content"]) for each in opening.messages] == messages
     assert str(row) == before
+
+
+async def test_the_cause_of_a_failure_is_what_the_author_raised(build: Build) -> None:
+    """Whoever wants to know more than the sentence finds it there, also for a result against the contract."""
+    for name, line, cause in (("a.py", "raise KeyError", KeyError), ("b.py", "return None", BrokenContract)):
+        environment = build(COUNTER.replace("return 1.0 if self.count == self.goal else 0.0", line), name).make("")
+        await environment.reset({}, seed=0)
+        with pytest.raises(EnvironmentFailure) as caught:
+            await environment.step(says())
+        assert type(caught.value.__cause__) is cause
 
 
 async def test_async_methods_run_on_the_event_loop_and_others_beside_it(build: Build) -> None:
