@@ -8,7 +8,8 @@ nothing after this point knows that it is not a hub model.
 
 Copying a resource name is the hardest thing such a model must learn, so the tokenizer keeps every word of a
 name one token with the same id wherever it stands (`-otter` after a space, a quote or a colon), and spends its
-merges on what commands repeat: `aws s3api create-bucket`, ` --bucket `, an ARN prefix. Words of prose carry
+merges on what commands repeat: `aws s3api create-bucket`, ` --bucket `, an ARN prefix. So is the text of a tool call
+up to its first argument, and its end: a call is a choice of one token and then its arguments. Words of prose carry
 their space, as usual; the first word of a hyphenated name does not.
 """
 
@@ -27,6 +28,7 @@ from realhf.api.observation_text import message_text
 
 SPECIAL_TOKENS = PAD, USER, ASSISTANT, END = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPLIT_PATTERN = (
+    r'<tool_call>\{"name": "\w+", "arguments": \{(?:"\w+": "?)?|"?\}\}</tool_call>|'
     r"aws [a-z0-9-]+ [a-z0-9-]+"
     r"| ?--[a-z0-9-]+ ?"
     r"|arn:aws:[a-z0-9-]+:[a-z0-9-]*:\d*:"

@@ -90,4 +90,13 @@ def test_the_tokenizer_learns_the_calls_of_demonstrations(tmp_path: Path) -> Non
     config = BuiltinModelConfig(vocab_size=400, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
     build_builtin_policy(tmp_path / "demos.jsonl", tmp_path / "policy", config, seed=1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
-    assert len(TemplateChat(tokenizer).encode_turn(row["messages"][1])) < 35, "of 77 bytes"
+    chat = TemplateChat(tokenizer)
+    ids = chat.encode_turn(row["messages"][1])
+    pieces = [chat.decode([token]) for token in ids]
+    assert pieces == ['<tool_call>{"name": "look_around", "arguments": {"where": "', "kitchen", '"}}</tool_call>']
+    for text in (
+        '<tool_call>{"name": "x", "arguments": {}}</tool_call>',
+        '<tool_call>{"n',
+        '{"a": {"b": 1}}</tool_call>',
+    ):
+        assert chat.decode(chat.encode(text)) == text
