@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from realhf.api.environment import Demonstration, DemonstrationRequest, TaskSet
 from realhf.base.plugin import located
-from realhf.env.doors.rows import RowOptions, tasks_of_data
+from realhf.env.doors.rows import RowOptions, idle_options, tasks_of_data
 from realhf.env.doors.tasks import Row, SeedTaskSet, set_of
 
 
@@ -82,6 +82,7 @@ def traits_of(kind: Any) -> Traits:
     for name, (holds, expected) in allowed.items():
         if not holds(values[name]):
             raise ValueError(f"{name} of {kind.__name__} must be {expected}, not {values[name]!r} ({place_of(kind)})")
+    _check_static(kind, "demonstrate")
     return Traits(**values)
 
 
@@ -113,8 +114,12 @@ def class_parts(kind: type[Any], *, seeded: bool, check: Callable[[Row], None] =
     def tasks(chosen: Any) -> Callable[[str], TaskSet]:
         if function is not None:
             return sets_of(function, kind.__name__, chosen, seeded=seeded, check=check)
-        if options is not own and chosen.data:
-            rows = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
+        if options is own:
+            return partial(SeedTaskSet, kind.__name__)
+        rows = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
+        if problem := idle_options(rows):
+            raise ValueError(problem)
+        if rows.data:
             return tasks_of_data(rows, Path(file_of(kind)).parent, seeded=seeded, check=check)
         return partial(SeedTaskSet, kind.__name__)
 
@@ -138,9 +143,15 @@ def tasks_function(thing: type[Any] | Callable[..., Any]) -> Callable[..., Any] 
     if raw is None:
         found = getattr(sys.modules.get(thing.__module__), "tasks", None)
         return found if inspect.isroutine(found) else None
-    if inspect.isfunction(raw) and "self" in inspect.signature(raw).parameters:
-        raise ValueError(f"{thing.__name__}.tasks must be a static method ({place_of(raw)})")
+    _check_static(thing, "tasks")
     return thing.tasks  # type: ignore[attr-defined]
+
+
+def _check_static(thing: Any, name: str) -> None:
+    """Raise ValueError for a method that needs an instance where there is none."""
+    raw = inspect.getattr_static(thing, name, None)
+    if inspect.isfunction(raw) and "self" in inspect.signature(raw).parameters:
+        raise ValueError(f"{thing.__name__}.{name} must be a static method ({place_of(raw)})")
 
 
 def sets_of(

@@ -24,11 +24,11 @@ from realhf.api.environment import (
 from realhf.env.doors.author import Traits, file_of, place_of, sets_of, tasks_function, traits_of
 from realhf.env.doors.checks import BrokenContract, checked_rewards
 from realhf.env.doors.faults import failure_of, of_task
-from realhf.env.doors.rows import RowOptions, tasks_of_data
+from realhf.env.doors.rows import RowOptions, idle_options, tasks_of_data
 from realhf.env.doors.tasks import Row
 from realhf.env.doors.threads import Threads
-from realhf.env.doors.tool_play import SOLVED, copied, messages_of
-from realhf.env.doors.values import close_to
+from realhf.env.doors.tool_play import SOLVED, messages_of
+from realhf.env.doors.values import close_to, copied
 
 T = TypeVar("T")
 
@@ -183,5 +183,7 @@ def _tasks_of_data(
 ) -> Callable[[str], TaskSet]:
     if not options.data:
         raise ValueError(f"{function.__name__} judges answers, so it needs questions: set env.data")
+    if problem := idle_options(options):
+        raise ValueError(problem)
     key = lambda row: row[options.prompt_column]
     return tasks_of_data(options, Path(file_of(function)).parent, seeded=False, check=check, key=key)

@@ -13,7 +13,7 @@ from realhf.api.config.option import problems
 from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
 from realhf.base.plugin import load_plugin, located
 from realhf.builtins import environments, registered_names
-from realhf.env.doors.author import place_of
+from realhf.env.doors.author import place_of, raised
 from realhf.env.doors.dataset import dataset, is_verifier
 from realhf.env.doors.message_class import message_class
 from realhf.env.doors.tool_class import tool_class
@@ -67,7 +67,7 @@ def build_environment(reference: str, options: Mapping[str, Any]) -> Environment
     except ValueError as error:
         raise ValueError(f"{reference}: {error}") from None
     except Exception as error:
-        raise ValueError(f"{reference}: {located(error, place_of(definition.build).rpartition(',')[0])}") from error
+        raise ValueError(f"{reference}: {raised(error, definition.build)}") from error
     if not isinstance(spec, EnvironmentSpec):
         raise ValueError(f"{reference}: build must return an EnvironmentSpec, not {type(spec).__name__}")
     return spec
@@ -97,6 +97,8 @@ def _definition(found: Any, reference: str) -> EnvironmentDefinition:
         definition = kind(found)
     except ValueError as error:
         raise ValueError(f"{reference}: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{reference}: {raised(error, found)}") from error
     if not (isinstance(definition.options, type) and is_dataclass(definition.options)):
         raise ValueError(f"{reference}: options must be a dataclass, not {definition.options!r}")
     return definition

@@ -24,7 +24,7 @@ from realhf.env.doors.checks import (
     json_problem,
 )
 from realhf.env.doors.faults import failure_of, of_task
-from realhf.env.doors.values import close_to, shown
+from realhf.env.doors.values import close_to, copied, shown
 
 T = TypeVar("T")
 Said = TypeVar("Said", Opening, Turn)
@@ -88,7 +88,7 @@ class MessageClassEnvironment:
     async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
         if self._instance is None:
             self._instance = self._make()
-        opening = _read(Opening, await self._instance.reset(task, seed=seed))
+        opening = _read(Opening, await self._instance.reset(copied(task), seed=seed))
         checked_messages(opening.messages, "messages")
         if opening.tools is not self._tools:
             _check_tools(opening.tools)

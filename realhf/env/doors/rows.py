@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,17 @@ class RowOptions:
         0.1, "This part of data is held out, decided by a hash of the row.", at_least=0, at_most=0.9
     )
     group_column: str = option(GROUP_COLUMN, "This column names the group of a task, by which success is reported.")
+
+
+def idle_options(options: RowOptions) -> str:
+    """Say which option has no effect because of the others, "" if each has one."""
+    default = RowOptions()
+    changed = [each.name for each in fields(RowOptions) if getattr(options, each.name) != getattr(default, each.name)]
+    if changed and not options.data:
+        return f"env.{changed[0]} has no effect without env.data"
+    if options.heldout_data and "heldout_fraction" in changed:
+        return "env.heldout_fraction has no effect with env.heldout_data"
+    return ""
 
 
 def tasks_of_data(

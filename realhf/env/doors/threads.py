@@ -55,15 +55,7 @@ class Threads:
         if self._stuck >= MOST_STUCK:
             raise EnvironmentFailure("capacity", f"{self._name}: {self._stuck} calls have not returned")
         job = _Job(work, after)
-        with self._lock:
-            self._waiting += 1
-            more = self._waiting > self._idle and self._threads < self._size + self._stuck
-            if more:
-                self._threads += 1
-                self._idle += 1
-        self._queue.put(job)
-        if more:
-            threading.Thread(target=self._serve, name=f"{self._name} tools", daemon=True).start()
+        self._submit(job)
         try:
             result, error = await job.future
         except asyncio.CancelledError:
@@ -73,14 +65,24 @@ class Threads:
             raise error
         return result
 
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            self._waiting += 1
+            more = self._waiting > self._idle and self._threads < self._size + self._stuck
+            if more:
+                self._threads += 1
+                self._idle += 1
+        self._queue.put(job)
+        if more:
+            threading.Thread(target=self._serve, name=f"{self._name} tools", daemon=True).start()
+
     def _give_up(self, job: _Job) -> None:
         with self._lock:
             job.given_up = True
             finished = job.finished
             self._stuck += job.started and not finished
-            self._waiting += finished
         if finished:
-            self._queue.put(job)  # its thread could not know, so another one runs what comes after
+            self._submit(job)  # its thread could not know, so another one runs what comes after
 
     def _serve(self) -> None:
         while True:

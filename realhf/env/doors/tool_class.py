@@ -11,7 +11,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from realhf.api.environment import AssistantMessage, EnvironmentDefinition, EnvironmentSpec, Opening, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    Turn,
+)
 from realhf.env.doors.author import class_parts, place_of, takes
 from realhf.env.doors.checks import BrokenContract
 from realhf.env.doors.tasks import Row
@@ -47,7 +54,7 @@ def read_class(kind: type[Any]) -> ToolClass:
         place = place_of(kind.get_reward)
         raise ValueError(f"{kind.__name__}.get_reward must take no arguments: {error} ({place})") from None
     methods = [tool.function for tool in tools.values()]
-    methods += [getattr(kind, name, None) for name in ("reset", "get_reward", "close", "metrics")]
+    methods += [getattr(kind, name, None) for name in ("reset", "get_reward", "close", "metrics") if name not in tools]
     blocking = not any(inspect.iscoroutinefunction(inspect.unwrap(each)) for each in methods if callable(each))
     schemas = tuple(tool.schema for tool in tools.values())
     return ToolClass(kind, tools, schemas, blocking, takes(kind.reset, "seed"))
@@ -74,6 +81,10 @@ class ToolClassEnvironment:
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Answer the tool calls of a turn. A turn without any ends the episode."""
+        if self._play.lost:
+            raise EnvironmentFailure(
+                "lost", "the call before was cancelled and may still be running; reset begins anew"
+            )
         return await self._play.turn(message)
 
     async def close(self) -> None:

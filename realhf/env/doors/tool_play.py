@@ -19,7 +19,7 @@ from realhf.env.doors.checks import (
 from realhf.env.doors.faults import failure_of, of_task
 from realhf.env.doors.threads import Threads
 from realhf.env.doors.tools import Tool, arguments_for, short, unknown_tool
-from realhf.env.doors.values import shown
+from realhf.env.doors.values import copied, shown
 
 T = TypeVar("T")
 
@@ -64,8 +64,12 @@ class ToolPlay:
 
     async def close(self) -> None:
         """Close the instance if there is one that can be closed."""
-        if self._instance is not None and not self.lost and hasattr(self._class.kind, "close"):
+        if not self.lost and callable(self._own("close")):
             await self._run(partial(self._call, "close", {}))
+
+    def _own(self, name: str) -> Any:
+        """An attribute of the instance that is for the door; None where there is none, or where it is a tool."""
+        return None if name in self._class.tools else getattr(self._instance, name, None)
 
     async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
         self._method = "__init__"
@@ -95,7 +99,7 @@ class ToolPlay:
             "tool_failures": float(self._failures),
         }
         self._method = "metrics"
-        if (own := getattr(self._instance, "metrics", None)) is not None:
+        if (own := self._own("metrics")) is not None:
             metrics |= checked_numbers(await self._call("metrics", {}) if callable(own) else own, "metrics")
         return Turn(answers, ended, reward, components, metrics, final=True)
 
@@ -136,8 +140,17 @@ class ToolPlay:
             return result
         if inspect.iscoroutinefunction(method):
             return await method(**arguments)
-        result = await self._in_thread(partial(method, **arguments))
+        result = await self._in_thread(partial(self._in_a_thread_of_its_own, method, arguments))
         return await result if inspect.isawaitable(result) else result
+
+    def _in_a_thread_of_its_own(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a method. What is raised here cannot be the event loop's, though it may look so there."""
+        try:
+            return method(**arguments)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise self._failure(error, on_loop=False) or error from error
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do the work of a method: all of it in one thread if the class blocks, else on the event loop."""
@@ -154,23 +167,23 @@ class ToolPlay:
 
     def _close_at_last(self) -> None:
         """Close the instance from the thread that used it last, if that needs no event loop."""
-        close = getattr(self._instance, "close", None)
+        close = self._own("close")
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
 
     async def _guarded(self, work: Awaitable[T]) -> T:
-        kind = self._class.kind
         try:
             return await work
         except BaseException as error:
-            where, method = (
-                f"{kind.__name__}.{self._method} {of_task(self._task, self._seed)}",
-                getattr(kind, self._method, kind),
-            )
-            failure = failure_of(error, where, kind, method, on_loop=not self._class.blocking)
+            failure = self._failure(error, on_loop=not self._class.blocking)
             if failure is None:
                 raise
             raise failure from error
+
+    def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
+        kind = self._class.kind
+        where = f"{kind.__name__}.{self._method} {of_task(self._task, self._seed)}"
+        return failure_of(error, where, kind, getattr(kind, self._method, None), on_loop=on_loop)
 
 
 def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
@@ -192,13 +205,6 @@ def _with_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessa
             changed = {**messages[number], "content": messages[number]["content"] + text}
             return [*messages[:number], changed, *messages[number + 1 :]]
     return [*messages, {"role": "user", "content": text}]
-
-
-def copied(value: Any) -> Any:
-    """A JSON value that the author's code may change."""
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _reason(error: Exception) -> str:

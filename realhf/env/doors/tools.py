@@ -11,8 +11,10 @@ from realhf.env.doors.checks import json_problem
 from realhf.env.doors.schemas import Signature, json_schema, signature_of
 from realhf.env.doors.values import close_to, coerced
 
-NOT_TOOLS = frozenset({"reset", "get_reward", "close", "metrics", "tasks", "demonstrate"})
+NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate"})
 """Public methods that are no tools: what the door itself calls."""
+NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
+"""The same for methods without arguments; one that takes an argument, such as ``close(door)``, is a tool."""
 LONGEST_NAME = 60
 
 
@@ -41,10 +43,12 @@ def tools_of(kind: type[Any]) -> dict[str, Tool]:
         function = raw.__func__ if isinstance(raw, classmethod) else raw
         if name.startswith("_") or name in NOT_TOOLS or not inspect.isfunction(function):
             continue
+        if name in NOT_TOOLS_ALONE and len(inspect.signature(function).parameters) < 2:
+            continue
         try:
             signature = signature_of(function)
             schema = json_schema(function, signature)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"the tool {kind.__name__}.{name}: {error} ({place_of(function)})") from None
         schema["function"]["name"] = name
         is_async = inspect.iscoroutinefunction(inspect.unwrap(function))

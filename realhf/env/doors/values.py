@@ -77,6 +77,13 @@ def described(hint: Any) -> str:
     return "an object" if isinstance(kind, type) else str(hint)
 
 
+def copied(value: Any) -> Any:
+    """A JSON value that the author's code may change."""
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 class _Short(reprlib.Repr):
     """Shortens values of any size and depth; ``repr`` itself refuses to write very large numbers."""
 
@@ -117,8 +124,8 @@ def _scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
     if not strict:
         if isinstance(value, str):
             return _from_text(value, kind, name)
-        if kind is str and isinstance(value, (bool, int, float)):
-            return str(value).lower() if isinstance(value, bool) else shown(value)
+        if kind is str and isinstance(value, (bool, int, float)) and abs(value) < 1 << 1023:
+            return str(value).lower() if isinstance(value, bool) else str(value)
         if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e18:
             return int(value)
     raise _refused(value, kind, name)

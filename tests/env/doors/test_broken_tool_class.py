@@ -96,9 +96,10 @@ async def test_a_broken_class_fails_its_episode_and_names_the_line(build: Build,
     assert re.search(sentence, await failure(build(text)))
 
 
-async def test_an_interrupt_of_a_thread_is_a_failure_of_its_episode(build: Build) -> None:
+@pytest.mark.parametrize("later", ["", '\n    async def later(self) -> None:\n        """Wait."""\n'])
+async def test_an_interrupt_of_a_thread_is_a_failure_of_its_episode(build: Build, later: str) -> None:
     """It cannot come from a keyboard there."""
-    text = COUNTER.replace(END, "raise KeyboardInterrupt")
+    text = COUNTER.replace(END, "raise KeyboardInterrupt") + later
     assert re.search(r"Counter\.stop .*KeyboardInterrupt:  \(.*line 24\)", await failure(build(text)))
 
 
@@ -153,6 +154,16 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "done = False",
         "system_prompt = 3",
         r"system_prompt of Counter must be text, not 3",
+    ),
+    "demonstrations that need an instance": (
+        "done = False",
+        "def demonstrate(self, request): ...",
+        r"Counter\.demonstrate must be a static method \(.*line 3\)",
+    ),
+    "a choice that cannot be compared": (
+        "amount: int",
+        "amount: __import__('typing').Literal[[1]]",
+        r"the tool Counter\.add: ",
     ),
     "tasks that need an instance": (
         "done = False",

@@ -76,6 +76,8 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
         ({"size": [3]}, r"env\.size must be a whole number"),
         ({"names": ["a", {}]}, r"env\.names\[1\] must be text"),
         ({"heldout_fraction": 2}, r"env\.heldout_fraction=2\.0: must be between 0 and 0\.9"),
+        ({"heldout_data": "x.jsonl"}, r"env\.heldout_data has no effect without env\.data"),
+        ({"data": "x", "heldout_data": "y", "heldout_fraction": 0.5}, r"heldout_fraction has no effect with"),
         ({"data": "none.jsonl"}, r"env\.data=none\.jsonl: there is no such file"),
     ],
 )

@@ -114,6 +114,14 @@ async def test_a_wrong_turn_fails_the_episode(build: Build, returned: str) -> No
     assert caught.value.kind == "internal"
 
 
+async def test_an_author_may_change_the_task(build: Build) -> None:
+    """The next episode of the task is as the first."""
+    environment = build(guess().replace("self.task = task", "task['xs'].append(1); assert task['xs'] == [1]")).make("")
+    row: dict[str, Any] = {"xs": []}
+    for _ in range(2):
+        await environment.reset(row, seed=0)
+
+
 async def test_a_failure_of_the_author_keeps_its_kind(build: Build) -> None:
     text = guess().replace("self.task = task", 'raise EnvironmentFailure("unavailable", "no licence")')
     with pytest.raises(EnvironmentFailure, match="no licence") as caught:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, EnvironmentSpec, ToolCall, Turn
-from realhf.env.doors.checks import BrokenContract
+from realhf.env.doors.checks import BrokenContract, checked_messages
 from realhf.env.doors.load import build_environment
 from tests.env.doors.counter import COUNTER
 
@@ -192,6 +194,35 @@ async def test_a_class_without_rows_has_a_task_for_every_seed(build: Build) -> N
     assert opening.messages[0]["content"] == "Reach 77."
 
 
+async def test_close_and_metrics_with_arguments_are_tools(build: Build) -> None:
+    """As in TRL; without arguments they are the door's."""
+    text = """
+    class House:
+        closed = 0
+
+        def reset(self, **row): ...
+
+        def close(self, door: str) -> str:
+            '''Close a door.
+
+            Args:
+                door: its name
+            '''
+            return f"closed {door}"
+
+        def metrics(self):
+            return {"doors": 2}
+
+        def get_reward(self):
+            return 0
+    """
+    environment = build(text).make("")
+    assert [tool["function"]["name"] for tool in (await environment.reset({}, seed=0)).tools] == ["close"]
+    assert await answer(environment, call("close", door="A")) == ["closed A"]
+    assert (await environment.step(says())).metrics["doors"] == 2.0
+    await environment.close()
+
+
 # ---- calls that go wrong
 
 
@@ -296,6 +327,30 @@ async def test_what_a_tool_returns_or_raises_is_text_for_the_policy(build: Build
     assert text == content or text.startswith(content[:-2])
 
 
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(["add", "stop", "reset", "get_reward", "__init__", "done", ""]) | st.text(max_size=8)
+ARGUMENTS = st.dictionaries(st.sampled_from(["amount", "twice", "self", "__class__"]) | st.text(max_size=5), ANY_JSON)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.builds(ToolCall, NAMES, ARGUMENTS, st.text(max_size=3)), max_size=3))
+def test_whatever_a_policy_calls_each_call_has_an_answer(build: Build, calls: list[ToolCall]) -> None:
+    """Never an exception and never a failure, and the answers are messages as the contract wants them."""
+
+    async def play() -> Turn:
+        environment = build(COUNTER).make("")
+        await environment.reset({}, seed=0)
+        return await environment.step(says(*calls))
+
+    turn = asyncio.run(play())
+    assert len(turn.messages) == len(calls) and turn.reward in (0.0, 1.0)
+    assert checked_messages(turn.messages, "messages") == turn.messages
+
+
 # ---- blocking code
 
 
@@ -357,6 +412,9 @@ async def test_an_instance_whose_call_was_cancelled_is_left_to_its_thread(
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await environment.step(says(call("sleep", seconds=0.4)))
+    with pytest.raises(EnvironmentFailure, match="may still be running") as caught:
+        await environment.step(says(call("sleep", seconds=0.0)))
+    assert caught.value.kind == "lost"
     await environment.reset({"name": "new"}, seed=0)
     assert await answer(environment, call("sleep", seconds=0.0)) == ["slept as new"]
     closed = environment._play._instance.closed  # type: ignore[attr-defined]
