@@ -77,8 +77,10 @@ class Caller:
     def _raised(self, name: str, error: BaseException) -> CallFailed:
         error = error.error if isinstance(error, _Ended) else error
         where = self._code.of_exception(error)
-        if isinstance(error, EnvironmentFailure) and error.kind == "internal" and error.__cause__ is not None:
-            error = error.__cause__
+        if isinstance(error, EnvironmentFailure) and error.kind == "internal":
+            # A door says what an author's code raised as the cause, and what broke the contract without one.
+            refused = error.__context__ if isinstance(error.__context__, BrokenContract) else None
+            error = error.__cause__ or refused or error
         if isinstance(error, BrokenContract):
             what = f"{name} breaks the contract: {quoted(error)}"
             return CallFailed(what, where, alike(what), shape=True)

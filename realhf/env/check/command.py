@@ -94,7 +94,7 @@ def check(order: Order, report: Report, screen: Screen, limit_s: float) -> None:
         left_s = max(1.0, limit_s - (time.monotonic() - began))
         again = Report(order.reference)
         Supervisor(replace(order, again=True), code, again.hear, again.add).run(left_s, _OTHER_SEED)
-        report.compare(again.fingerprints)
+        report.compare(again)
     report.seconds = time.monotonic() - began
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 from realhf.api.environment import Demonstration, DemonstrationRequest, EnvironmentSpec
 from realhf.env.check.calls import Caller, described
@@ -15,6 +17,7 @@ from realhf.env.check.order import (
     FAULT,
     FINDING,
     FINGERPRINTS,
+    FOLDER,
     NOW,
     OK,
     SKIPPED,
@@ -91,8 +94,16 @@ class Judge:
         known = {"name": spec.name, "deterministic": spec.deterministic, "concurrency": spec.concurrency}
         known |= {"scripted": spec.demonstrate is not None, "service": spec.launch.module if spec.launch else ""}
         self._tell(ABOUT, known)
+        self._tell_folder()
         self._end(LOAD, spec.name)
         return spec
+
+    def _tell_folder(self) -> None:
+        """Count the folder of ``module:Name`` to the environment's code, also where it is an installed package."""
+        module = sys.modules.get(self._order.reference.rpartition(":")[0])
+        if file := getattr(module, "__file__", None):
+            self.code.add(str(Path(file).parent))
+            self._tell(FOLDER, str(Path(file).parent))
 
     def _scripts(self, spec: EnvironmentSpec) -> list[Demonstration]:
         """One demonstration of every task and sort of script; a solver that raises is a fault."""

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-NOW, STAGE, VERDICT, FINDING, TIMES, ABOUT, FINGERPRINTS, EXIT, CRASH, END = (
+NOW, STAGE, VERDICT, FINDING, TIMES, ABOUT, FOLDER, FINGERPRINTS, EXIT, CRASH, END = (
     "now",
     "stage",
     "verdict",
     "finding",
     "times",
     "about",
+    "folder",
     "fingerprints",
     "exit",
     "crash",
@@ -23,8 +24,8 @@ NOW, STAGE, VERDICT, FINDING, TIMES, ABOUT, FINGERPRINTS, EXIT, CRASH, END = (
 )
 """Kinds of events. ``now``: a call begins (name, task, seconds that it may take); ``stage`` and ``verdict``: a check
 begins and is over (name, outcome, remark); ``finding`` (index, fields) and ``times`` (index, count); ``about``: a map;
-``fingerprints``: what was played; ``exit``: the environment ends the process (status, place); ``crash``: the check
-itself failed (text); ``end``: all is done."""
+``folder``: one that holds the environment's code; ``fingerprints``: what was played; ``exit``: the environment ends the
+process (status, place); ``crash``: the check itself failed (text); ``end``: all is done."""
 
 OK, FAULT, SKIPPED = "ok", "fault", "not run"
 

@@ -43,8 +43,13 @@ class Report:
         """Take in a finding that the parent made."""
         self.findings.append(finding)
 
-    def compare(self, again: Mapping[str, Sequence[Sequence[str]]]) -> None:
-        """Compare what another process played, which draws its hashes otherwise."""
+    def compare(self, other: Report) -> None:
+        """Compare what another process played, which draws its hashes otherwise; what went wrong there counts."""
+        faults = [finding for finding in other.findings if finding.is_fault]
+        if faults:
+            self.findings += [replace(finding, what=f"in another process, {finding.what}") for finding in faults]
+            return
+        again = other.fingerprints
         mend = "Nothing may depend on hash(), the order of a set, the clock or a process id"
         for key, turns in self.fingerprints.items():
             if key not in again:
@@ -52,10 +57,10 @@ class Report:
                 what = f"another process has other tasks: {key!r} is missing there, {known} is there"
                 self.add(Finding(_DETERMINISM, what, mend))
                 return
-            for number, (one, other) in enumerate(zip(turns, again[key], strict=False)):
-                if one[0] != other[0]:
+            for number, (one, two) in enumerate(zip(turns, again[key], strict=False)):
+                if one[0] != two[0]:
                     name = f"turn {number}" if number else "the opening"
-                    what = f"another process answers otherwise: {name} is {difference(one[1], other[1], 100)}"
+                    what = f"another process answers otherwise: {name} is {difference(one[1], two[1], 100)}"
                     self.add(Finding(_DETERMINISM, what, mend, task=key))
                     return
 

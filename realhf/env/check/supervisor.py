@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.env.check.finding import Finding, quoted
-from realhf.env.check.order import CRASH, END, EXIT, NOW, STAGE, Order
+from realhf.env.check.order import CRASH, END, EXIT, FOLDER, NOW, STAGE, Order
 from realhf.env.check.user_code import UserCode
 
 _GRACE_S = 3.0
@@ -113,7 +113,8 @@ class Supervisor:
                 selector.unregister(reading)
             *lines, self._text = (self._text + found).split(b"\n")
             for line in lines:
-                self._take(json.loads(line))
+                with suppress(json.JSONDecodeError):  # the environment may write to any descriptor of its process
+                    self._take(json.loads(line))
         output = process.stdout
         if output is not None and output.fileno() in ready:
             found = os.read(output.fileno(), _READ_BYTES)
@@ -137,6 +138,8 @@ class Supervisor:
             self._stage, limit_s = values
             self._call, self._task = values[0], ""
             self._silent_at = time.monotonic() + limit_s + _GRACE_S
+        elif kind == FOLDER:
+            self._code.add(values[0])
         elif kind == EXIT:
             self._exit = (values[0], values[1])
         elif kind == CRASH:

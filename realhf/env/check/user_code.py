@@ -34,6 +34,11 @@ class UserCode:
         self._here = _real(os.getcwd())
         self._owned: dict[str, bool] = {}
 
+    def add(self, folder: str) -> None:
+        """Count what lies in a folder to the environment's code, from now on."""
+        self._folders[_real(folder)] = True
+        self._owned.clear()
+
     def owns(self, file: str) -> bool:
         """Return whether ``file`` is the environment's; the deepest known folder above it decides. A file below none
         of them is the environment's, unless it is no file at all (``<frozen ...>``, ``<string>``)."""

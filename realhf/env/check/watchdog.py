@@ -24,6 +24,8 @@ CALL = "environment: "
 """Tasks that call the environment have this before the place in their name."""
 _SAMPLE_S = 0.01
 _MOST_PER_SAMPLE_S = 0.025
+_LEAST_SAMPLES = 3
+"""A callback that slept was seen so often at least; where samples are fewer, the machine had no time for it."""
 
 
 class Block(NamedTuple):
@@ -81,12 +83,16 @@ class LoopWatchdog:
             busy_s = time.thread_time() - began
             self._callback = -number
             seconds = max(busy_s, self._slept_s) - self._collecting_s
-            if seconds >= BLOCKED_S and (where := self._place(callback)):
+            if seconds >= BLOCKED_S and (where := self._place(callback, busy_s)):
                 self._found.append(Block(where, seconds))
 
-    def _place(self, callback: Any) -> str:
+    def _place(self, callback: Any, busy_s: float) -> str:
+        """Where the callback was; "" if it was not in the environment's code, or only waited for a processor."""
+        busy = busy_s - self._collecting_s >= BLOCKED_S
         if self._places:
-            return self._places.most_common(1)[0][0]
+            return self._places.most_common(1)[0][0] if busy or self._places.total() >= _LEAST_SAMPLES else ""
+        if not busy:
+            return ""
         task = getattr(callback, "__self__", None)
         if not isinstance(task, asyncio.Task) or not task.get_name().startswith(CALL):
             return ""

@@ -17,6 +17,7 @@ from realhf.env.check.reference import parse_options
 
 HERE = Path(__file__).parent
 SOUND, HANGS = f"{HERE / 'sound.py'}:Sound", f"{HERE / 'broken' / 'hangs_hard.py'}:Broken"
+SERVED = f"{HERE / 'served.py'}:Served"
 QUICK = ("--instances", "4", "--tasks", "2")
 
 
@@ -70,6 +71,20 @@ def test_a_broken_one_ends_with_1_and_json_is_nothing_but_json(capsys: pytest.Ca
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and "env.size is unknown" in found["findings"][0]["line"]
     assert found["checks"][0] == {"name": "load", "outcome": "fault", "remark": ""}
+
+
+def test_an_environment_with_a_service_is_played_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without one its tasks are judged, and it is said why nothing else is; ``play`` refuses it in a sentence."""
+    assert main(["check", SERVED, *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert "ok       tasks            train: 1 template in 1 group" in shown
+    assert "demonstrations: it is played on the service some.service; start it and give its --address" in shown
+    assert main(["check", SERVED, *QUICK, "--address", "http://127.0.0.1:1"]) == 0
+    assert "ok       instances        4 at once" in capsys.readouterr().out
+    assert main(["play", SERVED]) == 2
+    assert (
+        capsys.readouterr().err == "error: served is played on a service (some.service), which `play` does not start\n"
+    )
 
 
 def test_ctrl_c_ends_the_environments_process_and_says_so() -> None:
