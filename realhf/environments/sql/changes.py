@@ -13,7 +13,7 @@ def set_number(scene: Scene) -> Instance:
     value = scene.rng.choice([value for value in range(SMALLEST, LARGEST + 1) if value != row.number])
     return change(
         scene,
-        f"Set the {number} of {row.name} in {table} to {value}.",
+        f"Set {number} to {value} in {table} where name = '{row.name}'.",
         [f"UPDATE {table} SET {number} = {value} WHERE name = '{row.name}'"],
         _with_number(scene, row, value),
     )
@@ -23,7 +23,7 @@ def delete(scene: Scene) -> Instance:
     """Delete a row."""
     return change(
         scene,
-        f"Delete {scene.target.name} from {scene.table}.",
+        f"Delete the row in {scene.table} where name = '{scene.target.name}'.",
         [f"DELETE FROM {scene.table} WHERE name = '{scene.target.name}'"],
         _without(scene, scene.target),
     )
@@ -35,7 +35,7 @@ def insert(scene: Scene) -> Instance:
     values = f"{new.id}, '{new.name}', '{new.text}', {new.number}"
     return change(
         scene,
-        f"Add this row to {scene.table}: {values}.",
+        f"Add the row {values} to {scene.table}.",
         [f"INSERT INTO {scene.table} VALUES ({values})"],
         (*scene.rows, new),
     )
@@ -47,7 +47,7 @@ def raise_numbers(scene: Scene) -> Instance:
     step = scene.rng.randint(2, 9)
     return change(
         scene,
-        f"Add {step} to the {number} of all rows of {table} with the {text} '{value}'.",
+        f"Add {step} to {number} in {table} where {text} = '{value}'.",
         [f"UPDATE {table} SET {number} = {number} + {step} WHERE {text} = '{value}'"],
         scene.changed(lambda row: row._replace(number=row.number + step) if row.text == value else row),
     )
@@ -60,7 +60,7 @@ def transfer(scene: Scene) -> Instance:
     wanted = {giver: giver.number - moved, taker: taker.number + moved}
     return change(
         scene,
-        f"Move {moved} of the {number} in {table} from {giver.name} to {taker.name}.",
+        f"Move {moved} of {number} in {table} from name = '{giver.name}' to name = '{taker.name}'.",
         [
             f"UPDATE {table} SET {number} = {number} - {moved} WHERE name = '{giver.name}'",
             f"UPDATE {table} SET {number} = {number} + {moved} WHERE name = '{taker.name}'",
@@ -74,7 +74,7 @@ def copy_number(scene: Scene) -> Instance:
     table, number, source, target = scene.table, scene.number, scene.target, scene.other
     return change(
         scene,
-        f"Set the {number} of {target.name} in {table} to that of {source.name}.",
+        f"Set {number} in {table} where name = '{target.name}' to that where name = '{source.name}'.",
         [
             f"SELECT {number} FROM {table} WHERE name = '{source.name}'",
             f"UPDATE {table} SET {number} = {source.number} WHERE name = '{target.name}'",
@@ -91,7 +91,7 @@ def archive(scene: Scene) -> Instance:
     after = scene.table_of(before.name, [*kept, target])
     return change(
         scene,
-        f"Move {target.name} from {table} to {before.name}.",
+        f"Move the row where name = '{target.name}' from {table} to {before.name}.",
         [
             f"INSERT INTO {before.name} SELECT * FROM {table} WHERE name = '{target.name}'",
             f"DELETE FROM {table} WHERE name = '{target.name}'",
@@ -114,7 +114,7 @@ def rename(scene: Scene) -> Instance:
     )
     return change(
         scene,
-        f"Rename the {text} '{old}' to '{new}' in {scene.table} and {linked.name}.",
+        f"Change {text} = '{old}' to {text} = '{new}' in {scene.table} and {linked.name}.",
         [f"UPDATE {name} SET {text} = '{new}' WHERE {text} = '{old}'" for name in (scene.table, linked.name)],
         scene.changed(lambda row: row._replace(text=new) if row.text == old else row),
         (linked, after),
