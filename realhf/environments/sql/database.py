@@ -164,13 +164,15 @@ class Database:
         cursor = self._connection.execute(statement)
         try:
             rows = tuple(cursor.fetchmany(self._limits.rows + 1))
-            writes = cursor.description is None or self._connection.total_changes != before
+            has_columns = cursor.description is not None
         finally:
             cursor.close()
+        # A change that returns rows counts them when it is closed.
+        changed = self._connection.total_changes - before
         return Result(
             rows[: self._limits.rows],
             len(rows) > self._limits.rows,
-            self._connection.total_changes - before if writes else None,
+            None if has_columns and not changed else changed,
             read=frozenset(self._read),
         )
 

@@ -40,7 +40,7 @@ def result_text(result: Result, most_chars: int) -> str:
     """Return what a statement did in at most ``most_chars`` characters: rows, one a line with | between the values;
     how many rows it changed; or its error."""
     if result.error:
-        return shorten(f"error: {result.error}", most_chars)
+        return shorten(f"error: {_printable(result.error)}", most_chars)
     if result.changed is not None and not result.rows:
         return f"ok, {result.changed} row{'' if result.changed == 1 else 's'} changed"
     lines = [row_text(row) for row in result.rows]

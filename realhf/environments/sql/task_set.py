@@ -58,7 +58,7 @@ class SqlTaskSet:
         """Return the instance that ``seed`` draws. Raises KeyError for a template that is not in the set."""
         group = self.group_of[template_id]
         payload = {"template": template_id, "split": self.split, "seed": seed}
-        return Task(f"{template_id}:{self.split}:{seed}", group, payload, tags=(group,), seed=seed)
+        return Task(f"{template_id}:{self.split}:{seed}", group, payload, seed=seed)
 
 
 def draw_instance(payload: Mapping[str, Any]) -> Instance:

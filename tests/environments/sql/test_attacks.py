@@ -24,8 +24,8 @@ INSTANCE = draw_instance(SqlTaskSet().instantiate("archive", 1).payload)
 
 
 def written_bytes() -> int:
-    """Bytes that this process has handed to the kernel in any write."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+    """Bytes that this thread has handed to the kernel in any write."""
+    lines = Path("/proc/thread-self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 

@@ -90,6 +90,12 @@ def test_a_result_has_at_most_so_many_rows(database: Database):
     assert (result.rows, result.more) == (((8,), (7,), (6,), (5,)), True)
 
 
+def test_a_change_is_whole_although_not_all_of_its_rows_are_read(database: Database):
+    result = database.execute("DELETE FROM small_things RETURNING id")
+    assert (len(result.rows), result.more, result.changed) == (4, True, 8)
+    assert database.rows()["small_things"] == {}
+
+
 def test_steps_end_a_statement_at_the_same_place_every_time():
     """How far a change came is no question of time: it is undone."""
     found = []
