@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,7 @@ import torch
 from rich.console import Console
 
 from realhf.api.config import AsyncConfig, GenConfig
+from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import NoTrace
@@ -30,6 +32,9 @@ from realhf.aws.validation.static_checks import template_problems
 from realhf.aws.validation.validation import validate
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
+from realhf.env.doors.author import Traits
+from realhf.env.doors.dataset import DatasetOptions
+from realhf.env.doors.load import build_environment
 from realhf.launch import processes
 from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.client.aws_env import AwsEnv
@@ -44,7 +49,18 @@ from tests.rollout.fake_env_server import FakeEnvServer
 ROOT = Path(__file__).resolve().parents[2]
 EXTEND = ROOT / "docs" / "extend"
 EXAMPLES = EXTEND / "examples"
-PAGES = ("README", "agent", "backend", "data_source", "environment", "generation_engine", "metric", "scheduler", "task")
+PAGES = (
+    "README",
+    "agent",
+    "backend",
+    "data_source",
+    "environment",
+    "generation_engine",
+    "metric",
+    "remote_environment",
+    "scheduler",
+    "task",
+)
 SHOWN = re.compile(
     r"\[(?P<name>[\w.]+)\]\(examples/(?P=name)\):\n\n```(?:python|yaml)\n(?P<code>.*?)^```$", re.M | re.S
 )
@@ -313,6 +329,81 @@ async def test_the_agent_plays(
 
 
 # ---- environment
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+async def test_the_class_with_tools_is_played(split: str) -> None:
+    """Halving finds the number within seven guesses, a wrong call is answered, and an idle policy earns nothing."""
+    spec = build_environment(str(EXAMPLES / "guess_tools.py"), {})
+    tasks, environment = spec.tasks(split), spec.make("")
+    [template] = tasks.group_of
+    for seed in range(20):
+        task = tasks.instantiate(template, seed)
+        opening = await environment.reset(task.payload, seed=task.seed)
+        assert [tool["function"]["name"] for tool in opening.tools] == ["guess"]
+        turn = await environment.step(AssistantMessage("", (ToolCall("guess", {"number": "many"}),)))
+        assert "must be a whole number" in turn.messages[0]["content"] and turn.reward == 0.0
+        low, high = 1, 100
+        while not turn.done:
+            middle = (low + high) // 2
+            turn = await environment.step(AssistantMessage("", (ToolCall("guess", {"number": middle}),)))
+            low, high = (middle + 1, high) if turn.messages[0]["content"] == "higher" else (low, middle - 1)
+        assert (turn.reward, turn.metrics["success"], turn.metrics["tool_failures"]) == (1.0, 1.0, 1.0)
+        assert turn.metrics["tool_calls"] <= 8
+        await environment.reset(task.payload, seed=task.seed)
+        idle = await environment.step(AssistantMessage("50, I guess"))
+        assert (idle.done, idle.reward, idle.metrics["success"]) == (True, 0.0, 0.0)
+
+
+async def test_the_class_with_messages_is_played() -> None:
+    """It has options and tasks of its own; the same seed brings the same number back."""
+    spec = build_environment(str(EXAMPLES / "guess_messages.py"), {"most_guesses": 15})
+    assert spec.system_prompt and spec.tasks("train").groups == ("1", "2", "3")
+    assert not set(spec.tasks("train").group_of) & set(spec.tasks("heldout").group_of)
+    environment = spec.make("")
+    for template in spec.tasks("heldout").group_of:
+        task = spec.tasks("heldout").instantiate(template, 5)
+        await environment.reset(task.payload, seed=task.seed)
+        assert (await environment.step(AssistantMessage("⁵"))).reward == -0.1
+        low, high, done, said = 1, task.payload["highest"], False, 0
+        while not done:
+            said = (low + high) // 2
+            turn = await environment.step(AssistantMessage(str(said)))
+            done = turn.done
+            if not done:
+                low, high = (said + 1, high) if turn.messages[0]["content"] == "Higher." else (low, said - 1)
+        await environment.reset(task.payload, seed=task.seed)
+        assert (await environment.step(AssistantMessage(str(said)))).metrics == {"success": 1.0}
+
+
+async def test_the_verifier_judges_the_last_word(tmp_path: Path) -> None:
+    """Its own rows share no question; without ``tasks`` the page's option brings them from a file."""
+    spec = build_environment(str(EXAMPLES / "sums.py"), {})
+    tasks = {split: spec.tasks(split) for split in ("train", "heldout")}
+    assert {split: len(each.group_of) for split, each in tasks.items()} == {"train": 320, "heldout": 80}
+    rows = [each.instantiate(name, 0).payload for each in tasks.values() for name in each.group_of]
+    assert len({row["prompt"] for row in rows}) == 400
+    environment = spec.make("")
+    for text, reward in ((f"It is {rows[0]['answer']}", 1.0), ("It is 5000", 0.0), ("", 0.0)):
+        await environment.reset(rows[0], seed=0)
+        assert (await environment.step(AssistantMessage(text))).reward == reward
+    source = (EXAMPLES / "sums.py").read_text(encoding="utf-8")
+    (tmp_path / "own.py").write_text(source[: source.index("def tasks")] + source[source.index("def reward") :])
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = build_environment(str(tmp_path / "own.py"), {"data": "rows.jsonl", "heldout_fraction": 0.2})
+    assert 40 < len(own.tasks("heldout").group_of) < 120
+
+
+def test_the_tables_of_the_page_name_what_there_is() -> None:
+    """Every option of rows, and every attribute that a class may add, stands in a table and works."""
+    text = page("environment")
+    for each in fields(DatasetOptions):
+        assert f"`env.{each.name}`" in text
+    for name in (*Traits._fields, "Options", "tasks(split)", "done", "metrics", "close()"):
+        assert f"`{name}`" in text
+
+
+# ---- remote environment
 
 
 def test_the_environment_is_played_over_the_wire() -> None:
