@@ -87,8 +87,8 @@ def traits_of(kind: Any) -> Traits:
 
 
 @dataclass
-class _NoOptions:
-    """The options of a class that declares none."""
+class NoOptions:
+    """The options of an environment that has none."""
 
 
 class ClassParts(NamedTuple):
@@ -104,10 +104,10 @@ class ClassParts(NamedTuple):
 def class_parts(kind: type[Any], *, seeded: bool, check: Callable[[Row], None] = lambda row: None) -> ClassParts:
     """Read a class. Its options are those of its nested dataclass ``Options`` and, where neither it nor its module
     brings ``tasks(split)``, those that say where rows come from. ``seeded``: its reset draws from the seed what a row
-    leaves open. ``check`` raises ValueError for a row that will
-    not do. Raises ValueError for what the class declares wrongly."""
+    leaves open. ``check`` raises ValueError for a row that will not do. Raises ValueError for what the class declares
+    wrongly."""
     own, function = own_options(kind), tasks_function(kind)
-    options = own or _NoOptions
+    options = own or NoOptions
     if function is None and "data" not in {each.name for each in fields(options)}:
         options = _with_rows(options)
 
@@ -127,10 +127,12 @@ def class_parts(kind: type[Any], *, seeded: bool, check: Callable[[Row], None] =
 
 
 def _with_rows(options: type[Any]) -> type[Any]:
-    """The dataclass with the options of ``RowOptions`` added; an instance of it is one of the original, too."""
+    """The dataclass with the options of ``RowOptions`` added that it lacks; its instances are the original's, too."""
+    known = {each.name for each in fields(options)}
     added = [
         (each.name, each.type, field(default=each.default, metadata=each.metadata, kw_only=True))
         for each in fields(RowOptions)
+        if each.name not in known
     ]
     frozen = options.__dataclass_params__.frozen
     return make_dataclass(options.__name__, added, bases=(options,), frozen=frozen)

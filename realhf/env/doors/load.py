@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ from realhf.api.config.option import problems
 from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
 from realhf.base.plugin import load_plugin, located
 from realhf.builtins import environments, registered_names
-from realhf.env.doors.author import place_of, raised
+from realhf.env.doors.author import NoOptions, place_of, raised
 from realhf.env.doors.dataset import dataset, is_verifier
 from realhf.env.doors.message_class import message_class
 from realhf.env.doors.tool_class import tool_class
@@ -24,11 +24,6 @@ EXPECTED = (
     "reset(task, *, seed) and step(message), or a function reward(completion, **row)"
 )
 MOST_PROBLEMS = 8
-
-
-@dataclass
-class NoOptions:
-    """The options of an environment that has none."""
 
 
 def definition_of(reference: str) -> EnvironmentDefinition:

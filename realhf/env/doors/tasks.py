@@ -89,6 +89,7 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
     rows are added or moved. A named ``group_column`` must be in every row; ``group`` may be missing. Raises ValueError
     that says where the row stands."""
     tasks: dict[str, Task] = {}
+    copies: dict[str, int] = {}
     for row in rows:
         group = row.values.get(group_column, ONE_GROUP if group_column == GROUP_COLUMN else None)
         if not isinstance(group, (str, int)):
@@ -97,9 +98,10 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
         name = str(named) if isinstance(named, (str, int)) and str(named) else _digest(row.values)[:16]
         if name in tasks and isinstance(named, (str, int)):
             raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too")
-        copies = 1
-        while (own := name if copies == 1 else f"{name}-{copies}") in tasks:
-            copies += 1
+        own = name
+        while own in tasks:
+            copies[name] = copies.get(name, 1) + 1
+            own = f"{name}-{copies[name]}"
         tasks[own] = Task(own, str(group), row.values)
     return [*tasks.values()]
 

@@ -22,7 +22,7 @@ from realhf.api.environment import (
 from realhf.env.doors.author import class_parts, place_of, takes
 from realhf.env.doors.checks import BrokenContract
 from realhf.env.doors.tasks import Row
-from realhf.env.doors.threads import Threads
+from realhf.env.doors.threads import MOST_THREADS, Threads
 from realhf.env.doors.tool_play import ToolClass, ToolPlay, messages_of
 from realhf.env.doors.tools import tools_of
 
@@ -34,7 +34,7 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
     parts = class_parts(kind, seeded="seed" in inspect.signature(kind.reset).parameters, check=_check_prompt)
 
     def build(options: Any) -> EnvironmentSpec:
-        threads = Threads(kind.__name__)
+        threads = Threads(kind.__name__, max(MOST_THREADS, parts.traits.concurrency or 0))
         return EnvironmentSpec(
             kind.__name__,
             lambda _: ToolClassEnvironment(about, lambda: parts.instance(options), threads),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,14 @@ def test_held_out_data_shares_no_question_with_training(build: Build, sums: Path
     held_out.write_text('{"prompt": "new?", "answer": 1}\n{"prompt": "3 + 3?", "answer": 7}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"heldout\.jsonl, line 2 is also a training task \(.*sums\.jsonl, line 4\)"):
         build(REWARD, data=str(sums), heldout_data="heldout.jsonl")
+
+
+def test_rows_that_are_alike_are_tasks_of_their_own(build: Build, tmp_path: Path) -> None:
+    """As many as one likes; a file that repeats one row has no other to hold out."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 20_000, encoding="utf-8")
+    spec = build(REWARD, data="rows.jsonl", heldout_fraction=0)
+    before = time.process_time()
+    assert len(spec.tasks("train").group_of) == 20_000 and time.process_time() - before < 1
 
 
 def test_rows_of_one_question_are_on_one_side(build: Build, tmp_path: Path) -> None:
