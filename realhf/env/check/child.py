@@ -1,4 +1,4 @@
-"""Is the process that an environment is checked in: ``python -m realhf.env.check.child DESCRIPTOR DUMP ORDER``.
+"""Is the process that an environment is checked in: ``python -m realhf.env.check.child DESCRIPTOR FOLDER``.
 
 It may hang, exit or crash at any point, because the environment's code runs in it; ``supervisor`` watches it.
 """
@@ -11,21 +11,23 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from realhf.env.check.judge import Judge
-from realhf.env.check.order import CRASH, END, EXIT, Order, Reporter
+from realhf.env.check.order import CRASH, DUMP, END, EXIT, ORDER, Order, Reporter
 from realhf.env.containment.sandbox import die_with_parent
 
 
 def main(argv: Sequence[str]) -> int:
     """Check what the order says and report. Returns the exit status."""
     die_with_parent()
-    descriptor, dump, order = int(argv[0]), argv[1], Order.from_text(argv[2])
+    descriptor, folder = int(argv[0]), Path(argv[1])
+    order = Order.from_text((folder / ORDER).read_text(encoding="utf-8"))
     os.set_inheritable(descriptor, False)
     reporter = Reporter(descriptor)
     # The file stays open as long as the process lives: a crash writes to it.
-    file = open(dump, "w")  # noqa: SIM115
+    file = open(folder / DUMP, "w")  # noqa: SIM115
     faulthandler.enable(file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     judge = Judge(order, reporter)

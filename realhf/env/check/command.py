@@ -93,7 +93,9 @@ def check(order: Order, report: Report, screen: Screen, limit_s: float) -> None:
     if report.fingerprints and not report.faults:
         left_s = max(1.0, limit_s - (time.monotonic() - began))
         again = Report(order.reference)
-        Supervisor(replace(order, again=True), code, again.hear, again.add).run(left_s, _OTHER_SEED)
+        Supervisor(replace(order, again=tuple(report.fingerprints)), code, again.hear, again.add).run(
+            left_s, _OTHER_SEED
+        )
         report.compare(again)
     report.seconds = time.monotonic() - began
 

@@ -18,6 +18,8 @@ _ROUNDS = 3
 _LEAST_EPISODES = 20
 _SHARE, _THREAD_SHARE = 10, 4
 """One thing left behind by so many episodes is a leak. Pools of threads fill up slowly, so more of these may be new."""
+_ROUND_S = 8.0
+"""A round that took longer is followed by smaller ones, in seconds."""
 _SETTLED_S = 0.5
 """How long a closed instance may take to let go of what it held, in seconds."""
 
@@ -29,15 +31,19 @@ async def check_crowd(
     one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises Broken
     when an answer did not come."""
     played, seconds = arena.turns, 0.0
-    waves = max(1, math.ceil(_LEAST_EPISODES / count))
+    episodes = 0
     held: list[Held] = []
-    for _ in range(_ROUNDS):
+    for number in range(_ROUNDS):
         began = time.monotonic()
+        waves = max(1, math.ceil(_LEAST_EPISODES / count)) if not arena.was_cut else 1
         for _ in range(waves):
             await _play_at_once(arena, cases, alone, count)
         seconds += time.monotonic() - began
         held.append(await _settled(book, held[-1] if held else None))
-    episodes = waves * count
+        episodes = waves * count
+        if number == 0 and seconds > _ROUND_S:
+            # Those that go on must be as many in all further rounds, or nothing could be compared.
+            arena.was_cut, count = True, max(2, int(count * _ROUND_S / seconds))
     for kind, more, place in held[-1].grown_since(held[-2]):
         if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
             what = f"{episodes} closed instances left {more} {kind} behind"
@@ -61,12 +67,8 @@ async def _play_at_once(arena: Arena, cases: Sequence[Case], alone: Mapping[str,
             mend = (
                 "Keep what an episode changes in the instance (self), not in the class, the module or a shared object"
             )
-            arena.add(Finding("instances", what, mend, _place(arena), task, kind="otherwise"))
-
-
-def _place(arena: Arena) -> str:
-    environment = arena.make()
-    return arena.place(environment, "reset")
+            place = arena.place(None, "reset")
+            arena.add(Finding("instances", what, mend, place, task, kind="otherwise"))
 
 
 async def _play_among_others(arena: Arena, case: Case) -> list[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -66,9 +68,23 @@ class Arena:
         self.add = add
         self.tools: dict[str, Mapping[str, Any]] = {}
         self.turns = 0
+        self.was_cut = False
+        """Whether the check that is running left something out because its time was up."""
+        self._late_at = math.inf
         self._places: dict[str, str] = {}
         self._address = address
         self._caller = caller
+
+    def begin(self, seconds: float) -> None:
+        """Give the next check its time; it may take longer by one episode."""
+        self._late_at = time.monotonic() + seconds
+        self.was_cut = False
+
+    def is_late(self) -> bool:
+        """Return whether the time of the check is up; what it has not played yet it leaves out then."""
+        late = time.monotonic() > self._late_at
+        self.was_cut = self.was_cut or late
+        return late
 
     def make(self) -> Environment:
         """Return a new instance. Raises Broken."""
@@ -160,8 +176,11 @@ class Arena:
         shown = f"{what} (the answer to {said})" if said else what
         self.add(Finding(method, shown, mend or _mend_shape(what), where, task, kind=alike(what)))
 
-    def place(self, environment: Environment, method: str) -> str:
-        """Return where the environment's own code defines ``method``, or what a door calls in its place."""
+    def place(self, environment: Environment | None, method: str) -> str:
+        """Return where the environment's own code defines ``method``, or what a door calls in its place; without an
+        instance, if that has been found out."""
+        if environment is None:
+            return self._places.get(method, "")
         if not self._places.get(method):
             self._places[method] = defined_at(environment, method, self.code)
         return self._places[method]

@@ -27,14 +27,17 @@ begins and is over (name, outcome, remark); ``finding`` (index, fields) and ``ti
 ``folder``: one that holds the environment's code; ``fingerprints``: what was played; ``exit``: the environment ends the
 process (status, place); ``crash``: the check itself failed (text); ``end``: all is done."""
 
+ORDER, DUMP = "order.json", "dump"
+"""Files of a check: what the child is to do, and where it writes the stacks of its threads."""
 OK, FAULT, SKIPPED = "ok", "fault", "not run"
 
 
 @dataclass(frozen=True)
 class Order:
     """What is checked. ``timeout_s`` bounds one call of the environment, ``slow_s`` loading it and making its tasks;
-    ``instances`` live at once; ``most_turns`` must end an episode; ``most_tasks`` are played; ``again`` asks only for
-    the fingerprints of what another process played. ``address`` is that of the environment's service."""
+    ``instances`` live at once; ``most_turns`` must end an episode; ``most_tasks`` are played. ``address`` is that of
+    the environment's service. ``again``: the cases that another process played; if there are some, only their
+    fingerprints are wanted."""
 
     reference: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +47,7 @@ class Order:
     most_turns: int = 100
     most_tasks: int = 8
     address: str = ""
-    again: bool = False
+    again: tuple[str, ...] = ()
 
     def to_text(self) -> str:
         """Return the order as JSON."""

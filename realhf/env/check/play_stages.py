@@ -41,6 +41,8 @@ async def check_openings(arena: Arena, tasks: Sequence[Sampled]) -> list[Sampled
     await arena.close(arena.make())
     playable, patience = [], _Patience()
     for sampled in tasks:
+        if playable and arena.is_late():
+            break
         environment = arena.make()
         try:
             await arena.reset(environment, sampled)
@@ -61,6 +63,8 @@ async def check_wrong_messages(arena: Arena, tasks: Sequence[Sampled]) -> int:
         environment, opening = None, None
         try:
             for said in wrong_messages([*arena.tools.values()]):
+                if arena.is_late():
+                    return arena.turns - before
                 try:
                     if environment is None:
                         environment = arena.make()
@@ -111,6 +115,8 @@ async def check_end(arena: Arena, sampled: Sampled, most_turns: int, demonstrate
             for turns, message in enumerate(script, 1):
                 if ends(await arena.step(environment, sampled, message)):
                     return turns
+                if arena.is_late():
+                    return 0
         what = f"no episode ended within {most_turns} turns"
         mend = "End an episode after a number of turns (done=True), whatever the policy says"
         if demonstrated:
@@ -131,6 +137,8 @@ async def check_determinism(arena: Arena, cases: Sequence[Case]) -> dict[str, li
     found: dict[str, list[Any]] = {}
     patience = _Patience()
     for case, other in zip(cases, [*cases[1:], *cases[:1]], strict=True):
+        if found and arena.is_late():
+            break
         task = case.sampled.task.id
         try:
             found[case.key] = await arena.play(case)
@@ -170,6 +178,8 @@ async def check_demonstrations(arena: Arena, demonstrations: Sequence[Demonstrat
     """Play scripts: each must end with its last turn, in success or without as it is labelled."""
     patience = _Patience()
     for script in demonstrations:
+        if arena.is_late():
+            return
         environment = arena.make()
         try:
             await _check_script(arena, environment, script)

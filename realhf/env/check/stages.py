@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from realhf.api.environment import TRAIN, Demonstration
@@ -30,6 +31,8 @@ OPENINGS, DETERMINISM, INSTANCES, WRONG, END, DEMONSTRATIONS = PLAYED = (
     "demonstrations",
 )
 EVENT_LOOP = "event loop"
+_STAGE_S = 20.0
+"""Time of one check, in seconds: of an environment that is slow, less is played."""
 _SCRIPTED_CASES = 4
 
 
@@ -63,12 +66,20 @@ class Stages:
         """Return the checks by name, in order. Each returns a remark, and raises Broken when nothing more can be
         played."""
         checks = (self._openings, self._determinism, self._instances, self._wrong, self._end, self._demonstrations)
-        return dict(zip(PLAYED, checks, strict=True))
+        return {name: partial(self._timed, check) for name, check in zip(PLAYED, checks, strict=True)}
+
+    async def _timed(self, check: Callable[[], Awaitable[str]]) -> str:
+        self._arena.begin(_STAGE_S)
+        remark = await check()
+        return f"{remark}, cut short after {_STAGE_S:g} s".lstrip(", ") if self._arena.was_cut else remark
 
     async def play_again(self) -> Mapping[str, Sequence[Any]]:
-        """Play what the determinism check of another process has played. Returns the transcripts."""
+        """Play what the determinism check of another process has played, as far as it is there. Returns the
+        transcripts."""
+        self._arena.begin(_STAGE_S)
         await self._openings()
-        return {case.key: await self._arena.play(case) for case in self._cases()}
+        wanted = {*self._order.again}
+        return {case.key: await self._arena.play(case) for case in self._cases() if case.key in wanted}
 
     def _cases(self) -> list[Case]:
         scripted = self._scripts[:: max(1, len(self._scripts) // _SCRIPTED_CASES)][:_SCRIPTED_CASES]

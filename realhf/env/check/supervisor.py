@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.env.check.finding import Finding, quoted
-from realhf.env.check.order import CRASH, END, EXIT, FOLDER, NOW, STAGE, Order
+from realhf.env.check.order import CRASH, DUMP, END, EXIT, FOLDER, NOW, ORDER, STAGE, Order
 from realhf.env.check.user_code import UserCode
 
 _GRACE_S = 3.0
@@ -50,10 +50,11 @@ class Supervisor:
         """Run the child to its end. Returns whether it did all that it was asked to. ``hash_seed`` decides the order of
         its sets. The child is gone when this returns or raises."""
         with tempfile.TemporaryDirectory(prefix="realhf-check-") as folder:
-            dump = Path(folder) / "dump"
+            dump = Path(folder) / DUMP
+            (Path(folder) / ORDER).write_text(self._order.to_text(), encoding="utf-8")
             reading, writing = os.pipe()
             try:
-                process = self._start(writing, dump, hash_seed)
+                process = self._start(writing, folder, hash_seed)
             except BaseException:
                 os.close(reading)
                 raise
@@ -68,8 +69,8 @@ class Supervisor:
                     process.stdout.close()
         return self._ended
 
-    def _start(self, writing: int, dump: Path, hash_seed: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "realhf.env.check.child", str(writing), str(dump), self._order.to_text()]
+    def _start(self, writing: int, folder: str, hash_seed: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "realhf.env.check.child", str(writing), folder]
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

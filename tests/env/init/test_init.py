@@ -42,6 +42,7 @@ def test_what_it_writes_passes_the_check_and_its_own_tests(
     assert len(run) >= 2 and "test_the_check_finds_no_fault" in tests
 
 
+@pytest.mark.slow
 def test_its_tests_run_by_pytest_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a newcomer would run them, but for the check."""
     assert main(["init", "first_game"]) == 0
