@@ -68,6 +68,8 @@ class Arena:
         self.add = add
         self.tools: dict[str, Mapping[str, Any]] = {}
         self.turns = 0
+        self.slowest_s = 0.0
+        """The longest that a turn has taken so far."""
         self.was_cut = False
         """Whether the check that is running left something out because its time was up."""
         self._late_at = math.inf
@@ -120,11 +122,13 @@ class Arena:
         """Take a turn and judge the answer; ``said`` describes a message that is wrong on purpose. Raises Broken."""
         task = sampled.task
         self.turns += 1
+        began = time.monotonic()
         try:
             place = self.place(environment, "step")
             turn = await self._caller.call("step", task.id, lambda: environment.step(message), place)
         except CallFailed as error:
             raise self._broken("step", error, task.id, environment, said) from None
+        self.slowest_s = max(self.slowest_s, time.monotonic() - began)
         problems = [*turn_problems(turn)]
         for problem in problems:
             self._fault("step", f"the turn is wrong: {problem}", environment, task.id, said=said)

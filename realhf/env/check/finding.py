@@ -60,7 +60,7 @@ class Finding:
     def line(self) -> str:
         """Return the finding as one line: what, where, task, how to mend it."""
         place = f", at {self.where}" if self.where else ""
-        seen = [f"task {self.task}"] if self.task else []
+        seen = [f"task {quoted(self.task, 80)}"] if self.task else []
         if self.times > 1:
             seen.append(f"{self.times} times")
         after = f" ({', '.join(seen)})" if seen else ""

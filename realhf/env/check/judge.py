@@ -11,7 +11,7 @@ from pathlib import Path
 from realhf.api.environment import Demonstration, DemonstrationRequest, EnvironmentSpec
 from realhf.env.check.calls import Caller, described
 from realhf.env.check.episodes import Arena, Broken
-from realhf.env.check.finding import Finding, Findings
+from realhf.env.check.finding import Finding, Findings, quoted
 from realhf.env.check.order import (
     ABOUT,
     FAULT,
@@ -36,6 +36,7 @@ from realhf.env.check.watchdog import LoopWatchdog
 from realhf.env.doors.load import build_environment
 
 LOAD, TASKS = "load", "tasks"
+_LONG = 1000
 _MOST_SCRIPTS = 10_000
 _ONCE_S = 1.0
 """A block that was seen a single time, and shorter than this, is a note: importing a module, reading a word list."""
@@ -77,7 +78,9 @@ class Judge:
             caller = Caller(self.code, self._order.timeout_s, self._announce)
             arena = Arena(spec, self._order.address, caller, self.code, self._findings.add)
             stages = Stages(arena, tasks, judge.twins, scripts, self._order, self._findings.faults)
-            asyncio.run(self._play_again(stages) if self._order.again else self._play(arena, stages))
+            # Whatever loop the environment's modules ask for, the watchdog knows this one.
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                runner.run(self._play_again(stages) if self._order.again else self._play(arena, stages))
 
     def _announce(self, call: str, task: str) -> None:
         self._tell(NOW, call, task, self._order.timeout_s)
@@ -87,7 +90,7 @@ class Judge:
         try:
             spec = build_environment(self._order.reference, self._order.options)
         except (Exception, SystemExit) as error:
-            what = str(error) if isinstance(error, ValueError) else f"it raises {described(error)}"
+            what = quoted(error, _LONG) if isinstance(error, ValueError) else f"it raises {described(error)}"
             self._findings.add(Finding(LOAD, what, where=self.code.of_exception(error)))
             self._end(LOAD, "")
             return None

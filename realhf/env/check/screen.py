@@ -81,4 +81,5 @@ class Screen:
             self._status.update(Text(text))
 
     def _line(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+        self._console.print(Text(shown, style=style), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from realhf.env.check.play_stages import (
 )
 from realhf.env.check.resources import ResourceBook
 from realhf.env.check.task_sets import Sampled
+from realhf.env.doors.threads import MOST_THREADS
 
 OPENINGS, DETERMINISM, INSTANCES, WRONG, END, DEMONSTRATIONS = PLAYED = (
     "openings",
@@ -59,6 +61,7 @@ class Stages:
         self._order = order
         self._found = found
         self._book = ResourceBook(arena.code)
+        self._busy_s = 0.0
         self.playable: list[Sampled] = []
         self.transcripts: Mapping[str, Sequence[Any]] = {}
 
@@ -94,7 +97,9 @@ class Stages:
         return f"{counted(len(self.playable), 'task')}, {counted(tools, 'tool') if tools else 'plain text'}"
 
     async def _determinism(self) -> str:
+        turns, busy_s = self._arena.turns, time.process_time()
         self.transcripts = await check_determinism(self._arena, self._cases())
+        self._busy_s = (time.process_time() - busy_s) / max(1, self._arena.turns - turns)
         if not self._arena.spec.deterministic:
             return "declared not to be deterministic"
         return f"{counted(len(self.transcripts), 'episode')}, played three times"
@@ -102,10 +107,17 @@ class Stages:
     async def _instances(self) -> str:
         if self._found(EVENT_LOOP):
             raise NotRun("calls block the event loop, so many instances at once would only wait for each other")
-        count = min(self._order.instances, self._arena.spec.concurrency or self._order.instances)
+        count = min(self._order.instances, self._arena.spec.concurrency or self._order.instances, self._bearable())
         alone = self.transcripts if self._arena.spec.deterministic and not self._found(DETERMINISM) else {}
         turns = await check_crowd(self._arena, self._cases(), alone, count, self._book)
         return f"{count} at once, {turns:,.0f} turns per second"
+
+    def _bearable(self) -> int:
+        """How many instances at once get their answers in time: turns that compute come one after another, and a door
+        makes a limited number of blocking calls at once."""
+        half_s = self._order.timeout_s / 2
+        waiting = MOST_THREADS * half_s / max(self._arena.slowest_s, 1e-6)
+        return max(2, int(min(half_s / max(self._busy_s, 1e-6), waiting)))
 
     async def _wrong(self) -> str:
         sent = await check_wrong_messages(self._arena, self.playable)

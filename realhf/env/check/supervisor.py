@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from realhf.env.check.finding import Finding, quoted
 from realhf.env.check.order import CRASH, DUMP, END, EXIT, FOLDER, NOW, ORDER, STAGE, Order
 from realhf.env.check.user_code import UserCode
@@ -206,9 +208,14 @@ def _text_of(dump: Path) -> str:
 
 
 def _kill_family(process: subprocess.Popen[bytes]) -> None:
-    """End the child and everything in its session, unless that is done: its number may then be another's."""
+    """End the child, its session and its descendants in others, unless that is done: its number may then be another's.
+    Descendants whose parent has ended, in a session of their own, are not found."""
     if process.returncode is not None:
         return
+    with suppress(psutil.Error):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                each.kill()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

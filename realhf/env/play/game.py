@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,8 @@ from realhf.env.play.board import Board
 from realhf.env.play.commands import CALL, HELP, HELP_TEXT, NEXT, QUIT, RESTART, TOOLS, Typed, read_line
 from realhf.env.play.lines import Lines
 
-_STOP_S = 2.0
+_STOP_S = 1.0
+_CLOSE_S = 3.0
 
 
 def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> Task:
@@ -76,8 +79,12 @@ class Game:
         return 0 if whole else 1
 
     def close(self) -> None:
-        """Close the environment and end the loop."""
+        """Close the environment and end the loop, within a few seconds. Raises CallFailed for an environment that does
+        not close."""
+        self._timeout_s = min(self._timeout_s, _CLOSE_S)
         try:
+            if self._environment is not None and self._is_blocked():
+                raise CallFailed("it blocks the event loop and cannot be closed", "", "blocked", hung=True)
             self._release()
         finally:
             self._loop.stop(_STOP_S)
@@ -158,7 +165,16 @@ class Game:
 
     def _bounded(self, work: Any) -> Any:
         """Run on the loop. Raises CallFailed, also when the loop itself is blocked."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop.loop)
         try:
-            return self._loop.call(work, self._timeout_s + 2 * _STOP_S)
+            return future.result(self._timeout_s + 2 * _STOP_S)
         except TimeoutError:
             raise CallFailed("it blocks the event loop and gives no answer", "", "blocked", hung=True) from None
+        finally:
+            future.cancel()
+
+    def _is_blocked(self) -> bool:
+        """Return whether the loop runs nothing at all any more."""
+        alive = threading.Event()
+        self._loop.loop.call_soon_threadsafe(alive.set)
+        return not alive.wait(_STOP_S)

@@ -167,6 +167,31 @@ def test_ctrl_c_at_a_terminal_closes_the_environment(odd: str) -> None:
     os.close(leader)
 
 
+def test_ctrl_c_while_the_environment_blocks_ends_within_seconds(odd: str) -> None:
+    """It cannot be closed any more, which is said."""
+    command = [sys.executable, "-m", "realhf.env", "play", odd]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdin is not None and process.stdout is not None
+    seen = bytearray()
+    reader = threading.Thread(target=read_all, args=(process.stdout.fileno(), seen), daemon=True)
+    reader.start()
+    try:
+        process.stdin.write(b"wait\n")
+        process.stdin.flush()
+        wait_for(seen, b"> wait")
+        time.sleep(0.2)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130 and time.monotonic() - began < 10
+    finally:
+        process.kill()
+    reader.join(5)
+    assert b"interrupted" in seen and b"it blocks the event loop and cannot be closed" in seen
+    assert b"Traceback" not in seen
+    process.stdin.close()
+    process.stdout.close()
+
+
 def read_all(leader: int, seen: bytearray) -> None:
     try:
         while found := os.read(leader, 4096):
