@@ -95,7 +95,7 @@ def test_the_main_job_composes_outside_the_checkout(installed: Path, tmp_path: P
     assert run(sys.executable, "-c", tasks, cwd=tmp_path, pythonpath=installed).strip()
 
 
-@pytest.mark.parametrize("module", ["realhf.launch", "realhf.trajectory", "workers.env_worker"])
+@pytest.mark.parametrize("module", ["realhf.launch", "realhf.env", "realhf.trajectory", "workers.env_worker"])
 def test_every_command_states_the_version_without_torch(module: str, installed: Path, tmp_path: Path) -> None:
     """``--version`` prints what ``realhf/__init__.py`` says, and is quick because torch stays out."""
     code = (
@@ -109,3 +109,11 @@ def test_every_command_states_the_version_without_torch(module: str, installed: 
     )
     printed = run(sys.executable, "-c", code, cwd=tmp_path, pythonpath=installed)
     assert printed.split()[-1] == realhf.__version__
+
+
+def test_an_environment_is_written_and_checked_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    """The templates of ``init`` are among the installed files, and so is the process that a check plays in."""
+    command = (sys.executable, "-m", "realhf.env")
+    run(*command, "init", "first_game", cwd=tmp_path, pythonpath=installed)
+    printed = run(*command, "check", "first_game.py", "--instances", "5", cwd=tmp_path, pythonpath=installed)
+    assert printed.splitlines()[-1].startswith("FirstGame: no faults, no notes, ")
