@@ -37,7 +37,8 @@ START_S, STEP_S, STOP_S = 600.0, 600.0, 30.0
 TARGETS = {True: 1.8, False: 1.0}
 """Ratio to reach with simulated latency, and without."""
 SAME = (
-    "env.pool_size=64", "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "seed=1",
+    "env.pool_size=64", "rollout.sessions=64", "seed=1", "evaluation.episodes_per_task=0",
+    "evaluation.greedy_episodes_per_task=0",
     "monitor.tensorboard=false", "monitor.progress=false", "recover_mode=disabled", "trial_name=measured",
 )  # fmt: skip
 SYNCHRONOUS = "synchronous"

@@ -63,6 +63,7 @@ def make_plan(folder: Path, episodes: int, batch: int) -> tuple[RunPlan, int]:
             f"dataset.train_bs_n_seqs={batch}",
             f"ppo.group_size={GROUP}",
             f"env.pool_size={groups * GROUP}",
+            f"rollout.sessions={groups * GROUP}",
             f"async_rl.max_head_offpolicyness={eta}",
             f"total_train_steps={ENDLESS}",
         ]

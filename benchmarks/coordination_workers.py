@@ -29,7 +29,7 @@ from realhf.api.calls import (
     UpdateWeightsAnswer,
     UpdateWeightsRequest,
 )
-from realhf.api.env import RolloutOutcome, Turn
+from realhf.api.env import PlayedTurn, RolloutOutcome
 from realhf.api.experiment import RunPlan
 from realhf.api.generation import WeightsManifest
 from realhf.api.streaming import RolloutLease
@@ -90,7 +90,7 @@ def _fake_rollout(rng: random.Random) -> RolloutOutcome:
         ids += [rng.randrange(400) for _ in range(sampled + seen)]
         logprobs += [-rng.random() for _ in range(sampled)] + [0.0] * seen
         mask += [True] * sampled + [False] * seen
-    turns = tuple(Turn("aws s3 ls", "aws s3 ls", "", 0.5) for _ in range(TURNS))
+    turns = tuple(PlayedTurn("aws s3 ls", "", 0.5) for _ in range(TURNS))
     solved = rng.random() < 0.5
     return RolloutOutcome(
         status="achieved" if solved else "max_turns",
@@ -103,8 +103,8 @@ def _fake_rollout(rng: random.Random) -> RolloutOutcome:
         achieved=solved,
         progress=0.5,
         turns=turns,
-        task_id=1,
-        tier="warmup",
+        task_id="1",
+        group="warmup",
         seed=1,
         timings={"wall_s": 0.001},
     )

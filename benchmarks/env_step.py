@@ -18,18 +18,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from realhf.api.environment import AssistantMessage
 from realhf.api.model import GenOutput, GenRequest
+from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate, load_templates, solve
 from realhf.aws.tasks.task import Task
 from realhf.env.server.process import EnvServerProcess
-from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
 
 SESSIONS = 8
 TURNS = 6
@@ -40,6 +41,7 @@ LABELS = {
     "turns_ms": "its turns alone",
     "process_per_command_ms": "one process per command",
 }
+Messages = Sequence[Mapping[str, Any]]
 _READS = (
     "aws s3api list-buckets",
     "aws sqs list-queues",
@@ -55,14 +57,18 @@ class ByteChat:
 
     stop_ids = (256,)
 
-    def first(self, task: str) -> list[int]:
-        return list(task.encode())
+    def opening(self, messages: Messages, tools: Messages = ()) -> list[int]:
+        del tools
+        return [token for message in messages for token in message["content"].encode()]
 
-    def following(self, observation: str, *, ended: bool) -> list[int]:
-        return list(observation.encode())
+    def following_messages(self, messages: Messages, *, ended: bool, tools: Messages = ()) -> list[int]:
+        del ended
+        return self.opening(messages, tools)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(i for i in token_ids if i < 256).decode()
+    def parse(self, token_ids: Sequence[int], tools: Messages = ()) -> AssistantMessage:
+        del tools
+        text = bytes(i for i in token_ids if i < 256).decode()
+        return AssistantMessage(text, text=text, token_count=len(token_ids))
 
 
 class ScriptedPolicy:

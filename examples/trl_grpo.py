@@ -7,7 +7,7 @@
 
 A row of the dataset names a task; `PoolRollouts` plays it in as many sessions as a group has members, token by token
 with the trainer's own model. For a model that calls tools, `GRPOTrainer(environment_factory=AwsToolEnv)` does the same
-(`realhf.rollout.trl.aws_tool`).
+(`realhf.aws.trl.aws_tool`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
-from realhf.rollout.trl.trl_rollout import PoolRollouts, episode_reward
+from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
+from realhf.aws.trl.trl_rollout import PoolRollouts, episode_reward
 
 
 def options() -> argparse.Namespace:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.grpo_aws import EPISODE_KEYS, Config, actor_inf, actor_model, actor_train, ref_inf, rew_inf
-from experiments.sft_aws import warm_start
+from experiments.grpo import EPISODE_KEYS, actor_inf, actor_model, actor_train, ref_inf, rew_inf
+from experiments.grpo_aws import Config
+from experiments.sft import first_weights
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.api.config import ConfigError, RecoverMode, run_folder
 from realhf.api.experiment import ExperimentSpec, ModelSpec, ServiceSpec, SourceSpec
@@ -22,8 +23,8 @@ def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     # Who samples is not known here, and neither is how much: the longest sequence bounds it.
     ppo = resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens)
-    before = (warm_start(config),) if config.actor.path == "builtin" else ()
-    actor = actor_model(config, path=str(before[0].artifact) if before else config.actor.path)
+    first = first_weights(config)
+    actor = actor_model(config, first.path)
     models, mfcs = {"actor": actor}, [stream_gen(config), rew_inf(config)]
     if ppo.needs_reference:
         models["ref"] = ModelSpec(
@@ -43,7 +44,8 @@ def build(config: Config) -> ExperimentSpec:
         total_train_steps=config.total_train_steps,
         seed=config.seed,
         run_dir=run_folder(config),
-        before=before,
+        before=first.before,
+        jobs=first.jobs,
         services=() if config.stream.url else (own_server(config),),
         export_role="actor",
         log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask"),

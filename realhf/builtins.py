@@ -27,7 +27,7 @@ backends = Registry("backend", {"torch": "realhf.backends.training.torch_backend
 sources = Registry(
     "data source",
     {
-        "task_curriculum": "realhf.aws.training.task_source:TaskCurriculumSource",
+        "tasks": "realhf.env.curriculum.task_source:TaskSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
         "trajectory_slots": "realhf.trajectory.training.batch_slots:BatchSlotSource",
     },
@@ -47,6 +47,7 @@ advantage_estimators = Registry(
 environments = Registry(
     "environment",
     {
+        "aws": "realhf.aws.environment:DEFINITION",
         "countdown": "realhf.environments.countdown:DEFINITION",
         "files": "realhf.environments.files:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",

@@ -192,6 +192,7 @@ class MasterWorker:
             self._plan.rpc.control_timeout_s,
             self._plan.rpc.call_timeout_s,
             archive=rollout.options.keep_journal,
+            needs_env=self._spec.needs_env,
         )
         return await AsyncRollouts.open(plan, self._rpc, source, lambda text: self._events.emit("warning", text=text))
 

@@ -18,16 +18,21 @@ from typing import Any
 
 import torch
 
+from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
+from realhf.api.environment import task_of
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
 from realhf.api.source import SampleResult, SourceItem
-from realhf.aws.training.task_source import TaskCurriculumSource
 from realhf.backends.threads.compute_threads import threads
 from realhf.builtins import backends
-from realhf.rollout.interface import EnginePolicy
-from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
+from realhf.env.curriculum.task_source import TaskSource
+from realhf.env.doors.load import build_environment
+from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.interface import ModelEngine
+from realhf.rollout.players.blocking_player import BlockingPlayer
+from realhf.rollout.players.player import Player, TurnAgent
 from realhf.scheduler.failure import run_guarded
 from realhf.trajectory.client import Pace, StaleEpoch, TrajectoryClient
 from realhf.trajectory.client.episodes import group_of
@@ -47,40 +52,36 @@ class Episodes:
         engine.use_threads(threads(torch.get_num_threads()))
         self._model = Model("producer", engine, engine.tokenizer, options.chat_template_kwargs)
         self._gen = GenConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-        self._tasks = TaskCurriculumSource(options.seed, options.tiers, tags=options.tags)
-        self._pool = MultiTurnEnvPool(
-            options.env_url,
-            options.sessions,
-            max_turns=options.max_turns,
-            max_total_tokens=options.max_total_tokens,
-            turn_tokens=options.max_new_tokens,
-            retry_capacity_s=60.0,
-        )
+        own = {"tiers": options.tiers, "tags": options.tags, "pool_size": options.sessions}
+        self._tasks = TaskSource(options.seed, "aws", own)
+        self._chat = TemplateChat(engine.tokenizer, system_prompt=None, template_kwargs=options.chat_template_kwargs)
+        spec = build_environment("aws", own)
+        limits = Limits(options.max_turns, options.max_total_tokens, options.max_new_tokens)
+        agent = TurnAgent(self._chat, limits, spec.system_prompt)
+        player = Player(spec, options.env_url, agent, options.sessions, retries=1, patience_s=60.0)
+        self._player = BlockingPlayer(player)
         self._rounds = 0
 
     def __enter__(self) -> Episodes:
-        self._pool.connect()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.close()
+        self._player.close()
 
     def play(self, count: int) -> list[Mapping[str, Any]]:
         """Groups of ``count`` tasks; a task whose episodes all failed gives none."""
-        items = self._tasks.next_batch(count)
+        items, size = self._tasks.next_batch(count), self._options.group_size
         self._rounds += 1
-        policy = EnginePolicy(self._model, self._gen, self._options.seed * 1_000_003 + self._rounds)
-        played = self._pool.run_groups(
-            [{"task": json.loads(item.metadata["task"]), "chaos": False} for item in items],
-            policy,
-            group_size=self._options.group_size,
-            seeds=[int(item.metadata["task_seed"]) for item in items],
-        )
-        self._tasks.record([_result(item, outcomes) for item, outcomes in zip(items, played, strict=True)])
+        engine = ModelEngine(self._model, self._chat, self._gen, self._options.seed * 1_000_003 + self._rounds)
+        tasks = [task_of(item.metadata) for item in items for _ in range(size)]
+        wanted = [EpisodeRequest(number, task) for number, task in enumerate(tasks)]
+        outcomes = self._player.play(wanted, engine).outcomes
+        played = [outcomes[start : start + size] for start in range(0, len(outcomes), size)]
+        self._tasks.record([_result(item, group) for item, group in zip(items, played, strict=True)])
         return [
             group
-            for item, outcomes in zip(items, played, strict=True)
-            if (group := group_of(outcomes, template=item.metadata["template"])) is not None
+            for item, members in zip(items, played, strict=True)
+            if (group := group_of(members, template=item.metadata["template"])) is not None
         ]
 
 

@@ -20,12 +20,13 @@ from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
+from realhf.env.doors.load import build_environment
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.client.generation_client import GenerationClient
 from realhf.rollout.players.failure_policy import failure_policy
 from realhf.rollout.players.group_player import GroupPlayer
-from realhf.rollout.players.grpo_pool import GrpoPool
+from realhf.rollout.players.player import Player
 from realhf.rollout.streaming.rollout_loop import RolloutLoop
 from realhf.rollout.streaming.sample_encoder import SampleEncoder
 from realhf.transport.event_loop import new_event_loop
@@ -112,24 +113,29 @@ class RolloutWorker:
         group = options.group_size
         model = self._plan.spec.models[self._spec.role]
         check_context(model.path, self._spec.role, options.max_total_tokens)
-        chat = TemplateChat(load_tokenizer(model.path, self._spec.role), template_kwargs=model.chat_template_kwargs)
-        agent = make_agent(self._spec.agent, chat, options, self._spec.agent_args)
+        chat = TemplateChat(
+            load_tokenizer(model.path, self._spec.role), system_prompt=None, template_kwargs=model.chat_template_kwargs
+        )
+        environment = build_environment(options.environment, options.environment_options)
+        agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)
+        policy = failure_policy(options.on_failure, options.retries, options.min_group_size)
+        addresses = env_urls if environment.launch is not None else [""]
         return [
             GroupPlayer(
-                GrpoPool(
-                    env_urls[number % len(env_urls)],
+                Player(
+                    environment,
+                    addresses[number % len(addresses)],
+                    agent,
                     group,
+                    first_slot=number * group,
+                    retries=policy.retries,
                     message_timeout_s=options.message_timeout_s,
-                    retry_capacity_s=self._plan.rpc.connect_timeout_s,
-                    on_failure="drop",
+                    patience_s=self._plan.rpc.connect_timeout_s,
                 ),
-                agent,
                 generation,
-                first_slot=number * group,
+                group_size=group,
                 run_seed=self._plan.spec.seed,
-                policy=failure_policy(self._spec.options.on_failure, options.min_group_size),
-                chaos=options.chaos,
-                patience_s=self._plan.rpc.connect_timeout_s,
+                policy=policy,
             )
             for number in range(max(1, self._spec.sessions // group))
         ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from realhf.api.environment import FAILURE_KINDS, AssistantMessage, ChatMessage
+
 VALID_STATUSES = frozenset({"achieved", "finished", "max_turns", "token_budget"})
-FAILURE_STATUSES = frozenset({"env_error", "env_timeout", "connection_lost", "capacity", "policy_error"})
+POLICY_FAILED = "policy"
+"""The status of an episode whose tokens could not be had."""
+FAILURE_STATUSES = frozenset({*FAILURE_KINDS, POLICY_FAILED})
 
 
 @dataclass(frozen=True)
@@ -44,26 +48,27 @@ class ChatFormat(Protocol):
         """Ids that end a policy turn."""
         ...
 
-    def first(self, task: str) -> list[int]:
-        """Return the ids of the conversation up to the point where the policy speaks."""
+    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the ids of the conversation, tools included, up to the point where the policy speaks."""
         ...
 
-    def following(self, observation: str, *, ended: bool) -> list[int]:
-        """Return the ids that follow a policy turn: its end (unless ``ended`` by a sampled stop id), the observation
-        and the cue for the next policy turn."""
+    def following_messages(
+        self, messages: Sequence[ChatMessage], *, ended: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Return the ids that follow a policy turn: its end (unless ``ended`` by a sampled stop id), the messages and
+        the cue for the next policy turn."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a policy turn without stop tokens."""
+    def parse(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> AssistantMessage:
+        """Return what the policy said in a turn; ``tools`` are those of the opening."""
         ...
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One policy turn as a person reads it."""
+class PlayedTurn:
+    """One turn as a person reads it: what the policy said, what the environment answered, the reward of the turn."""
 
     text: str
-    command: str | None
     output: str
     reward: float
 
@@ -75,7 +80,8 @@ class RolloutOutcome:
     Ids, logprobs, versions and loss_mask cover the completion only and have equal lengths; logprobs are 0.0 and
     versions -1 where loss_mask is False (environment or template tokens). A failed episode has ``valid == False`` and
     ``reward is None``: a failure is never a reward of 0. ``last_turn_cut``: a limit of tokens ended the last policy
-    turn.
+    turn. ``rewards`` are the named components of the reward, ``metrics`` the environment's numbers. ``branches`` are
+    further trajectories of the episode, where an agent held several conversations; each trains as a row of its own.
     """
 
     status: str
@@ -87,14 +93,17 @@ class RolloutOutcome:
     reward: float | None
     achieved: bool
     progress: float
-    turns: tuple[Turn, ...]
-    task_id: int
-    tier: str
+    turns: tuple[PlayedTurn, ...]
+    task_id: str
+    group: str
     seed: int
     task_text: str = ""
     message: str = ""
     timings: dict[str, float] = field(default_factory=dict)
     last_turn_cut: bool = False
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    branches: tuple[RolloutOutcome, ...] = ()
 
     @property
     def truncated(self) -> bool:

@@ -10,8 +10,10 @@ Messages are maps with ``role`` and ``content``, tools are JSON schemas, both in
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 ChatMessage = Mapping[str, Any]
@@ -173,6 +175,17 @@ class DemonstrationRequest:
 
 
 @dataclass(frozen=True)
+class DemonstrationProgram:
+    """A program that plays demonstrations itself: ``python -m module --out FILE *argv(request)`` writes them as JSONL.
+    ``files`` and ``packages`` are what its result depends on, beside the modules that it imports."""
+
+    module: str
+    argv: Callable[[DemonstrationRequest], tuple[str, ...]]
+    files: tuple[Path, ...] = ()
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class EnvironmentService:
     """A service that the launcher starts and watches, the worker ``env/0``: ``python -m module --name env/0 --host host
     --port port *argv --master ... --run-id ...``. Port 0 is any free one."""
@@ -192,8 +205,9 @@ class EnvironmentSpec:
     or ``heldout``); the two share no instance. ``system_prompt`` precedes every episode ("" for none).
     ``concurrency``: at most this many instances of one process live at once, None for any number.
     ``deterministic``: the same task, seed and messages give the same turns. ``demonstrate`` yields scripts for the
-    warm start of the built-in policy; None when there is no scripted solver. ``launch`` is the service that episodes
-    are played on, None for an environment that lives in the process that plays it.
+    warm start of the built-in policy; None when there is no scripted solver, or when ``demonstrations`` names a program
+    of its own. ``launch`` is the service that episodes are played on, None for an environment that lives in the process
+    that plays it.
     """
 
     name: str
@@ -203,6 +217,7 @@ class EnvironmentSpec:
     concurrency: int | None = None
     deterministic: bool = True
     demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]] | None = None
+    demonstrations: DemonstrationProgram | None = None
     launch: EnvironmentService | None = None
 
 
@@ -214,3 +229,14 @@ class EnvironmentDefinition:
 
     options: type[Any]
     build: Callable[[Any], EnvironmentSpec]
+
+
+def task_of(metadata: Mapping[str, Any]) -> Task:
+    """Return the task that the metadata of a sample describe: ``task`` (its payload as JSON text), ``task_id``,
+    ``task_seed`` and ``group``. Raises KeyError or ValueError for other metadata."""
+    return Task(
+        str(metadata["task_id"]),
+        str(metadata.get("group", "")),
+        json.loads(metadata["task"]),
+        seed=int(metadata["task_seed"]),
+    )

@@ -23,6 +23,7 @@ from realhf.api.config import (
     RecoverMode,
     RpcConfig,
 )
+from realhf.api.environment import EnvironmentService
 from realhf.api.mfc import MFCDef
 from realhf.api.rollout import RolloutOptions
 from realhf.base.dataclass_json import from_plain, to_plain
@@ -63,7 +64,7 @@ class SourceSpec:
 class EvaluationSpec:
     """Asks for held-out evaluation: ``evaluate(model, args, context)`` of an interface runs before the first and after
     the last step (and every ``every_steps`` if positive), outside the training buffer. It answers {"sampled":
-    {"overall" or tier: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}."""
+    {"overall" or group: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}."""
 
     role: str
     interface: str
@@ -96,17 +97,6 @@ class ServiceSpec:
     name: str
     module: str
     argv: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """The environment server of a run, the worker ``env/0``: ``python -m module --name env/0 --host host --port port
-    *argv --master ... --run-id ...``. Port 0 is any free one."""
-
-    module: str
-    argv: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +145,7 @@ class ExperimentSpec:
     seed: int
     run_dir: Path
     evaluation: EvaluationSpec | None = None
-    environment: EnvironmentSpec | None = None
+    environment: EnvironmentService | None = None
     services: tuple[ServiceSpec, ...] = ()
     rollout: RolloutSpec | None = None
     jobs: tuple[JobSpec, ...] = ()

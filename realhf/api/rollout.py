@@ -17,22 +17,24 @@ from realhf.base.dataclass_json import from_plain, to_plain
 class RolloutOptions:
     """Says how the rollouts of a run are played.
 
-    ``group_size`` rollouts G play one task; ``sessions`` environment sessions are played at once. ``max_turns``,
-    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds) and ``on_failure``: see ``RolloutConfig``.
-    ``chaos``: whether episodes may be perturbed; the environment hears of it at every reset. ``transcripts``: how many
-    episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it decides the random numbers of
-    its rollouts.
+    ``environment`` is a registered name or ``file.py:Name``, ``environment_options`` are its own options as plain
+    values. ``group_size`` rollouts G play one task; ``sessions`` episodes are played at once. ``max_turns``,
+    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds), ``on_failure`` and ``retries``: see
+    ``RolloutConfig``. ``transcripts``: how many episodes of a step are returned as text. ``seed`` is the run's; with a
+    sample's id it decides the random numbers of its rollouts.
     """
 
+    environment: str
     group_size: int
     sessions: int
+    environment_options: Mapping[str, Any] = field(default_factory=dict)
     gen: GenConfig = field(default_factory=GenConfig)
     max_turns: int = 6
     max_total_tokens: int = 1024
     min_group_size: int = 2
     message_timeout_s: float = 60.0
-    on_failure: str = "retry"
-    chaos: bool = False
+    on_failure: str = "minimum_group"
+    retries: int = 2
     transcripts: int = 2
     seed: int = 0
 
@@ -48,13 +50,13 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class HeldOutOptions:
-    """Says what a held-out evaluation plays: ``tasks`` are (task id, tier), on instances of ``split``, each
+    """Says what an evaluation plays: instances of ``split``, of at most ``templates`` templates, each template
     ``episodes_per_task`` times at the training temperature and ``greedy_episodes_per_task`` times greedily."""
 
-    tasks: tuple[tuple[int, str], ...]
     split: str
     episodes_per_task: int
     greedy_episodes_per_task: int
+    templates: int
 
     def to_args(self) -> dict[str, Any]:
         """Return ``EvaluationSpec.args``, as JSON can hold them."""

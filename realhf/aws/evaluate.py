@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
-from realhf.api.agent import Agent, AgentError
 from realhf.api.config import GenConfig
+from realhf.aws.evaluation.agent import Agent, AgentError
+from realhf.aws.evaluation.chat_agents import ChatApiAgent, LocalModelAgent, served_model
 from realhf.aws.evaluation.evaluation import OVERALL, EpisodeRecord, EvaluationRun, report, rows
 from realhf.aws.evaluation.scripted_agents import RandomAgent, ScriptedExpert
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
 from realhf.monitor.plots import plot_success
-from realhf.rollout.agents.chat_agents import ChatApiAgent, LocalModelAgent, served_model
 
 SPLITS = {
     "heldout": "templates and names that training never sees",

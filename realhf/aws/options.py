@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from realhf.api.config.option import option
-from realhf.api.experiment import EnvironmentSpec
+from realhf.api.environment import EnvironmentService
 from realhf.aws.tasks.loader import training_tags
 from realhf.aws.tasks.task import TIERS, TaskError
 from realhf.env.server.injected_faults import DEFAULT_KINDS
@@ -19,6 +19,7 @@ class AwsOptions:
 
     SIMULATED trouble, for tests and benchmarks: step_latency_ms and the options whose names start with fault."""
 
+    path: str = option("aws", "The environment is this one.", choices=("aws",))
     pool_size: int = option(16, "This many sessions can be open at once, each with a simulator of its own.", at_least=1)
     host: str = option("127.0.0.1", "The server listens on this address.")
     port: int = option(0, "The server listens on this port; 0 is any free one.", at_least=0, at_most=65535)
@@ -58,7 +59,7 @@ class AwsOptions:
                 yield f"{name}.tags={self.tags}: {error}"
 
 
-def environment_server(options: AwsOptions) -> EnvironmentSpec:
+def environment_server(options: AwsOptions) -> EnvironmentService:
     """Return the server of a run."""
     argv = ["--pool-size", str(options.pool_size), "--ministack-base-port", str(options.ministack_base_port)]
     argv += ["--max-steps", str(options.max_steps)]
@@ -67,4 +68,4 @@ def environment_server(options: AwsOptions) -> EnvironmentSpec:
     if options.fault_rate:
         argv += ["--fault-rate", str(options.fault_rate), "--fault-kinds", options.fault_kinds]
         argv += ["--fault-seed", str(options.fault_seed)]
-    return EnvironmentSpec("workers.env_worker", tuple(argv), host=options.host, port=options.port)
+    return EnvironmentService("workers.env_worker", tuple(argv), host=options.host, port=options.port)

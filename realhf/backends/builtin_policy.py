@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import BuiltinModelConfig
-from realhf.api.observation_text import message_text
 
 SPECIAL_TOKENS = PAD, USER, ASSISTANT, END = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPLIT_PATTERN = (
@@ -117,7 +116,7 @@ def demonstration_texts(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             for message in json.loads(line)["messages"]:
-                yield message_text(message) or ""
+                yield message["content"] or ""
                 for call in message.get("tool_calls") or ():
                     yield _call_text(call.get("function", call))
 

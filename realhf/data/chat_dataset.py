@@ -9,27 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.chat import TemplateChat
-from realhf.api.observation_text import message_text
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 
 
-def conversation_tokens(row: Mapping[str, Any], chat: TemplateChat) -> tuple[list[int], list[bool]]:
+def conversation_tokens(
+    row: Mapping[str, Any], chat: TemplateChat, system_prompt: str = ""
+) -> tuple[list[int], list[bool]]:
     """Return ids and loss mask of a demonstrated episode.
 
     ``row`` has ``messages`` of the roles system, user, assistant and tool, and perhaps the schemas of ``tools``, in the
-    form of the OpenAI chat API. The ids are those that the episode would have had: the same template text around the
-    turns, every turn tokenised alone, nothing after the last turn. An assistant message with ``"train": false`` (a
-    mistake to recover from) stays in the context and out of the loss. Raises ValueError for a row without a turn of the
-    assistant after the opening, ChatTemplateError for messages that the template does not render.
+    form of the OpenAI chat API; ``system_prompt`` precedes them. The ids are those that the episode would have had: the
+    same template text around the turns, every turn tokenised alone, nothing after the last turn. An assistant message
+    with ``"train": false`` (a mistake to recover from) stays in the context and out of the loss. Raises ValueError for
+    a row without a turn of the assistant after the opening, ChatTemplateError for messages that the template does not
+    render.
     """
     messages, tools = row["messages"], row.get("tools") or ()
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         raise ValueError("a demonstration opens with messages that an assistant answers")
-    carries_observations = "observation" in messages[0]
-    opening = messages[: turns[0]]
-    ids = chat.first(opening[0]["content"]) if carries_observations else chat.opening(opening, tools)
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    ids = chat.opening([*system, *messages[: turns[0]]], tools)
     mask = [False] * len(ids)
     closing = chat.closing()[:1]
     for place, following in zip(turns, [*turns[1:], None], strict=True):
@@ -38,10 +39,7 @@ def conversation_tokens(row: Mapping[str, Any], chat: TemplateChat) -> tuple[lis
         ids += turn
         if following is None:
             break
-        between = messages[place + 1 : following]
-        if carries_observations:
-            between = [{"role": "user", "content": message_text(message)} for message in between]
-        between_ids = chat.following_messages(between, ended=True, tools=tools)
+        between_ids = chat.following_messages(messages[place + 1 : following], ended=True, tools=tools)
         mask += [False] * len(between_ids)
         ids += between_ids
     return ids, mask
@@ -58,13 +56,14 @@ class ChatDataset:
         *,
         max_tokens: int = 1024,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str = "",
     ) -> None:
         chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs)
         self._rows: list[tuple[list[int], list[bool]]] = []
         with Path(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    self._rows.append(conversation_tokens(json.loads(line), chat))
+                    self._rows.append(conversation_tokens(json.loads(line), chat, system_prompt))
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
         lengths = [len(ids) for ids, _ in self._rows]

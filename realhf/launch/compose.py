@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.config.option import walk
 from realhf.base.paths import CONFIGS
+from realhf.builtins import environments
+from realhf.env.doors.section import absolute
 from realhf.launch.experiment_file import ExperimentFile, load_experiment
 from realhf.launch.schema import Schema, close_name
 
@@ -47,7 +49,15 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     if user_file is not None:
         given.setdefault("experiment", user_file.stem)
     name = _experiment(given.get("experiment"), config_dir, user_file)
-    file = load_experiment(config_dir, name, user_file)
+    environment = _environment(given, config_dir, name, user_file)
+    file = load_experiment(config_dir, name, user_file, environment)
+    if environment is None and hasattr(file.module, "config_class"):
+        if given.get("env") not in (None, *choices("env", config_dir)):
+            raise ConfigError(f"env={given['env']}: {_unknown('choice', given['env'], choices('env', config_dir))}")
+        raise ConfigError(
+            f"experiment={name}: choose an environment with env=NAME (known: {', '.join(environments)}), or with "
+            "env.path=FILE.py:Name"
+        )
     schema = Schema(file.config_class)
     _check_names(pairs, name, schema, config_dir)
     # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
@@ -124,6 +134,32 @@ def _argument(text: str) -> Argument:
     if plus and key != "experiment_path":
         raise ConfigError(f"option {plus}{key}: options cannot be added, only set: write {key}={value}")
     return Argument(key, value)
+
+
+def _environment(given: dict[str, str], config_dir: Path, name: str, user_file: Path | None) -> str | None:
+    """The environment that was chosen: by ``env.path``, by the file of ``env=NAME``, or by the experiment's YAML. A
+    path in ``given`` becomes absolute, so that every process finds it."""
+    if "env.path" in given:
+        given["env.path"] = absolute(given["env.path"].strip("'\""))
+        return given["env.path"]
+    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
+    for path in (config_dir / "env" / f"{given.get('env')}.yaml", own):
+        if found := _env_path(path):
+            return found
+    return None
+
+
+def _env_path(path: Path) -> str | None:
+    """What a YAML file sets as ``env.path``."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError):
+        return None
+    section = content.get("env") if isinstance(content, dict) else None
+    found = section.get("path") if isinstance(section, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _user_file(text: str | None) -> Path | None:

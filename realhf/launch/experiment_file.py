@@ -24,16 +24,25 @@ class ExperimentFile(NamedTuple):
     config_class: type[ExperimentConfig]
 
 
-def load_experiment(config_dir: Path, name: str, user_file: Path | None) -> ExperimentFile:
-    """The experiment ``name``, or the one in ``user_file``; what it registers is known afterwards. Raises ConfigError
-    that names the line of a mistake in the file."""
+def load_experiment(
+    config_dir: Path, name: str, user_file: Path | None, environment: str | None = None
+) -> ExperimentFile:
+    """The experiment ``name``, or the one in ``user_file``; what it registers is known afterwards. ``environment``: the
+    one that was chosen, for an experiment whose module has ``config_class(environment)``. Raises ConfigError that names
+    the line of a mistake in the file."""
     plugin = str(user_file) if user_file else f"experiments.{_named(config_dir, name)}"
     try:
         module = load_plugin(plugin)
     except Exception as error:
         where = str(user_file) if user_file else f"{plugin.replace('.', '/')}.py"
         raise ConfigError(f"experiment={name}: {located(error, where)}") from None
-    return ExperimentFile(name, plugin, module, config_class(name, module))
+    kind = config_class(name, module)
+    if environment is not None and (chosen := getattr(module, "config_class", None)):
+        try:
+            kind = chosen(environment)
+        except ValueError as error:
+            raise ConfigError(f"env.path={environment}: {error}") from None
+    return ExperimentFile(name, plugin, module, kind)
 
 
 def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:

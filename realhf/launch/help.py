@@ -11,9 +11,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from realhf.api.config import ExperimentConfig
 from realhf.api.config.option import Found, Option, walk
 from realhf.base.paths import CONFIGS
-from realhf.builtins import registered_names
+from realhf.builtins import environments, registered_names
+from realhf.env.doors.section import with_environment
 from realhf.launch.compose import GROUPS, Composed, choices, shipped_schemas
 from realhf.launch.schema import Schema
 
@@ -44,6 +46,8 @@ def help_text(config_dir: Path = CONFIGS) -> str:
     lines = [_USAGE.format(groups=groups), *_terminal(Schema().options.values())]
     for section, (owners, schema) in _own_sections(config_dir).items():
         lines += ["", f"Of {', '.join(owners)}:", *_terminal(_within(schema, section))]
+    for name, schema in environment_schemas().items():
+        lines += ["", f"Of the environment {name} (env.path={name}):", *_terminal(_within(schema, "env"))]
     return "\n".join(lines)
 
 
@@ -66,7 +70,15 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
         parts += _chapter(section, common)
     for section, (owners, schema) in _own_sections(config_dir).items():
         parts += _chapter(section, schema, f" Of {', '.join(owners)}.")
+    for name, schema in environment_schemas().items():
+        parts += _chapter("env", schema, f" Of the environment `{name}`.")
     return "\n".join(parts)
+
+
+def environment_schemas() -> Mapping[str, Schema]:
+    """The section ``env`` of every registered environment that no experiment has as its own."""
+    shown = {"aws"}
+    return {name: Schema(with_environment(ExperimentConfig, name)) for name in environments if name not in shown}
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:

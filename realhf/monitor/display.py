@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from realhf.monitor.headline import metric, success_by_tier, time_split
+from realhf.monitor.headline import metric, success_by_group, time_split
 from realhf.monitor.rollout_metrics import flatten_rollouts, rollout_labels, rollout_metrics
 
 _BAR = 24
@@ -159,7 +159,7 @@ class LiveDisplay:
     def _figures(self, metrics: Mapping[str, Any]) -> Table:
         table = Table.grid(padding=(0, 3))
         shown = [(name, metric(metrics, name)) for name in ("reward", "success", "loss", "mismatch_kl")]
-        shown += [(tier, value) for tier, value in success_by_tier(metrics).items()]
+        shown += [(group, value) for group, value in success_by_group(metrics).items()]
         shown += [("tokens/s", metric(metrics, "tokens_per_second"))]
         table.add_row(
             *[
@@ -184,9 +184,9 @@ def step_line(event: Mapping[str, Any]) -> str:
     for name in ("reward", "success", "loss", "mismatch_kl"):
         if (value := metric(metrics, name)) is not None:
             parts.append(f"{name} {_number(value)}")
-    tiers = success_by_tier(metrics)
-    if tiers:
-        parts.append("(" + ", ".join(f"{tier} {value:.0%}" for tier, value in tiers.items()) + ")")
+    groups = success_by_group(metrics)
+    if groups:
+        parts.append("(" + ", ".join(f"{group} {value:.0%}" for group, value in groups.items()) + ")")
     if (speed := metric(metrics, "tokens_per_second")) is not None:
         parts.append(f"{speed:.0f} tokens/s")
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time_split(metrics).items() if seconds >= 0.05)
@@ -207,8 +207,8 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
     """Return the held-out success of an evaluation in one line."""
     parts = [f"held-out, {event['when']}:"]
     for kind, entries in event["report"].items():
-        tiers = ", ".join(f"{name} {entry['success']:.1%}" for name, entry in entries.items())
-        parts.append(f"{kind} {tiers} ({entries['overall']['episodes']} episodes)")
+        groups = ", ".join(f"{name} {entry['success']:.1%}" for name, entry in entries.items())
+        parts.append(f"{kind} {groups} ({entries['overall']['episodes']} episodes)")
     return "  ".join(parts)
 
 

@@ -18,8 +18,8 @@ def metric(row: Row, name: str) -> float | None:
     return next((value for key, value in row.items() if key.partition("/")[2] == name), None)
 
 
-def success_by_tier(row: Row) -> dict[str, float]:
-    """Return {tier: success} of the episodes of a step."""
+def success_by_group(row: Row) -> dict[str, float]:
+    """Return {group: success} of the episodes of a step."""
     found = {}
     for key, value in row.items():
         parts = key.split("/")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.headline import Row, metric, success_by_tier, time_split
+from realhf.monitor.headline import Row, metric, success_by_group, time_split
 
 Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -35,8 +35,8 @@ def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | No
         values = [metric(row, name) for row in rows]
         if any(value is not None for value in values) and not (name == "loss" and curves.lines):
             draw_curve(curves, steps, values, name)
-    for tier in sorted({tier for row in rows for tier in success_by_tier(row)}):
-        draw_curve(curves, steps, [success_by_tier(row).get(tier) for row in rows], f"success, {tier}", thin=True)
+    for group in sorted({group for row in rows for group in success_by_group(row)}):
+        draw_curve(curves, steps, [success_by_group(row).get(group) for row in rows], f"success, {group}", thin=True)
     curves.set(xlabel="step", title="training episodes" if held_out else "training")
     if curves.lines:
         curves.legend(fontsize=8)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor import report_html as html
-from realhf.monitor.headline import Row, metric, success_by_tier
+from realhf.monitor.headline import Row, metric, success_by_group
 from realhf.monitor.metrics_log import read_metrics
 from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
 from realhf.monitor.plots import staleness_bound
@@ -111,7 +111,7 @@ def _held_out(evaluations: Evaluations) -> list[str]:
         for kind, entries in report.items()
         for name, entry in entries.items()
     ]
-    columns = ["after step", "sampling", "tier", "success", "95 % interval", "episodes"]
+    columns = ["after step", "sampling", "group", "success", "95 % interval", "episodes"]
     return [html.heading("Held-out success"), html.table(columns, table)] if table else []
 
 
@@ -145,16 +145,16 @@ def _picture(path: Path, name: str) -> list[str]:
 def _steps(rows: Sequence[Row]) -> list[str]:
     shown = rows[-STEPS_SHOWN:]
     names = [name for name in COLUMNS if any(metric(row, name) is not None for row in shown)]
-    tiers = sorted({tier for row in shown for tier in success_by_tier(row)})
+    groups = sorted({group for row in shown for group in success_by_group(row)})
     table = [
         [
             str(row["step"]),
             *[html.number(metric(row, name)) for name in names],
-            *[html.number(success_by_tier(row).get(tier)) for tier in tiers],
+            *[html.number(success_by_group(row).get(group)) for group in groups],
         ]
         for row in shown
     ]
-    return [html.heading("Steps"), html.table(["step", *names, *tiers], table)] if table else []
+    return [html.heading("Steps"), html.table(["step", *names, *groups], table)] if table else []
 
 
 def _trace(run_dir: Path) -> list[str]:

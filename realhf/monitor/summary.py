@@ -53,8 +53,8 @@ def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def held_out_table(summary: Mapping[str, Any]) -> Any:
-    """Make a rich table of held-out success before and after by tier, with intervals and numbers of episodes; None when
-    nothing was evaluated."""
+    """Make a rich table of held-out success before and after by group, with intervals and numbers of episodes; None
+    when nothing was evaluated."""
     from rich.table import Table
 
     if not (summary["heldout_success_before"] or summary["heldout_success_after"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,26 +10,31 @@ from typing import Any
 from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
+from realhf.api.environment import EnvironmentSpec, Task, task_of
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import SequenceSample
+from realhf.env.doors.load import build_environment
 from realhf.rollout.agents.choice import check_whole_distribution
+from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.episode.rollout_sample import outcomes_to_sample
 from realhf.rollout.episode.sampling_seed import sampling_seed
 from realhf.rollout.episode.transcript import transcript
-from realhf.rollout.evaluation import evaluation_report
-from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
+from realhf.rollout.evaluation import evaluation_report, held_out_tasks
+from realhf.rollout.players.blocking_player import BlockingPlayer
+from realhf.rollout.players.failure_policy import FailurePolicy, failure_policy
+from realhf.rollout.players.player import Player, TurnAgent
 
 
-class EnginePolicy:
-    """Gives a pool tokens from the generation engine of a model, with its chat format and a seed."""
+class ModelEngine:
+    """Gives a player tokens from the generation engine of a model, with a seed."""
 
-    def __init__(self, model: Model, config: GenConfig, seed: int) -> None:
-        self.chat = TemplateChat(model.tokenizer, template_kwargs=model.chat_template_kwargs)
+    def __init__(self, model: Model, chat: TemplateChat, config: GenConfig, seed: int) -> None:
         self.seconds = 0.0
         self.tokens = 0
         self._generator = model.engine.generator()
         self.context_limit = self._generator.context_limit
+        self._stop_ids = chat.stop_ids
         self._config = config
         self._seed = seed
 
@@ -38,7 +42,7 @@ class EnginePolicy:
         """Generate one batch; ``round_index`` gives every round a seed of its own."""
         began = time.perf_counter()
         outputs = self._generator.generate(
-            requests, self._config, stop_ids=self.chat.stop_ids, seed=(self._seed * 1_000_003 + round_index) % 2**63
+            requests, self._config, stop_ids=self._stop_ids, seed=(self._seed * 1_000_003 + round_index) % 2**63
         )
         self.seconds += time.perf_counter() - began
         self.tokens += sum(len(output.token_ids) for output in outputs)
@@ -57,21 +61,28 @@ class EnvRolloutInterface:
 
     def __init__(self, **args: Any) -> None:
         self._options = RolloutOptions.from_args(args)
-        self._pool: MultiTurnEnvPool | None = None
+        self._policy: FailurePolicy = failure_policy(
+            self._options.on_failure, self._options.retries, self._options.min_group_size
+        )
+        self._spec: EnvironmentSpec | None = None
+        self._chat: TemplateChat | None = None
+        self._player: BlockingPlayer | None = None
 
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, Any]]:
-        """Play ``group_size`` rollouts of each sample's task (metadata ``task``: JSON, ``task_seed``). Raises
-        ValueError when ``gen`` cuts the distribution: such tokens cannot be trained on."""
+        """Play ``group_size`` rollouts of each sample's task (metadata: see ``task_of``). Raises ValueError when
+        ``gen`` cuts the distribution: such tokens cannot be trained on; RuntimeError when the failure policy ends the
+        run."""
         options = self._options
         check_whole_distribution(options.gen)
-        tasks = [{"task": json.loads(task), "chaos": options.chaos} for task in sample.metadata["task"]]
-        seeds = [int(seed) for seed in sample.metadata["task_seed"]]
-        policy = EnginePolicy(model, options.gen, context.seed)
-        pool = self._connected_pool(context)
+        tasks = [
+            task_of({name: values[row] for name, values in sample.metadata.items()}) for row in range(len(sample.ids))
+        ]
         own = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
-        groups, stats = self._play(pool, policy, tasks, seeds, options.group_size, own)
+        groups, stats = self._play(model, tasks, options.gen, options.group_size, context, own)
+        for group in groups:
+            self._policy.check(group)
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
@@ -81,8 +92,8 @@ class EnvRolloutInterface:
     def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
         """Measure success on held-out instances, sampled and greedy.
 
-        ``args`` are ``HeldOutOptions.to_args()``. Returns {"sampled": {"overall": {success, episodes, ...}, tier: ...},
-        "greedy": {...}}.
+        ``args`` are ``HeldOutOptions.to_args()``. Returns {"sampled": {"overall": {success, episodes, ...}, group:
+        ...}, "greedy": {...}}.
         """
         options, wanted = self._options, HeldOutOptions.from_args(args)
         report = {}
@@ -92,23 +103,16 @@ class EnvRolloutInterface:
         ):
             if count < 1:
                 continue
-            tasks = [
-                {"task_id": task_id, "split": wanted.split, "chaos": options.chaos}
-                for task_id, _ in wanted.tasks
-                for _ in range(count)
-            ]
-            seeds = [seed for _ in wanted.tasks for seed in range(count)]
-            config = replace(options.gen, temperature=temperature)
-            policy = EnginePolicy(model, config, context.seed)
-            groups, _ = self._play(self._connected_pool(context), policy, tasks, seeds, 1)
+            tasks = held_out_tasks(self._environment(), wanted.split, count, wanted.templates)
+            groups, _ = self._play(model, tasks, replace(options.gen, temperature=temperature), 1, context)
             report[name] = evaluation_report([outcome for group in groups for outcome in group])
         return report
 
     def close(self) -> None:
-        """Close the environment sessions."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """Close the environments."""
+        if self._player is not None:
+            self._player.close()
+            self._player = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return {}: the interface has no state."""
@@ -118,54 +122,79 @@ class EnvRolloutInterface:
         """Do nothing: the interface has no state."""
         del state
 
+    def _environment(self) -> EnvironmentSpec:
+        if self._spec is None:
+            self._spec = build_environment(self._options.environment, self._options.environment_options)
+        return self._spec
+
     def _play(
         self,
-        pool: MultiTurnEnvPool,
-        policy: EnginePolicy,
-        tasks: list[dict[str, Any]],
-        seeds: list[int],
+        model: Model,
+        tasks: Sequence[Task],
+        gen: GenConfig,
         group: int,
-        sampling_seeds: list[list[int]] | None = None,
+        context: CallContext,
+        sampling_seeds: Sequence[Sequence[int]] | None = None,
     ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
+        """Play ``group`` episodes of every task."""
+        player = self._ready(model, context)
+        assert self._chat is not None
+        engine = ModelEngine(model, self._chat, gen, context.seed)
         longest = self._options.max_total_tokens
-        if longest > policy.context_limit:
+        if longest > engine.context_limit:
             raise ValueError(
-                f"rollout.max_total_tokens={longest}: the context of the model holds {policy.context_limit} tokens"
+                f"rollout.max_total_tokens={longest}: the context of the model holds {engine.context_limit} tokens"
             )
+        wanted = [
+            EpisodeRequest(number * group + member, task, sampling_seeds[number][member] if sampling_seeds else None)
+            for number, task in enumerate(tasks)
+            for member in range(group)
+        ]
         began = time.perf_counter()
-        groups = pool.run_groups(tasks, policy, group_size=group, seeds=seeds, sampling_seeds=sampling_seeds)
+        played = player.play(wanted, engine)
         total = time.perf_counter() - began
-        outcomes = [outcome for members in groups for outcome in members]
-        stats: dict[str, Any] = rollout_statistics(outcomes)
+        stats: dict[str, Any] = rollout_statistics(played.outcomes)
         stats |= {
             "rollout_seconds": total,
-            "generation_seconds": policy.seconds,
-            "env_seconds": total - policy.seconds,
-            "generated_tokens": policy.tokens,
+            "generation_seconds": engine.seconds,
+            "env_seconds": total - engine.seconds,
+            "generated_tokens": engine.tokens,
+            **{f"retried/{kind}": float(count) for kind, count in played.retried.items()},
         }
-        return groups, stats
+        return [played.outcomes[start : start + group] for start in range(0, len(wanted), group)], stats
 
-    def _connected_pool(self, context: CallContext) -> MultiTurnEnvPool:
-        if self._pool is None:
-            urls = context.endpoints.get("env") or []
-            if not urls:
-                raise RuntimeError("no environment server is registered; actor_gen needs one (kind 'env')")
-            options = self._options
-            self._pool = MultiTurnEnvPool(
-                urls[0],
-                options.sessions,
-                max_turns=options.max_turns,
-                max_total_tokens=options.max_total_tokens,
-                turn_tokens=options.gen.max_new_tokens,
-                message_timeout_s=options.message_timeout_s,
-                on_failure=options.on_failure,
+    def _ready(self, model: Model, context: CallContext) -> BlockingPlayer:
+        if self._player is None:
+            spec, options = self._environment(), self._options
+            self._chat = TemplateChat(model.tokenizer, system_prompt=None, template_kwargs=model.chat_template_kwargs)
+            limits = Limits(options.max_turns, options.max_total_tokens, options.gen.max_new_tokens)
+            self._player = BlockingPlayer(
+                Player(
+                    spec,
+                    _address(spec, context),
+                    TurnAgent(self._chat, limits, spec.system_prompt),
+                    options.sessions,
+                    retries=self._policy.retries,
+                    message_timeout_s=options.message_timeout_s,
+                )
             )
-            self._pool.connect()
-        return self._pool
+        return self._player
+
+
+def _address(spec: EnvironmentSpec, context: CallContext) -> str:
+    """Return the address of the environment's service, "" where there is none. Raises RuntimeError when it is not
+    registered."""
+    if spec.launch is None:
+        return ""
+    urls = context.endpoints.get("env") or []
+    if not urls:
+        raise RuntimeError(f"no server of the environment {spec.name} is registered; actor_gen needs one (kind 'env')")
+    return urls[0]
 
 
 def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, float]:
-    """Return means over valid episodes, success by tier, and the number of failed ones by status."""
+    """Return means over valid episodes, success by group, named rewards and metrics, and the number of failed ones by
+    status."""
     valid = [outcome for outcome in outcomes if outcome.valid]
     stats = {
         "reward": _mean([outcome.reward or 0.0 for outcome in valid]),
@@ -174,8 +203,12 @@ def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, float]:
         "rollouts": float(len(outcomes)),
         "failed_rollouts": float(len(outcomes) - len(valid)),
     }
-    for tier in sorted({outcome.tier for outcome in valid}):
-        stats[f"success/{tier}"] = _mean([float(outcome.achieved) for outcome in valid if outcome.tier == tier])
+    for group in sorted({outcome.group for outcome in valid if outcome.group}):
+        stats[f"success/{group}"] = _mean([float(outcome.achieved) for outcome in valid if outcome.group == group])
+    for name in sorted({name for outcome in valid for name in outcome.rewards}):
+        stats[f"reward/{name}"] = _mean([outcome.rewards.get(name, 0.0) for outcome in valid])
+    for name in sorted({name for outcome in valid for name in outcome.metrics} - {"success", "progress"}):
+        stats[f"metric/{name}"] = _mean([value for o in valid if (value := o.metrics.get(name)) is not None])
     for outcome in outcomes:
         if not outcome.valid:
             stats[f"failed/{outcome.status}"] = stats.get(f"failed/{outcome.status}", 0.0) + 1.0

@@ -109,25 +109,13 @@ def test_a_row_of_any_environment_is_what_the_template_renders() -> None:
     assert tokenizer.decode([i for i, m in zip(ids, trained, strict=True) if m]) == said
 
 
-def test_a_row_with_observations_keeps_the_system_prompt_and_the_text_of_aws_episodes() -> None:
-    tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
-    chat = TemplateChat(tokenizer)
-    seen = {"command_success": True, "command_output": "", "error": ""}
-    row = {
-        "messages": [
-            {"role": "user", "content": "Do it.", "observation": {}},
-            {"role": "assistant", "content": "aws s3 ls"},
-            {"role": "tool", "content": "ignored", "observation": seen},
-            {"role": "assistant", "content": "aws s3 mb s3://x"},
-            {"role": "tool", "content": "ignored", "observation": seen},
-        ]
-    }
-    ids, mask = conversation_tokens(row, chat)
-    end = chat.closing()[:1]
-    first, second = ([*chat.encode(words), *end] for words in ("aws s3 ls", "aws s3 mb s3://x"))
-    before, between = chat.first("Do it."), chat.following("ok", ended=True)
-    assert ids == before + first + between + second
-    assert mask == [False] * len(before) + [True] * len(first) + [False] * len(between) + [True] * len(second)
+def test_the_system_prompt_precedes_a_row() -> None:
+    chat = TemplateChat(tokenizer_of(QWEN25, "<|im_end|>"))
+    row = {"messages": [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "done"}]}
+    ids, mask = conversation_tokens(row, chat, "Be brief.")
+    opening = chat.opening([{"role": "system", "content": "Be brief."}, *row["messages"][:1]])
+    turn = [*chat.encode("done"), *chat.closing()[:1]]
+    assert ids == opening + turn and mask == [False] * len(opening) + [True] * len(turn)
 
 
 @pytest.mark.parametrize(

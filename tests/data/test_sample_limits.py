@@ -37,7 +37,7 @@ def rollout(status: str, reward: float | None) -> RolloutOutcome:
         progress=0.0,
         turns=(),
         task_id=1,
-        tier="warmup",
+        group="warmup",
         seed=1,
     )
 
@@ -50,14 +50,14 @@ def finished(statuses: dict[str, float | None]) -> SequenceSample:
 
 
 def test_a_failed_rollout_has_no_reward_and_its_group_is_taken() -> None:
-    sample = finished({"achieved": 1.0, "env_error": None, "max_turns": 0.25})
+    sample = finished({"achieved": 1.0, "internal": None, "max_turns": 0.25})
     rewards = SampleLimits(KEYS).read("s", encode_sample(sample))["rewards"]
     assert rewards[0] == 1.0 and math.isnan(rewards[1]) and rewards[2] == 0.25
 
 
 @pytest.mark.parametrize("key", ["rewards", "packed_logprobs", "env_rewards"])
 def test_what_is_not_finite_without_a_failure_is_refused(key: str) -> None:
-    sample = finished({"achieved": 1.0, "env_error": None})
+    sample = finished({"achieved": 1.0, "internal": None})
     broken = sample[key].clone()
     broken[0] = math.inf
     tensors = {**{name: sample[name] for name in sample.keys}, key: broken}
@@ -67,7 +67,7 @@ def test_what_is_not_finite_without_a_failure_is_refused(key: str) -> None:
 
 
 def test_an_outcome_of_another_length_is_refused() -> None:
-    sample = finished({"achieved": 1.0, "env_error": None})
+    sample = finished({"achieved": 1.0, "internal": None})
     tensors = {name: sample[name] for name in sample.keys} | {"outcome": torch.zeros(1, dtype=torch.uint8)}
     whole = SequenceSample.from_tensors(["s"], tensors, {**sample.seqlens, "outcome": [[1]]})
     with pytest.raises(CodecError):

@@ -23,10 +23,12 @@ import torch
 from rich.console import Console
 
 from realhf.api.config import AsyncConfig, GenConfig
-from realhf.api.environment import AssistantMessage, ToolCall
+from realhf.api.environment import AssistantMessage, Task, ToolCall
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import NoTrace
+from realhf.aws.client.aws_env import AwsEnv
+from realhf.aws.environment import AwsEnvironment
 from realhf.aws.tasks import loader
 from realhf.aws.validation.static_checks import template_problems
 from realhf.aws.validation.validation import validate
@@ -37,9 +39,7 @@ from realhf.env.doors.dataset import DatasetOptions
 from realhf.env.doors.load import build_environment
 from realhf.launch import processes
 from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.client.aws_env import AwsEnv
-from realhf.rollout.client.resuming_env import ResumingEnv
-from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
+from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
 from realhf.trajectory.client import TrajectoryClient
@@ -311,20 +311,15 @@ async def test_the_agent_plays(
     def speak(prompt: str) -> str:
         return speech[min(len(speech), prompt.count("<|user|>")) - 1]
 
-    def refuse(number: int, message: dict) -> str | None:
-        wrong = message["type"] == "step" and message["data"]["command"] == "ok"
-        failure = {"code": "VALIDATION_ERROR", "message": "no command", "errors": []}
-        return json.dumps({"type": "error", "data": failure}) if wrong else None
-
     solve = load_agent("docs.extend.examples.patient_agent:solve", options)
-    agent = BlackBoxAgent(solve, chat(), Limits(max_turns, 600, 40, 100), timeout_s=20)
-    with FakeEnvServer(refuse) as server:
-        env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
+    agent = BlackBoxAgent(solve, chat(), Limits(max_turns, 600, 40), timeout_s=20)
+    with FakeEnvServer() as server:
+        env = AwsEnvironment(server.url)
         try:
-            outcome = await agent.play(env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(speak), 2)
+            outcome = await agent.play(env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(speak), 2)
         finally:
             await agent.close()
-            await env.env.close()
+            await env.close()
     assert (outcome.status, outcome.reward, len(outcome.turns), outcome.valid) == (status, reward, turns, True)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from realhf.api.environment import Task
+from realhf.aws.environment import AwsEnvironment
 from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.client.aws_env import AwsEnv
-from realhf.rollout.client.resuming_env import ResumingEnv
-from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
+from realhf.rollout.episode.request import EpisodeRequest, Limits
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.test_end_to_end import TINY
@@ -84,32 +84,32 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself() -> Non
     def speak(prompt: str) -> str:
         return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
 
-    limits = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40, observation_chars=100)
+    limits = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40)
     agent = BlackBoxAgent(load_agent("examples.black_box_agent:solve"), chat(), limits, timeout_s=20)
     with FakeEnvServer() as server:
-        env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
+        env = AwsEnvironment(server.url)
         try:
-            outcome = await agent.play(env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(speak), 2)
+            outcome = await agent.play(env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(speak), 2)
         finally:
             await agent.close()
-            await env.env.close()
+            await env.close()
     assert [turn.text for turn in outcome.turns] == ["hm", "aws s3 ls", "aws s3api list-buckets"]
     assert outcome.status == "achieved" and outcome.reward == 1.0
 
 
 async def test_the_black_box_agent_stops_at_a_limit() -> None:
     """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of the agent."""
-    limits = Limits(max_turns=2, max_total_tokens=600, turn_tokens=40, observation_chars=100)
+    limits = Limits(max_turns=2, max_total_tokens=600, turn_tokens=40)
     agent = BlackBoxAgent(load_agent("examples.black_box_agent:solve"), chat(), limits, timeout_s=20)
     with FakeEnvServer() as server:
-        env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=0)
+        env = AwsEnvironment(server.url)
         try:
             outcome = await agent.play(
-                env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(lambda prompt: "hm"), 2
+                env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(lambda prompt: "hm"), 2
             )
         finally:
             await agent.close()
-            await env.env.close()
+            await env.close()
     assert outcome.status == "max_turns" and outcome.valid and len(outcome.turns) == 2
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import sft_aws
+from experiments import sft
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RunPlan
+from realhf.aws import environment
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 
@@ -76,9 +77,9 @@ def test_the_reference_scores_trainable_tokens_only(experiment: str):
 
 def test_reinforce_and_sft():
     assert built("experiment=reinforce_aws").graph.topological_levels() == [["actor_gen"], ["rew_inf"], ["actor_train"]]
-    sft = built("experiment=sft_aws")
-    assert sft.graph.topological_levels() == [["actor_train"]]
-    assert sft.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
+    supervised = built("experiment=sft_aws")
+    assert supervised.graph.topological_levels() == [["actor_train"]]
+    assert supervised.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
 
 
 def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there_is_one():
@@ -111,7 +112,7 @@ def test_a_model_of_ones_own_needs_no_warm_start():
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, to be changed."""
     copy = tmp_path_factory.mktemp("copy") / "realhf"
-    shutil.copytree(sft_aws.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "static"))
+    shutil.copytree(sft.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "static"))
     return copy
 
 
@@ -126,16 +127,17 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("backends/training/torch_engine.py", False, True),
         ("algorithms/aggregation.py", False, True),
         ("aws/playground/playground_session.py", False, False),
-        ("rollout/players/grpo_pool.py", False, False),
+        ("aws/client/grpo_pool.py", False, False),
     ],
 )
 def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
     file: str, demonstrations: bool, policy: bool, package: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sft_aws, "PACKAGE", package)
+    for module in (sft, environment):
+        monkeypatch.setattr(module, "PACKAGE", package)
 
     def artifacts() -> tuple[str, str]:
-        made = sft_aws.warm_start(compose_config(["experiment=grpo_aws"]).config)
+        made = sft.warm_start(compose_config(["experiment=grpo_aws"]).config)
         assert made.artifact is not None
         return made.jobs[0].artifact.name, made.artifact.name
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.tasks.loader import instantiate
+from realhf.env.client.openenv_client import CapacityError, ConnectError, OpenEnvClient
 from realhf.env.server.process import EnvServerProcess
-from realhf.rollout.client.aws_env import AwsEnv
-from realhf.rollout.client.env_client import CapacityError, ConnectError, OpenEnvClient
 
 pytestmark = pytest.mark.sim
 

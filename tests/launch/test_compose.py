@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.grpo_aws import Config
 from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
+from realhf.api.environment import SPLITS
+from realhf.api.rollout import RolloutOptions
 from realhf.aws.tasks.loader import load_templates
-from realhf.aws.training.task_source import TaskCurriculumSource
+from realhf.env.curriculum.task_source import TaskSource
+from realhf.env.doors.load import build_environment
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
@@ -65,7 +69,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
         (["env.tiers=[warmup,hard]"], "env.tiers=hard: unknown (known: warmup, beginner,"),
         (["env.tiers=[advanced]", "env.tags=[starter]"], "the tier 'advanced' has no template with the tags starter"),
         (["env.tags=[no-such-tag]"], "unknown tag 'no-such-tag'"),
-        (["rollout.on_failure=ignore"], "rollout.on_failure=ignore: unknown (known: drop, retry, raise)"),
+        (["rollout.on_failure=ignore"], "rollout.on_failure=ignore: unknown (known: minimum_group, retry, fail_fast)"),
         (["actor.workers=[0,1]"], "actor.workers=[0, 1]: the call actor_train (train_step) runs on one worker"),
         (["dataset.curriculum=random"], "dataset.curriculum=random: unknown (known: learnability, priority)"),
         (["actor.path=/nowhere/model"], "actor.path=/nowhere/model: no such folder"),
@@ -137,10 +141,36 @@ def test_options_with_effect(option: str, capsys):
     assert main(["experiment=grpo_aws", option, "mode=check"]) == 0, capsys.readouterr().err
 
 
-def test_rollouts_of_an_asynchronous_run_have_an_option_of_their_own_about_failures(capsys):
-    said = errors(capsys, "experiment=grpo_aws_async", "rollout.on_failure=drop", "mode=check")
-    assert "rollout.on_failure=drop: has no effect" in said and "async_rl.on_failure.policy" in said
-    assert main(["experiment=grpo_aws", "rollout.on_failure=drop", "mode=check"]) == 0
+@pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async"])
+def test_what_a_failed_rollout_means_is_one_option_for_all_runs(experiment: str, capsys):
+    for arguments in (["rollout.on_failure=retry", "rollout.retries=5"], ["rollout.on_failure=fail_fast"]):
+        spec = build_experiment(compose_config([f"experiment={experiment}", *arguments])).spec
+        played = spec.rollout.episodes if spec.rollout else RolloutOptions.from_args(spec.mfcs[0].interface_args)
+        assert arguments[0] == f"rollout.on_failure={played.on_failure}"
+    said = errors(capsys, f"experiment={experiment}", "rollout.on_failure=fail_fast", "rollout.retries=5")
+    assert "rollout.retries=5: no effect with rollout.on_failure=fail_fast" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "experiment=grpo: choose an environment with env=NAME (known: aws, "),
+        (["env=countdwn"], "env=countdwn: unknown choice 'countdwn'; did you mean 'countdown'"),
+        (["env.path=countdwn"], "env.path=countdwn: unknown environment 'countdwn'; did you mean 'countdown'"),
+        (["env.path=/nowhere/mine.py:Mine"], "env.path=/nowhere/mine.py:Mine: /nowhere/mine.py:Mine: there is no file"),
+        (["env=countdown", "env.pool_size=3"], "env.pool_size"),
+    ],
+)
+def test_an_environment_that_cannot_be_had_is_told(arguments: list[str], expected: str, capsys):
+    assert expected in errors(capsys, "experiment=grpo", *arguments, "mode=check")
+
+
+def test_the_general_experiment_on_aws_is_the_experiment_on_aws():
+    general, own = (
+        build_experiment(compose_config([*arguments, "trial_name=one", "experiment_name=one"])).spec
+        for arguments in (["experiment=grpo", "env=aws"], ["experiment=grpo_aws"])
+    )
+    assert replace(general, name="grpo_aws") == own
 
 
 def test_a_reference_on_two_workers_is_no_mistake():
@@ -153,15 +183,17 @@ def test_every_tier_can_be_trained_on(tiers: list[str]):
     assert main([*arguments, "mode=check"]) == 0
     spec = build_experiment(compose_config(arguments)).spec
     every = {template.task_id for template in load_templates(tiers, split="train")}
-    assert spec.evaluation is not None and {task for task, _ in spec.evaluation.args["tasks"]} == every
-    source = TaskCurriculumSource(1, spec.source.args["tiers"], tags=spec.source.args["tags"])
-    assert {item.metadata["tier"] for item in source.next_batch(64)} == set(tiers)
+    source = TaskSource(1, spec.source.args["environment"], spec.source.args["options"])
+    drawn = source.next_batch(8 * len(every))
+    assert {item.metadata["group"] for item in drawn} == set(tiers)
+    assert {int(item.metadata["template"]) for item in drawn} == every
 
 
 def test_without_tags_the_starter_tasks_are_trained_on_where_every_tier_has_some():
     spec = build_experiment(compose_config(["experiment=grpo_aws"])).spec
-    assert spec.source.args["tags"] == ["starter"] and spec.evaluation is not None
-    assert len(spec.evaluation.args["tasks"]) == 39
+    played = build_environment(spec.source.args["environment"], spec.source.args["options"])
+    for split in SPLITS:
+        assert len(played.tasks(split).group_of) == 39
 
 
 def test_all_problems_are_listed_at_once(capsys):
@@ -197,14 +229,16 @@ def test_values_arrive_with_their_types():
 
 @pytest.mark.parametrize("name", experiment_names())
 def test_every_experiment_of_the_house_is_valid(name: str, capsys):
-    assert main([f"experiment={name}", "mode=check"]) == 0
-    assert main([f"experiment={name}", "mode=graph"]) == 0
+    environment = [] if "aws" in name or "stream" in name else ["env=countdown"]
+    assert main([f"experiment={name}", *environment, "mode=check"]) == 0
+    assert main([f"experiment={name}", *environment, "mode=graph"]) == 0
     assert "flowchart" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in choices(g)])
 def test_every_choice_of_every_group_is_valid(group: str, choice: str):
-    check_config(compose_config(["experiment=grpo_aws", f"{group}={choice}"]).config)
+    experiment = "grpo_aws" if group != "env" or choice in ("small", "large") else "grpo"
+    check_config(compose_config([f"experiment={experiment}", f"{group}={choice}"]).config)
 
 
 def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_path: Path):

@@ -23,11 +23,13 @@ def test_a_cut_distribution_is_refused_with_the_reason(capsys, experiment: str, 
 
 def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
     gen = asdict(GenConfig(top_p=0.9))
-    interface = EnvRolloutInterface(group_size=2, sessions=2, gen=gen)
+    interface = EnvRolloutInterface(environment="aws", group_size=2, sessions=2, gen=gen)
     with pytest.raises(ValueError, match=r"gen.top_p=0.9.*whole distribution"):
         interface.generate(None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="training samples from the whole"):
-        make_agent("", None, RolloutOptions.from_args({"group_size": 2, "sessions": 2, "gen": gen}))  # type: ignore[arg-type]
+        make_agent(
+            "", None, "", RolloutOptions.from_args({"environment": "aws", "group_size": 2, "sessions": 2, "gen": gen})
+        )  # type: ignore[arg-type]
     assert GenConfig(temperature=0.3, max_new_tokens=9).truncations() == []
 
 

@@ -88,9 +88,16 @@ def test_a_choice_about_one_section_of_which_nothing_is_read():
 
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_what_is_shipped_has_effect(experiment: str):
-    build(CONFIGS, f"experiment={experiment}")
+    environment = [] if "aws" in experiment or "stream" in experiment else ["env.path=countdown"]
+    build(CONFIGS, f"experiment={experiment}", *environment)
     for model in choices("model"):
-        build(CONFIGS, f"experiment={experiment}", f"model={model}")
+        build(CONFIGS, f"experiment={experiment}", f"model={model}", *environment)
+
+
+@pytest.mark.parametrize("environment", [name for name in choices("env") if name not in ("small", "large")])
+def test_the_settings_of_an_environment_have_effect(environment: str):
+    for experiment in ("grpo", "grpo_async", "reinforce", "sft"):
+        build(CONFIGS, f"experiment={experiment}", f"env={environment}")
 
 
 def test_the_help_shows_the_defaults_of_the_section_that_an_option_stands_in():

@@ -16,6 +16,7 @@ from realhf.api.config import BuiltinModelConfig, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
 from realhf.backends.builtin_policy import build_builtin_policy
@@ -44,24 +45,26 @@ def policy(tmp_path_factory: pytest.TempPathFactory, task: Task) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     ask = {"role": "user", "content": task.description}
     turns = [[task.solution[0]], [USELESS, task.solution[0]], [USELESS, USELESS]]
-    rows = [
+    told_rows = [
         [
             ask,
             *(
                 message
                 for turn in told
-                for message in ({"role": "assistant", "content": turn}, {"role": "tool", "content": "ok"})
+                for message in ({"role": "assistant", "content": turn}, {"role": "user", "content": "ok"})
             ),
         ]
         for told in turns
     ]
     demonstrations = folder / "demonstrations.jsonl"
-    demonstrations.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    demonstrations.write_text("\n".join(json.dumps({"messages": row}) for row in told_rows))
     build_builtin_policy(demonstrations, folder / "random", TINY, seed=0)
 
     spec = ModelSpec("actor", str(folder / "random"), trainable=True, optimizer=OptimizerConfig(lr=1e-2))
     engine = TorchBackend().build(spec, seed=0, total_train_steps=TEACHING_STEPS)
-    sample = ChatDataset(str(demonstrations), engine.tokenizer).load(["a", "b", "c"], [0, 1, 2])
+    sample = ChatDataset(str(demonstrations), engine.tokenizer, system_prompt=SYSTEM_PROMPT).load(
+        ["a", "b", "c"], [0, 1, 2]
+    )
     teacher, model = SFTInterface(), Model("actor", engine, engine.tokenizer)
     for step in range(TEACHING_STEPS):
         engine.version = step

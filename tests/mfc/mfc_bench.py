@@ -55,7 +55,7 @@ class MfcBench:
             name="mfc",
             models={model.role: model},
             mfcs=(self._mfc,),
-            source=SourceSpec("task_curriculum"),
+            source=SourceSpec("tasks", {"environment": "aws"}),
             n_seqs=2,
             total_train_steps=10,
             seed=1,

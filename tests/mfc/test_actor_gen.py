@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo_aws import Config, actor_gen, actor_model
+from experiments.grpo import actor_gen, actor_model
+from experiments.grpo_aws import Config
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
@@ -45,7 +46,12 @@ def tasks(task: Task) -> list[Task]:
 
 def drawn(tasks: list[Task], name: str) -> SequenceSample:
     """What the curriculum sends: a task each."""
-    metadata = {"task": [json.dumps(task.to_json()) for task in tasks], "task_seed": [task.seed for task in tasks]}
+    metadata = {
+        "task": [json.dumps({"task": task.to_json(), "chaos": False}) for task in tasks],
+        "task_id": [f"{task.template}-{task.seed}" for task in tasks],
+        "task_seed": [task.seed for task in tasks],
+        "group": [task.tier for task in tasks],
+    }
     return SequenceSample.from_tensors([f"{name}{i}" for i in range(len(tasks))], {}, {}, metadata)
 
 

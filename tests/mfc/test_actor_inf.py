@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo_aws import Config, actor_inf, actor_model
+from experiments.grpo import actor_inf, actor_model
+from experiments.grpo_aws import Config
 from realhf.api.config import GenConfig
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from experiments.grpo_aws import Config, actor_model, actor_train, policy_options
+from experiments.grpo import actor_model, actor_train, policy_options
+from experiments.grpo_aws import Config
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.config import ModelConfig, OptimizerConfig
 from realhf.api.sample import SequenceSample

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo_aws import Config, ref_inf
+from experiments.grpo import ref_inf
+from experiments.grpo_aws import Config
 from realhf.api.config import GenConfig, MicroBatchConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample

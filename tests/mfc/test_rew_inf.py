@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.grpo_aws import Config, rew_inf
+from experiments.grpo import rew_inf
+from experiments.grpo_aws import Config
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample

@@ -13,7 +13,7 @@ from rich.console import Console
 from realhf.api.config import MonitorConfig
 from realhf.monitor.display import LiveDisplay, PlainDisplay, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
-from realhf.monitor.headline import metric, success_by_tier, time_split
+from realhf.monitor.headline import metric, success_by_group, time_split
 from realhf.monitor.metrics_log import MetricsLog, flatten_step, read_metrics
 from realhf.monitor.provenance import git_state, package_versions
 from realhf.monitor.run_files import Evaluations
@@ -71,7 +71,7 @@ def test_tensorboard_reads_what_was_written_without_torch(tmp_path: Path):
 
 def test_headline_figures():
     assert metric(ROW, "reward") == 0.6 and metric(ROW, "nothing") is None
-    assert success_by_tier(ROW) == {"warmup": 0.75}
+    assert success_by_group(ROW) == {"warmup": 0.75}
     split = time_split(ROW)
     assert split == pytest.approx({"environment": 1.5, "generation": 0.9, "actor_train": 1.0, "other": 0.6})
 

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from realhf.api.environment import AssistantMessage
 from realhf.api.model import GenOutput, GenRequest
 
 END = 900
 FOLLOW = 901
 CUE = 902
 
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
 
 class LossyChat:
     """One token per character. The policy's tokens are another spelling of the same characters (+ 1000), so
-    decoding and encoding again does not give the same ids."""
+    decoding and encoding again does not give the same ids. System messages are left out, tools too."""
 
     stop_ids = (END,)
 
+    def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        return [*_said(messages), CUE]
+
+    def following_messages(self, messages: Messages, *, ended: bool, tools: Tools = ()) -> list[int]:
+        return [*([] if ended else [END]), FOLLOW, *_said(messages), CUE]
+
+    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
+        text = self.decode(token_ids)
+        return AssistantMessage(text, text=text, token_count=len(token_ids))
+
     def first(self, task: str) -> list[int]:
-        return [ord(c) % 900 for c in task] + [CUE]
+        return self.opening([{"role": "user", "content": task}])
 
     def following(self, observation: str, *, ended: bool) -> list[int]:
-        return [*([] if ended else [END]), FOLLOW, *(ord(c) % 900 for c in observation), CUE]
+        return self.following_messages([{"role": "user", "content": observation}], ended=ended)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(i - 1000) for i in token_ids if i >= 1000)
+
+
+def _said(messages: Messages) -> list[int]:
+    return [ord(c) % 900 for message in messages if message["role"] != "system" for c in message["content"]]
 
 
 class ScriptedPolicy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from realhf.api.config import GenConfig
-from realhf.api.model import Model
+from realhf.api.chat import TemplateChat
 from realhf.data.chat_dataset import ChatDataset
-from realhf.rollout.interface import EnginePolicy
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
@@ -37,12 +34,16 @@ def tokenizer() -> Any:
 @pytest.mark.parametrize("thinks", [True, False])
 def test_prompts_and_rows_are_rendered_alike(tokenizer: Any, tmp_path: Path, thinks: bool) -> None:
     kwargs = {"enable_thinking": thinks}
-    engine = SimpleNamespace(generator=lambda: SimpleNamespace(context_limit=64))
-    model = Model("actor", engine, tokenizer, kwargs)  # type: ignore[arg-type]
-    prompt = EnginePolicy(model, GenConfig(), seed=0).chat.first("list")
+    system = [{"role": "system", "content": "be brief"}]
+    opening = [*system, {"role": "user", "content": "list"}]
+    prompt = TemplateChat(tokenizer, system_prompt=None, template_kwargs=kwargs).opening(opening)
     rows = tmp_path / "rows.jsonl"
-    messages = [{"role": "user", "content": "list", "observation": {}}, {"role": "assistant", "content": "aws"}]
+    messages = [{"role": "user", "content": "list"}, {"role": "assistant", "content": "aws"}]
     rows.write_text(json.dumps({"messages": messages}))
-    row = ChatDataset(str(rows), tokenizer, chat_template_kwargs=kwargs).load(["a"], [0])["packed_input_ids"].tolist()
+    row = (
+        ChatDataset(str(rows), tokenizer, chat_template_kwargs=kwargs, system_prompt="be brief")
+        .load(["a"], [0])["packed_input_ids"]
+        .tolist()
+    )
     assert row[: len(prompt)] == prompt
     assert tokenizer.decode(prompt).endswith("assistant:" if thinks else "assistant:[quiet]")

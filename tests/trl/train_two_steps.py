@@ -22,11 +22,11 @@ from trl.chat_template_utils import get_training_chat_template, qwen3_chat_templ
 
 from realhf.api.chat import TemplateChat
 from realhf.api.config import BuiltinModelConfig
-from realhf.api.observation_text import observation_text
+from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
+from realhf.aws.observation_text import observation_text
+from realhf.aws.trl.aws_tool import AwsToolEnv
+from realhf.aws.trl.trl_rollout import PoolRollouts, episode_reward
 from realhf.backends.builtin_policy import build_model, train_tokenizer
-from realhf.rollout.players.multi_turn_pool import MultiTurnEnvPool
-from realhf.rollout.trl.aws_tool import AwsToolEnv
-from realhf.rollout.trl.trl_rollout import PoolRollouts, episode_reward
 
 INSTRUCTION = "Use the tool. "
 CONFIG = BuiltinModelConfig(

@@ -5,7 +5,7 @@ algorithm or an environment lie beside it (``realhf/algorithms/policy_gradient/o
 and the experiments that use it add them. No torch.
 """
 
-from realhf.api.config.asynchronous import AsyncConfig, FailureConfig
+from realhf.api.config.asynchronous import AsyncConfig
 from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.error import ConfigError
 from realhf.api.config.evaluation import EvaluationConfig
@@ -27,7 +27,6 @@ __all__ = [
     "DatasetConfig",
     "EvaluationConfig",
     "ExperimentConfig",
-    "FailureConfig",
     "GenConfig",
     "LRSchedule",
     "MicroBatchConfig",

@@ -4,26 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from realhf.api.config.option import option, section
-
-
-@dataclass
-class FailureConfig:
-    """What a rollout worker does about a rollout that failed."""
-
-    policy: str = option(
-        "minimum_group",
-        "minimum_group plays it again, then leaves it out if rollout.min_group_size others are valid; retry wants the "
-        "whole group; fail_fast ends the run.",
-        choices=("minimum_group", "retry", "fail_fast"),
-    )
-    retries: int = option(2, "A failed rollout is played again this many times.", at_least=0)
-    max_attempts: int = option(
-        3, "A sample whose group did not come about is admitted this many times in all.", at_least=1
-    )
-    max_deaths: int = option(
-        3, "A sample is given up when the worker that played it has died this many times.", at_least=1
-    )
+from realhf.api.config.option import option
 
 
 @dataclass
@@ -80,4 +61,9 @@ class AsyncConfig:
         at_least=0,
         at_most=19,
     )
-    on_failure: FailureConfig = section(FailureConfig)
+    max_attempts: int = option(
+        3, "A sample whose group did not come about is admitted this many times in all.", at_least=1
+    )
+    max_deaths: int = option(
+        3, "A sample is given up when the worker that played it has died this many times.", at_least=1
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from realhf.api.config.option import option
 
-ON_FAILURE = ("drop", "retry", "raise")
-"""What becomes of a rollout whose environment failed: left out, played once more, an error."""
+ON_FAILURE = ("minimum_group", "retry", "fail_fast")
+"""What a failed rollout means for its group, see ``RolloutConfig.on_failure``."""
 
 
 @dataclass
@@ -18,9 +19,27 @@ class RolloutConfig:
     max_total_tokens: int = option(1024, "A sequence, prompt included, has at most this many tokens.", at_least=1)
     min_group_size: int = option(2, "A group with fewer valid rollouts gives no gradient.", at_least=1)
     on_failure: str = option(
-        "retry", "A rollout whose environment failed is left out, played again, or ends the run.", choices=ON_FAILURE
+        "minimum_group",
+        "minimum_group plays a failed rollout again, then leaves it out if rollout.min_group_size others are valid; "
+        "retry wants the whole group; fail_fast ends the run.",
+        choices=ON_FAILURE,
+    )
+    retries: int = option(
+        2,
+        "A failed rollout is played again, and a lost session resumed, this many times.",
+        at_least=0,
     )
     message_timeout_s: float = option(60.0, "A message to the environment is answered within these seconds.", above=0)
+    sessions: int = option(
+        32,
+        "At most this many episodes are played at once; an environment may allow fewer (AWS: env.pool_size).",
+        at_least=1,
+    )
     agent: str = option(
         "", "This agent plays, as module:function, in asynchronous experiments; empty is the built-in agent."
     )
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Nothing is played again by the policy that fails fast."""
+        if self.on_failure == "fail_fast" and self.retries != RolloutConfig.retries:
+            yield f"{name}.retries={self.retries}: no effect with {name}.on_failure=fail_fast"

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from realhf.api.agent import Agent, Conversation, Reply
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.episode.episode import Episode, EpisodeError, StepData
+from realhf.aws.evaluation.agent import Agent, Conversation, Reply
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.task import Task, TaskError
 from realhf.base.intervals import mean_interval, wilson_interval

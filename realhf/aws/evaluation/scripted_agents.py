@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from realhf.api.agent import Conversation, Reply
+from realhf.aws.evaluation.agent import Conversation, Reply
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.names import is_name

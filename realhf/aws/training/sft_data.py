@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from realhf.aws.episode.episode import Episode
+from realhf.aws.observation_text import observation_text
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.task import TaskError
@@ -34,8 +35,7 @@ def play(episode: Episode, script: Script) -> dict[str, Any]:
     """Play one script and return its row: task_id, template, tier, seed, kind, achieved, reward and messages.
 
     Roles: ``user`` the description, ``assistant`` a command (``"train": false`` where it is context, not to be
-    imitated), ``tool`` what came of it; user and tool messages carry the whole observation as well, so that a reader
-    can render it as a rollout does.
+    imitated), ``user`` what a policy reads of the answer; the messages of the user carry the whole observation too.
     """
     step = episode.reset(script.task)
     messages: list[dict[str, Any]] = [
@@ -52,8 +52,7 @@ def play(episode: Episode, script: Script) -> dict[str, Any]:
         if line.number:
             outputs.append(seen["command_output"])
         messages.append({"role": "assistant", "content": command} | ({} if line.learned else {"train": False}))
-        text = seen["command_output"] if seen["command_success"] else seen["error"]
-        messages.append({"role": "tool", "content": text, "observation": _lasting(seen)})
+        messages.append({"role": "user", "content": observation_text(seen), "observation": _lasting(seen)})
         if step.done:
             break
     return {

@@ -58,7 +58,8 @@ WATCH_S = 2.0
 @dataclass(frozen=True)
 class RolloutPlan:
     """``trainer``: the model worker that trains the role and holds its samples; ``batch_size`` samples per step;
-    ``seconds``: deadline of a control call; ``load_s``: of loading weights."""
+    ``seconds``: deadline of a control call; ``load_s``: of loading weights; ``needs_env``: episodes are played on a
+    service."""
 
     spec: RolloutSpec
     trainer: str
@@ -70,6 +71,7 @@ class RolloutPlan:
     seconds: float
     load_s: float
     archive: bool = False
+    needs_env: bool = True
 
     @property
     def group_size(self) -> int:
@@ -119,10 +121,10 @@ class AsyncRollouts:
         rules = RolloutRules(
             plan.total_steps * plan.batch_size,
             options.rollout_deadline_s,
-            options.on_failure.max_attempts,
-            options.on_failure.policy == "fail_fast",
+            options.max_attempts,
+            plan.spec.episodes.on_failure == "fail_fast",
             drop,
-            options.on_failure.max_deaths,
+            options.max_deaths,
         )
         self.control = RolloutControl(
             self._queue,
@@ -263,10 +265,11 @@ class AsyncRollouts:
         await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
 
     async def _play(self, name: str) -> None:
-        """Once for every process, as long as it plays: two at once would share sessions and cache rows. Without an
-        environment nobody plays until there is one."""
+        """Once for every process, as long as it plays: two at once would share sessions and cache rows. Without the
+        service that its episodes are played on nobody plays until there is one."""
         incarnation = self._rollout_workers.get(name)
-        if incarnation is None or incarnation in self.control.workers or not (self._playing and self._env):
+        ready = self._playing and (self._env or not self._plan.needs_env)
+        if incarnation is None or incarnation in self.control.workers or not ready:
             return
         self.control.worker_joined(incarnation)
         env = [url for _, url in sorted(self._env.items())]

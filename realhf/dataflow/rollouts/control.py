@@ -219,7 +219,7 @@ class RolloutControl:
         if entry is None or entry.attempt != attempt or entry.worker != worker:
             return
         if self._rules.fail_fast:
-            text = f"sample {sample_id}: {outcome}: {message} (async_rl.on_failure.policy=fail_fast)"
+            text = f"sample {sample_id}: {outcome}: {message} (rollout.on_failure=fail_fast)"
             self.fail(RolloutsFailed(text))
         self._return(sample_id, outcome, message)
         self._wake()

@@ -11,15 +11,15 @@ from realhf.api.source import SampleResult
 
 
 def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
-    """Names without the prefix ``rollout/``: means over valid rollouts of ``reward``, ``success`` (also by tier) and
+    """Names without the prefix ``rollout/``: means over valid rollouts of ``reward``, ``success`` (also by group) and
     ``turns``; ``rollouts`` and ``failed_rollouts`` in number; ``tokens`` sampled; seconds of an episode
     (``episode_s_p50``, ``episode_s_p99``); ``failed/<kind>`` and ``retried/<kind>``: what went wrong on the way, also
     where a retry mended it."""
     rewards = [reward for result in results for reward in result.rewards if reward is not None]
     success: dict[str, list[bool]] = {}
     for result in results:
-        tier = str(result.metadata.get("tier", ""))
-        success.setdefault(tier, []).extend(bool(a) for a in result.achieved if a is not None)
+        group = str(result.metadata.get("group", ""))
+        success.setdefault(group, []).extend(bool(a) for a in result.achieved if a is not None)
     everything = [value for values in success.values() for value in values]
     notes = [json.loads(result.metadata["rollout"]) for result in results if result.metadata.get("rollout")]
     seconds = sorted(value for note in notes for value in note["episode_s"])
@@ -33,7 +33,7 @@ def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
         "episode_s_p50": _quantile(seconds, 0.5),
         "episode_s_p99": _quantile(seconds, 0.99),
     }
-    figures |= {f"success/{tier}": _mean(values) for tier, values in sorted(success.items()) if tier and values}
+    figures |= {f"success/{group}": _mean(values) for group, values in sorted(success.items()) if group and values}
     return figures | _counted(notes, "failed") | _counted(notes, "retried")
 
 

@@ -24,24 +24,16 @@ _SEED_BITS = 31
 logger = logging.getLogger(__name__)
 
 
-class DrawnTask(Protocol):
-    """Is a task as far as a curriculum is concerned."""
-
-    @property
-    def task_id(self) -> int:
-        """The number of its template."""
-        ...
-
-
-T = TypeVar("T", bound=DrawnTask)
-T_co = TypeVar("T_co", bound=DrawnTask, covariant=True)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class TaskSet(Protocol[T_co]):
-    """Offers a curriculum numbered templates in groups of rising difficulty, and instances of them."""
+    """Offers a curriculum templates, by name or number, in groups of rising difficulty, and instances of them;
+    ``realhf.api.environment.TaskSet`` is one."""
 
     @property
-    def group_of(self) -> Mapping[int, str]:
+    def group_of(self) -> Mapping[Any, str]:
         """The group of every template that may be drawn."""
         ...
 
@@ -50,7 +42,7 @@ class TaskSet(Protocol[T_co]):
         """All groups there are, the easiest first, including those without a template here."""
         ...
 
-    def instantiate(self, template_id: int, seed: int) -> T_co:
+    def instantiate(self, template_id: Any, seed: int) -> T_co:
         """Return the instance that ``seed`` draws for training."""
         ...
 
@@ -117,27 +109,30 @@ class Curriculum(Generic[T]):
             self._invalid_groups = 0
             self._rewards: list[float] = []
 
+    def draw(self, count: int) -> list[tuple[Any, int]]:
+        """Return template and seed of ``count`` training tasks for one batch, as different as the strategy allows."""
+        with self._lock:
+            return [(template_id, self._rng.getrandbits(_SEED_BITS)) for template_id in self._choose(count)]
+
     def next_task(self, seed: int | None = None) -> T:
         """Return the task to play now; ``seed`` fixes the instance instead of drawing it."""
-        task = self.next_tasks(1)[0]
-        return task if seed is None else self._tasks.instantiate(task.task_id, seed)
+        template_id, drawn = self.draw(1)[0]
+        return self._tasks.instantiate(template_id, drawn if seed is None else seed)
 
     def next_tasks(self, count: int) -> list[T]:
         """Return ``count`` training tasks for one batch, as different as the strategy allows."""
-        with self._lock:
-            chosen = self._choose(count)
-            return [self._tasks.instantiate(template_id, self._rng.getrandbits(_SEED_BITS)) for template_id in chosen]
+        return [self._tasks.instantiate(template_id, seed) for template_id, seed in self.draw(count)]
 
-    def get_task_by_id(self, task_id: int, seed: int = 0) -> T:
+    def get_task_by_id(self, task_id: Any, seed: int = 0) -> T:
         """Return an instance of a template of this curriculum."""
         self._check_known(task_id)
         return self._tasks.instantiate(task_id, seed)
 
-    def record_result(self, task: DrawnTask, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """Record a result for the template of ``task``; see ``record_template``."""
+    def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
+        """Record a result for the template of ``task``, its ``task_id``; see ``record_template``."""
         self.record_template(task.task_id, achieved, reward)
 
-    def record_template(self, task_id: int, achieved: bool | float | None, reward: float = 0.0) -> None:
+    def record_template(self, task_id: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
         """Record a result; there is no other way in. A group counts as one episode; ``achieved`` is the fraction of its
         valid rollouts that achieved the task, None for a group without valid rollouts."""
         self._check_known(task_id)
@@ -156,18 +151,18 @@ class Curriculum(Generic[T]):
             record.last_episode = self._episodes
             self._learn(task_id, record, float(achieved > 0) if self._any else float(achieved))
 
-    def _check_known(self, template_id: int) -> None:
+    def _check_known(self, template_id: Any) -> None:
         if template_id not in self._tier_of:
             raise LookupError(f"task {template_id} is not in this curriculum")
 
-    def success_rate(self, template_id: int) -> float:
+    def success_rate(self, template_id: Any) -> float:
         """Return the strategy's running success rate of a template, 0 if it was never tried."""
         raise NotImplementedError
 
-    def _choose(self, count: int) -> list[int]:
+    def _choose(self, count: int) -> list[Any]:
         raise NotImplementedError
 
-    def _learn(self, template_id: int, record: TemplateRecord, result: float) -> None:
+    def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
         raise NotImplementedError
 
     def get_stats(self) -> dict[str, Any]:

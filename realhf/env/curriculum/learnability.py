@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from realhf.env.curriculum.base import Curriculum, T, TaskSet, TemplateRecord
 
@@ -30,17 +31,17 @@ class LearnabilityCurriculum(Curriculum[T]):
         self._floor = floor
         super().__init__(seed, tasks, group_success=group_success)
 
-    def success_rate(self, template_id: int) -> float:
+    def success_rate(self, template_id: Any) -> float:
         """See ``Curriculum``."""
         record = self._records[template_id]
         return record.successes / record.weight if record.weight else 0.0
 
-    def weight(self, template_id: int) -> float:
+    def weight(self, template_id: Any) -> float:
         """Return the share of draws, up to a constant, that a tried template gets."""
         rate = self.success_rate(template_id)
         return rate * (1.0 - rate) + self._floor
 
-    def _choose(self, count: int) -> list[int]:
+    def _choose(self, count: int) -> list[Any]:
         untried = [template_id for template_id, record in self._records.items() if not record.attempts]
         self._rng.shuffle(untried)
         chosen = untried[:count]
@@ -50,12 +51,12 @@ class LearnabilityCurriculum(Curriculum[T]):
             chosen += _even_draws(self._rng, tried or untried, weights, count - len(chosen))
         return chosen
 
-    def _learn(self, template_id: int, record: TemplateRecord, result: float) -> None:
+    def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
         record.successes = self._decay * record.successes + result
         record.weight = self._decay * record.weight + 1.0
 
 
-def _even_draws(rng: random.Random, items: Sequence[int], weights: Sequence[float], count: int) -> list[int]:
+def _even_draws(rng: random.Random, items: Sequence[Any], weights: Sequence[float], count: int) -> list[Any]:
     """Make ``count`` weighted draws that hit each item within one of its expected number (systematic resampling), in
     random order: a batch then follows the weights as closely as it can."""
     step = sum(weights) / count

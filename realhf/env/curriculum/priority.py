@@ -99,11 +99,11 @@ class PriorityCurriculum(Curriculum[T]):
         """Name of the current tier."""
         return self._tiers[self._tier_index]
 
-    def success_rate(self, template_id: int) -> float:
+    def success_rate(self, template_id: Any) -> float:
         """See ``Curriculum``."""
         return decayed_rate(self._records[template_id].results, self.rule.decay)
 
-    def priority(self, template_id: int) -> float:
+    def priority(self, template_id: Any) -> float:
         """Return the score of docs/reference/environment.md 8."""
         record = self._records[template_id]
         rule = self.rule
@@ -117,7 +117,7 @@ class PriorityCurriculum(Curriculum[T]):
         """Return whether a re-test is due now, or was ``before`` the last recorded episodes."""
         return record.graduated and self._episodes - before - record.reference >= record.interval
 
-    def _choose(self, count: int) -> list[int]:
+    def _choose(self, count: int) -> list[Any]:
         earlier = set(self._tiers[: self._tier_index])
         candidates = [
             template_id
@@ -127,7 +127,7 @@ class PriorityCurriculum(Curriculum[T]):
         ranked = sorted(candidates, key=lambda template_id: (-self.priority(template_id), self._rng.random()))
         return [ranked[index % len(ranked)] for index in range(count)]
 
-    def _learn(self, template_id: int, record: TemplateRecord, result: float) -> None:
+    def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
         rule, due = self.rule, self._due(record, before=1)
         record.results = [*record.results, result][-rule.window :]
         mastered = record.attempts >= rule.mastery_attempts and self.success_rate(template_id) >= rule.mastery_rate

@@ -1,9 +1,10 @@
 """Plays episodes of agents that only know a base URL: ordinary programs that talk to an OpenAI-compatible model.
 
 The program is an async function ``agent(task_text, base_url, run_command) -> reward``. It may use any client, keep any
-conversations and call ``await run_command("aws ...")`` when it likes. The reward is what it returns or reports, else
-what the environment gave: a number for all its conversations, or one for each, in a map from the id of a completion
-(``reply.id``) of the conversation. It runs on the rollout worker's event loop and must not block it.
+conversations and send messages to the environment with ``await run_command(text)`` when it likes. The reward is what it
+returns or reports, else what the environment gave: a number for all its conversations, or one for each, in a map from
+the id of a completion (``reply.id``) of the conversation. It runs on the rollout worker's event loop and must not block
+it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,18 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from realhf.api.aws_models import AwsStepResult
 from realhf.api.chat import TemplateChat
-from realhf.api.env import RolloutOutcome
+from realhf.api.env import POLICY_FAILED, RolloutOutcome
+from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure
 from realhf.api.generation import TokenSource
-from realhf.api.observation_text import observation_text, shorten
-from realhf.rollout.agents.episode_agent import EpisodeEnv
-from realhf.rollout.client.env_client import EnvError
-from realhf.rollout.client.failures import FAILURES, failure_status
-from realhf.rollout.episode.group_result import episode_return
-from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
+from realhf.rollout.episode.played_episode import Progress
+from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.openai_endpoint.server import OpenAiServer
 from realhf.rollout.openai_endpoint.sessions import (
     Ending,
@@ -43,7 +39,7 @@ _OVER = "error: the episode is over"
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a command printed, as a policy reads it. ``done``: the environment takes no further command."""
+    """What the environment answered, as a policy reads it. ``done``: it takes no further message."""
 
     output: str
     done: bool
@@ -93,37 +89,35 @@ class BlackBoxAgent:
         """Stop serving the endpoint."""
         await self._server.stop()
 
-    async def play(self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """Play an episode as ``play_all`` does, and return its main trajectory alone."""
-        return (await self.play_all(env, wanted, llm, slot))[0]
-
-    async def play_all(
-        self, env: EpisodeEnv, wanted: RolloutRequest, llm: TokenSource, slot: int
-    ) -> list[RolloutOutcome]:
-        """Play one episode and return its trajectories (``Session.outcomes``), of which every sampled token is in one.
-
-        An exception of the agent makes the episode a ``policy_error``, unless it is the agent's way to report that a
-        limit was reached. Raises RuntimeError when the endpoint cannot be served.
-        """
+    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """See ``EpisodeAgent``. The main trajectory is the outcome, the others are its ``branches``
+        (``Session.outcomes``): every sampled token is in one of them. An exception of the agent makes the episode a
+        failure of the policy, unless it is the agent's way to report that a limit was reached. Raises RuntimeError
+        when the endpoint cannot be served."""
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
-        world = _World(env, self._limits)
+        world = _World(env, wanted)
         session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed)
         try:
             ending = await self._ending(world, session)
         finally:
             self._server.sessions.close(session)
-        outcomes = session.outcomes(replace(ending, seed=wanted.seed, task=world.task))
-        wall_s = time.perf_counter() - began
-        return [replace(outcome, timings=outcome.timings | {"wall_s": wall_s}) for outcome in outcomes]
+        outcomes = session.outcomes(replace(ending, task=wanted.task, task_text=world.progress.task_text))
+        return replace(
+            outcomes[0],
+            branches=tuple(outcomes[1:]),
+            timings=outcomes[0].timings | {"wall_s": time.perf_counter() - began},
+            rewards=world.progress.rewards,
+            metrics=world.progress.metrics,
+        )
 
     async def _ending(self, world: _World, session: Session) -> Ending:
         reward, problem = None, ""
         try:
             text = await world.reset()
-        except FAILURES as error:
-            return Ending(failure_status(error), message=str(error))
+        except EnvironmentFailure as error:
+            return Ending(error.kind, message=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
                 reward = await self._agent(text, self._server.base_url(session), world.run)
@@ -132,63 +126,42 @@ class BlackBoxAgent:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"[:500]
         if world.failure is not None:
-            return Ending(failure_status(world.failure), message=str(world.failure))
-        limit = session.ledger.limit_hit
+            return Ending(world.failure.kind, message=str(world.failure))
+        limit, progress = session.ledger.limit_hit, world.progress
         if problem and not limit:
-            return Ending("policy_error", message=str(session.engine_error or problem))
+            return Ending(POLICY_FAILED, message=str(session.engine_error or problem))
         if reward is not None and (problem := reward_problem(reward)):
-            return Ending("policy_error", message=f"the agent returned {problem}")
-        reward = world.reward() if reward is None and session.reward is None else reward
-        status = "achieved" if world.achieved else limit or "finished"
-        return Ending(status, reward, world.achieved, world.progress)
+            return Ending(POLICY_FAILED, message=f"the agent returned {problem}")
+        reward = progress.reward if reward is None and session.reward is None else reward
+        status = "achieved" if progress.achieved else limit or "finished"
+        return Ending(status, reward, progress.achieved, progress.share)
 
 
 class _World:
     """Shows the environment of one episode to the agent's ``run_command``, and remembers what became of it."""
 
-    def __init__(self, env: EpisodeEnv, limits: Limits) -> None:
-        self.task: dict[str, Any] = {}
-        self.achieved = False
-        self.progress = 0.0
-        self.failure: Exception | None = None
-        self._env, self._limits = env, limits
-        self._rewards: list[float] = []
-        self._done = False
+    def __init__(self, env: Environment, wanted: EpisodeRequest) -> None:
+        self.progress = Progress(wanted)
+        self.failure: EnvironmentFailure | None = None
+        self._env = env
         self._turn = asyncio.Lock()
 
     async def reset(self) -> str:
-        """Start the episode and return the text of its task. Raises FAILURES."""
-        first = await self._env.reset()
-        self.task = first.observation.task.model_dump() if first.observation.task else {}
-        return str(self.task.get("description", ""))
+        """Start the episode and return the text of its task. Raises EnvironmentFailure."""
+        task = self.progress.wanted.task
+        return self.progress.begin(await self._env.reset(task.payload, seed=task.seed))
 
     async def run(self, command: str) -> CommandOutput:
-        """Run a command; this is the agent's ``run_command``. Raises what the environment raises, and again on every
-        later call."""
+        """Send a message to the environment; this is the agent's ``run_command``. Raises EnvironmentFailure, and again
+        on every later call."""
         async with self._turn:
             if self.failure is not None:
                 raise self.failure
-            if self._done:
+            if self.progress.status:
                 return CommandOutput(_OVER, True)
+            said = AssistantMessage(str(command), text=str(command))
             try:
-                return self._taken(await self._env.step(command))
-            except EnvError as error:
-                if error.code == "VALIDATION_ERROR":
-                    return CommandOutput(f"error: {shorten(str(error), self._limits.observation_chars)}", False)
+                return CommandOutput(self.progress.take(said, await self._env.step(said)), bool(self.progress.status))
+            except EnvironmentFailure as error:
                 self.failure = error
                 raise
-            except FAILURES as error:
-                self.failure = error
-                raise
-
-    def reward(self) -> float:
-        """Return the environment's reward of the episode."""
-        return episode_return(self._rewards, self._limits.reward_mode)
-
-    def _taken(self, result: AwsStepResult) -> CommandOutput:
-        if result.reward is None or not math.isfinite(result.reward):
-            raise EnvError("EXECUTION_ERROR", "the environment answered a step without a finite reward")
-        seen = result.observation
-        self._rewards.append(result.reward)
-        self.achieved, self.progress, self._done = seen.task_achieved, seen.partial_progress, result.done
-        return CommandOutput(observation_text(seen.model_dump(), max_chars=self._limits.observation_chars), result.done)

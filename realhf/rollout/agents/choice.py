@@ -7,23 +7,26 @@ from typing import Any
 
 from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.observation_text import OBSERVATION_CHARS
 from realhf.api.rollout import RolloutOptions
-from realhf.rollout.agents.episode_agent import EpisodeAgent, TurnAgent
-from realhf.rollout.episode.rollout_state import Limits
+from realhf.rollout.episode.request import Limits
+from realhf.rollout.players.player import EpisodeAgent, TurnAgent
 
 
 def make_agent(
-    name: str, chat: TemplateChat, episodes: RolloutOptions, options: Mapping[str, Any] | None = None
+    name: str,
+    chat: TemplateChat,
+    system_prompt: str,
+    episodes: RolloutOptions,
+    options: Mapping[str, Any] | None = None,
 ) -> EpisodeAgent:
-    """Build the agent called ``name``. ``args`` are those of the ``env_rollout`` interface; ``options`` are the agent's
-    own, which its function takes as keyword arguments. Raises ValueError for an agent that cannot be had."""
+    """Build the agent called ``name``, which plays as ``episodes`` say. ``options`` are the agent's own, which its
+    function takes as keyword arguments. Raises ValueError for an agent that cannot be had."""
     check_whole_distribution(episodes.gen)
-    limits = Limits(episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens, OBSERVATION_CHARS)
+    limits = Limits(episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens)
     if not name and options:
         raise ValueError(f"the built-in agent has no options of its own: {', '.join(options)} would do nothing")
     if not name:
-        return TurnAgent(chat, limits)
+        return TurnAgent(chat, limits, system_prompt)
     from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 
     try:

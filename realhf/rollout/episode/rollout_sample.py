@@ -13,7 +13,7 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.lengths import Lengths
 from realhf.api.sample import SequenceSample
 
-OUTCOME_CODES = {"env_error": 3, "policy_error": 5, "env_timeout": 6, "connection_lost": 3, "capacity": 3}
+OUTCOME_CODES = {"internal": 3, "unavailable": 3, "lost": 3, "capacity": 3, "policy": 5, "timeout": 6}
 """Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
 FILTERED = 2
 
@@ -37,18 +37,20 @@ def outcomes_to_sample(
     """Return one sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains
     nothing.
 
-    Keys, one inner sequence per rollout of L tokens: ``packed_input_ids`` i64 [L], ``prompt_mask`` and ``loss_mask``
-    bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1], ``env_rewards`` f32 [1], ``seq_no_eos_mask``
-    bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8 [1]. A failed rollout keeps its tokens but has
-    no loss mask. Metadata ``rewards`` and ``achieved`` are JSON lists, with null where a rollout failed.
+    Keys, one inner sequence of L tokens per rollout, and after it one for each of its branches: ``packed_input_ids``
+    i64 [L], ``prompt_mask`` and ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1],
+    ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8
+    [1]. A failed rollout keeps its tokens but has no loss mask. Metadata ``rewards`` and ``achieved`` are JSON lists,
+    an entry per rollout, with null where a rollout failed.
     """
     import torch
 
     packed = _Packed()
-    for group in groups:
-        for outcome, code in zip(group, _codes(group, min_group_size), strict=True):
+    coded = [_rows(group, min_group_size) for group in groups]
+    for rows in coded:
+        for outcome, code in rows:
             packed.add(outcome, code)
-    rollouts = [outcome for group in groups for outcome in group]
+    rollouts = [outcome for rows in coded for outcome, _ in rows]
     cut = [outcome.truncated for outcome in rollouts]
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "packed_input_ids": np.asarray(packed.ids),
@@ -60,7 +62,7 @@ def outcomes_to_sample(
         "seq_no_eos_mask": np.array(cut, dtype=np.bool_),
         "outcome": np.array(packed.codes, dtype=np.uint8),
     }
-    offsets = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
+    offsets = np.cumsum([0, *(len(rows) for rows in coded)], dtype=np.int64)
     values = np.array(packed.lengths, dtype=np.int64)
     by_rule = {
         "L": Lengths(values, offsets),
@@ -118,7 +120,9 @@ class _Packed:
         self.lengths.append(length)
 
 
-def _codes(group: Sequence[RolloutOutcome], min_group_size: int) -> list[int]:
+def _rows(group: Sequence[RolloutOutcome], min_group_size: int) -> list[tuple[RolloutOutcome, int]]:
+    """Return the trajectories of a group in order, each with its code: a rollout is followed by its branches."""
     enough = sum(outcome.valid for outcome in group) >= min_group_size
     valid = 0 if enough else FILTERED
-    return [valid if outcome.valid else OUTCOME_CODES[outcome.status] for outcome in group]
+    rows = [row for outcome in group for row in (outcome, *outcome.branches)]
+    return [(row, valid if row.valid else OUTCOME_CODES[row.status]) for row in rows]

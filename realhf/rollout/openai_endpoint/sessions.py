@@ -10,11 +10,11 @@ import math
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from realhf.api.chat import TemplateChat
-from realhf.api.env import VALID_STATUSES, RolloutOutcome
+from realhf.api.env import POLICY_FAILED, VALID_STATUSES, RolloutOutcome
+from realhf.api.environment import Task
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.rollout.openai_endpoint.chat_request import ApiError
 from realhf.rollout.openai_endpoint.messages import NO_TOOLS, Message, Tools
@@ -49,8 +49,8 @@ class Ending:
     achieved: bool = False
     progress: float = 0.0
     message: str = ""
-    task: Mapping[str, Any] | None = None
-    seed: int = 0
+    task: Task = field(default_factory=lambda: Task(""))
+    task_text: str = ""
 
 
 class Session:
@@ -116,7 +116,7 @@ class Session:
         reward = self.reward if ending.reward is None else ending.reward
         if ending.status in VALID_STATUSES and reward is not None:
             problem = reward_problem(reward) or _unknown_reply(reward, branches)
-            ending = replace(ending, status="policy_error", message=problem) if problem else ending
+            ending = replace(ending, status=POLICY_FAILED, message=problem) if problem else ending
         if isinstance(reward, Mapping) and ending.status in VALID_STATUSES:
             named = [(branch, _named_reward(reward, branch)) for branch in branches]
             chosen = [(branch, value) for branch, value in named if value is not None]
@@ -127,9 +127,9 @@ class Session:
     def _outcome(self, branch: Branch | None, reward: float | None, ending: Ending) -> RolloutOutcome:
         status, message = ending.status, ending.message
         if status in VALID_STATUSES and (branch is None or reward is None):
-            status = "policy_error"
+            status = POLICY_FAILED
             message = "the agent asked for nothing" if branch is None else "nobody reported a reward"
-        valid, tokens, task = status in VALID_STATUSES, branch.tokens if branch else None, ending.task or {}
+        valid, tokens, task = status in VALID_STATUSES, branch.tokens if branch else None, ending.task
         if tokens is not None:
             tokens.check()
         return RolloutOutcome(
@@ -143,10 +143,10 @@ class Session:
             achieved=ending.achieved and valid,
             progress=ending.progress,
             turns=branch.turns() if branch else (),
-            task_id=int(task.get("task_id", -1)),
-            tier=str(task.get("difficulty", "")),
-            seed=ending.seed,
-            task_text=str(task.get("description", "")),
+            task_id=task.id,
+            group=task.group,
+            seed=task.seed,
+            task_text=ending.task_text,
             message=message,
             timings={"branches": float(len(self.ledger.branches))},
             last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),

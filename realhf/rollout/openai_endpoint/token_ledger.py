@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.chat import ChatTemplateError, TemplateChat
-from realhf.api.env import Turn
+from realhf.api.env import PlayedTurn
 from realhf.api.environment import AssistantMessage
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode.token_buffer import TokenBuffer
@@ -56,12 +56,12 @@ class Branch:
         """Return how many tokens the policy sampled."""
         return sum(self.tokens.loss_mask)
 
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self) -> tuple[PlayedTurn, ...]:
         """Return the policy's turns as a person reads them, each with the messages that followed."""
         ends = [mark.messages - 1 for mark in self.marks[1:]] + [len(self.messages)]
         followed = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
         return tuple(
-            Turn(mark.text, None, "\n".join(message.content for message in messages), 0.0)
+            PlayedTurn(mark.text, "\n".join(message.content for message in messages), 0.0)
             for mark, messages in zip(self.marks, followed, strict=True)
         )
 

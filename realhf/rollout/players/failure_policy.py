@@ -2,66 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from realhf.api.config import FailureConfig
+from realhf.api.config import ON_FAILURE
+from realhf.api.env import RolloutOutcome
 
 
-class FailurePolicy(Protocol):
-    """Decides about failed rollouts. ``retries``: how often a rollout that failed is played again, and its lost session
-    resumed."""
+class GroupFailed(RuntimeError):
+    """Too few rollouts of a sample are valid, or it was not over in time. ``outcome`` is a word of
+    ``realhf.api.streaming``."""
 
-    @property
-    def retries(self) -> int:
-        """How often a failed rollout is played again."""
-        ...
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """``retries``: how often a rollout that failed is played again, and its lost session resumed. ``least``: how many
+    valid rollouts suffice for a group; None is all."""
+
+    retries: int
+    least: int | None = None
 
     def suffices(self, valid: int, size: int) -> bool:
         """Return whether a group of ``size`` rollouts, of which ``valid`` are valid, may be trained."""
-        ...
+        return valid >= (size if self.least is None else min(self.least, size))
+
+    def check(self, group: Sequence[RolloutOutcome]) -> None:
+        """Raise RuntimeError for a group that may not be trained, unless it may be left out."""
+        valid = sum(outcome.valid for outcome in group)
+        if self.least is None and valid < len(group):
+            raise RuntimeError(f"{shortfall(group)} (rollout.on_failure=minimum_group would leave such groups out)")
 
 
-@dataclass(frozen=True)
-class FailFast:
-    """Tries nothing again: a group is whole or it has failed, and then the master ends the run."""
-
-    retries: int = 0
-
-    def suffices(self, valid: int, size: int) -> bool:
-        """See ``FailurePolicy``."""
-        return valid == size
+def shortfall(group: Sequence[RolloutOutcome]) -> str:
+    """Say how many rollouts of a group are valid, and what became of the first that is not."""
+    worst = next(outcome for outcome in group if not outcome.valid)
+    valid = sum(outcome.valid for outcome in group)
+    return f"{valid} of {len(group)} rollouts are valid; {worst.status}: {worst.message}"
 
 
-@dataclass(frozen=True)
-class Retry:
-    """Plays failed rollouts again: a group is whole, or it is played again."""
-
-    retries: int
-
-    def suffices(self, valid: int, size: int) -> bool:
-        """See ``FailurePolicy``."""
-        return valid == size
-
-
-@dataclass(frozen=True)
-class MinimumGroup:
-    """Leaves out rollouts that keep failing where ``least`` others are valid."""
-
-    retries: int
-    least: int
-
-    def suffices(self, valid: int, size: int) -> bool:
-        """See ``FailurePolicy``."""
-        return valid >= min(self.least, size)
-
-
-def failure_policy(config: FailureConfig, min_group_size: int) -> FailurePolicy:
+def failure_policy(name: str, retries: int, min_group_size: int) -> FailurePolicy:
     """Return the policy that the configuration names. Raises ValueError for an unknown one."""
-    if config.policy == "fail_fast":
-        return FailFast()
-    if config.policy == "retry":
-        return Retry(config.retries)
-    if config.policy == "minimum_group":
-        return MinimumGroup(config.retries, min_group_size)
-    raise ValueError(f"async_rl.on_failure.policy={config.policy!r}: fail_fast, retry or minimum_group")
+    if name == "fail_fast":
+        return FailurePolicy(0)
+    if name == "retry":
+        return FailurePolicy(retries)
+    if name == "minimum_group":
+        return FailurePolicy(retries, least=min_group_size)
+    raise ValueError(f"rollout.on_failure={name!r}: {', '.join(ON_FAILURE)}")

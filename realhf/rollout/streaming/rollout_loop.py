@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from realhf.api.calls import ALLOCATE, REJECTED, AllocateRequest, RejectedRequest
 from realhf.api.streaming import RolloutLease
 from realhf.api.trace import Tracer
-from realhf.rollout.players.group_player import GroupFailed, PlayedGroup, Player, within
+from realhf.rollout.players.failure_policy import GroupFailed
+from realhf.rollout.players.group_player import PlayedGroup, SamplePlayer, within
 from realhf.transport.errors import ProtocolError
 from realhf.transport.service.client import ServiceClient
 
@@ -41,7 +42,7 @@ class RolloutLoop:
         self,
         control: ServiceClient,
         stream: Stream,
-        players: Sequence[Player],
+        players: Sequence[SamplePlayer],
         encode: Encode,
         *,
         tracer: Tracer,
@@ -88,7 +89,7 @@ class RolloutLoop:
             self._playing.discard(task)
             task.result()
 
-    async def _one(self, player: Player, lease: RolloutLease) -> None:
+    async def _one(self, player: SamplePlayer, lease: RolloutLease) -> None:
         began = time.time_ns()
         try:
             frames = await self._finished(player, lease)
@@ -101,7 +102,7 @@ class RolloutLoop:
             self._idle.append(player)
             self._freed.set()
 
-    async def _finished(self, player: Player, lease: RolloutLease) -> Sequence[Any] | None:
+    async def _finished(self, player: SamplePlayer, lease: RolloutLease) -> Sequence[Any] | None:
         """Return the frames of the sample; None when the attempt failed and the master knows."""
         try:
             return self._encode(lease, await within(player, lease))

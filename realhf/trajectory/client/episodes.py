@@ -27,7 +27,7 @@ def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, A
         "inference_logprobs": [logprobs for _, _, logprobs in rows],
         "scores": [float(outcome.reward or 0.0) for outcome in valid],
         "overrides": [{"truncated": outcome.truncated, "achieved": outcome.achieved} for outcome in valid],
-        "group_overrides": {"task_id": valid[0].task_id, "tier": valid[0].tier, "seed": valid[0].seed, **about},
+        "group_overrides": {"task_id": valid[0].task_id, "group": valid[0].group, "seed": valid[0].seed, **about},
         **({"policy_version": min(versions)} if versions else {}),
     }
 

@@ -13,7 +13,7 @@ from realhf.api.chat.call_json import MAX_DEPTH
 from realhf.api.chat.families import FAMILIES
 from realhf.api.chat.turn_parser import MAX_CALLS, parse_turn
 from realhf.api.environment import AssistantMessage
-from realhf.rollout.episode.extraction import extract_command
+from realhf.aws.extraction import extract_command
 
 PIECES = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f"', "[",

@@ -7,14 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from realhf.api.agent import AgentError, Conversation, Reply
 from realhf.aws import evaluate
+from realhf.aws.evaluation.agent import AgentError, Conversation, Reply
+from realhf.aws.evaluation.chat_agents import ChatApiAgent, served_model
 from realhf.aws.evaluation.evaluation import EpisodeRecord, EvaluationRun, report
 from realhf.aws.evaluation.scripted_agents import RandomAgent, ScriptedExpert
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.names import is_name
-from realhf.rollout.agents.chat_agents import ChatApiAgent, served_model
 
 pytestmark = pytest.mark.sim
 

@@ -9,6 +9,7 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.hints import HINT_COMMAND
+from realhf.aws.observation_text import observation_text
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate, load_templates
 from realhf.aws.training.demonstrations import Script, numbered, with_short_names, write_script, write_scripts
@@ -82,11 +83,11 @@ def test_a_row_is_what_really_happened(episode: Episode) -> None:
     create, enable = task.solution
     row = play(episode, Script(task, "recovery", numbered((enable, create, enable, "aws never sent"))))
     roles = [message["role"] for message in row["messages"]]
-    assert roles == ["user"] + ["assistant", "tool"] * 3
+    assert roles == ["user"] + ["assistant", "user"] * 3
     assert row["messages"][0]["content"] == task.description
     assert [m["content"] for m in row["messages"] if m["role"] == "assistant"] == [enable, create, enable]
     error = row["messages"][2]
-    assert "NoSuchBucket" in error["content"] and error["observation"]["error"] == error["content"]
+    assert "NoSuchBucket" in error["content"] and error["content"] == observation_text(error["observation"])
     assert row["messages"][-1]["observation"]["task_achieved"] and row["achieved"] and row["reward"] == 1.0
     assert (row["task_id"], row["tier"], row["seed"], row["kind"]) == (201, "intermediate", 4, "recovery")
 

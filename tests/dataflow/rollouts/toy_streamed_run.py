@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from realhf.api.config import AsyncConfig, FailureConfig
+from realhf.api.config import AsyncConfig
 from realhf.api.experiment import RolloutSpec
 from realhf.api.generation import WeightsManifest
 from realhf.api.mfc import InterfaceType, MFCDef
@@ -133,7 +133,7 @@ def plan_of(folder: Path, *, batch: int, steps: int, completed: int, **options: 
         n_seqs=batch,
         output_keys=("packed_input_ids",),
     )
-    episodes = RolloutOptions(group_size=1, sessions=4, max_total_tokens=8)
+    episodes = RolloutOptions("toy", group_size=1, sessions=4, max_total_tokens=8)
     spec = RolloutSpec("actor", (mfc,), episodes, AsyncConfig(**options), sessions=4)
     return RolloutPlan(spec, TRAINER, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True)
 
@@ -172,7 +172,7 @@ class StreamedRun:
             staleness_policy=policy,
             max_concurrent_rollouts=self.random.randint(1, 3 * self.batch),
             rollout_deadline_s=1e6,
-            on_failure=FailureConfig(max_attempts=2),
+            max_attempts=2,
         )
         self.rollouts = await AsyncRollouts.open(plan, FakeWorkers(self.payloads), self.source)
         self.control = self.rollouts.control

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from realhf.api.environment import AssistantMessage
+from realhf.aws.client.aws_env import AwsEnv
+from realhf.aws.environment import AwsEnvironment
+from realhf.env.client.openenv_client import ConnectionLost, EnvError, MessageTimeout
 from realhf.env.server.config import ConfigError, ServerConfig, parse
 from realhf.env.server.injected_faults import InjectedFaults, parse_kinds
 from realhf.env.server.server import EnvServer, listen
-from realhf.rollout.client.aws_env import AwsEnv
-from realhf.rollout.client.env_client import ConnectionLost, EnvError, MessageTimeout
-from realhf.rollout.client.resuming_env import ResumingEnv
+from realhf.rollout.players.slot_environment import SlotEnvironment
 
 
 class FakeQuickPlayer:
@@ -31,7 +33,11 @@ class FakeQuickPlayer:
 
     def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
         self._executed.append(command)
-        return {"command_output": command, "task_achieved": False}, 0.0, False
+        return (
+            {"command_output": command, "command_success": True, "task_achieved": False, "partial_progress": 0.0},
+            0.0,
+            False,
+        )
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -105,12 +111,16 @@ async def test_faults_of_every_kind_at_the_asked_rate_and_none_of_them_executed(
 
 async def test_an_episode_that_resumes_does_not_notice() -> None:
     with served([], fault_rate=0.5, fault_kinds="unavailable=3,disconnect") as url:
-        env = ResumingEnv(AwsEnv(url), reset={"seed": 1}, retries=30)
-        await env.reset()
-        said = [(await env.step(f"aws {n}")).observation.command_output for n in range(8)]
-        assert said == [f"aws {n}" for n in range(8)]
-        assert env.resumed > 0 and set(env.failures) == {"unavailable", "connection_lost"}
-        await env.env.close()
+        env = SlotEnvironment(
+            "aws", lambda: AwsEnvironment(url), message_timeout_s=10, patience_s=10, deterministic=True
+        )
+        env.begin(30)
+        await env.reset({}, seed=1)
+        said = [AssistantMessage(f"aws {n}", text=f"aws {n}") for n in range(8)]
+        answers = [(await env.step(message)).messages[0]["content"] for message in said]
+        assert answers == [message.text for message in said]
+        assert env.resumed > 0 and set(env.failures) == {"unavailable", "lost"}
+        await env.close()
 
 
 async def test_a_hang_lasts_until_the_client_gives_up() -> None:

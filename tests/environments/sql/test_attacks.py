@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,13 @@ def written_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_files() -> list[str]:
+    """What the descriptors of this process lead to in the file system; other threads may hold pipes and sockets."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(path for path in found if path.startswith("/") and not path.startswith(("/dev/", "/proc/")))
 
 
 @pytest.fixture(autouse=True)

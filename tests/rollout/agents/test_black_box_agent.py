@@ -15,16 +15,18 @@ import pytest
 from experiments.agents.openai_agent import solve
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
+from realhf.api.environment import EnvironmentFailure, Task
 from realhf.api.rollout import RolloutOptions
+from realhf.aws.environment import AwsEnvironment
 from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, RunCommand, load_agent
 from realhf.rollout.agents.choice import make_agent
-from realhf.rollout.client.aws_env import AwsEnv
-from realhf.rollout.client.resuming_env import ResumingEnv
-from realhf.rollout.episode.rollout_state import Limits, RolloutRequest
+from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.players.slot_environment import SlotEnvironment
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 
-LIMITS = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40, observation_chars=100)
+WANTED = EpisodeRequest(0, Task("t-1", "warmup", {}, seed=11), 5)
+LIMITS = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40)
 
 
 @pytest.fixture
@@ -37,12 +39,15 @@ async def play(
     server: FakeEnvServer, function: AgentFunction, tokens: FakeTokens, *, timeout_s: float = 20.0, retries: int = 0
 ) -> RolloutOutcome:
     agent = BlackBoxAgent(function, chat(), LIMITS, timeout_s=timeout_s)
-    env = ResumingEnv(AwsEnv(server.url), reset={"seed": 1}, retries=retries)
+    env = SlotEnvironment(
+        "aws", lambda: AwsEnvironment(server.url), message_timeout_s=5.0, patience_s=0.0, deterministic=True
+    )
+    env.begin(retries)
     try:
-        return await agent.play(env, RolloutRequest(0, {}, 11, sampling_seed=5), tokens, 2)
+        return await agent.play(env, WANTED, tokens, 2)
     finally:
         await agent.close()
-        await env.env.close()
+        await env.close()
         assert 2 in tokens.freed or not tokens.requests
 
 
@@ -59,17 +64,12 @@ async def test_every_conversation_of_an_agent_is_a_trajectory(fake: FakeEnvServe
 
     for shared, rewards in ((True, [0.5] * 3), (False, [1.0, -1.0])):
         kept.clear()
-        agent = BlackBoxAgent(partial(talks, shared=shared), chat(), LIMITS)
-        env = ResumingEnv(AwsEnv(fake.url), reset={"seed": 1}, retries=0)
-        try:
-            outcomes = await agent.play_all(env, RolloutRequest(0, {}, 11, sampling_seed=5), FakeTokens(commands), 2)
-        finally:
-            await agent.close()
-            await env.env.close()
+        main = await play(fake, partial(talks, shared=shared), FakeTokens(commands))
+        outcomes = [main, *main.branches]
         found = {tuple(outcome.prompt_ids): outcome.reward for outcome in outcomes}
         words = ["task", "help", "lost"][: len(rewards)]
         assert found == {tuple(chat().first(text)): reward for text, reward in zip(words, rewards, strict=True)}
-        assert all(outcome.valid and outcome.seed == 11 and outcome.timings["wall_s"] > 0 for outcome in outcomes)
+        assert all(outcome.valid and outcome.seed == 11 and outcome.task_id == "t-1" for outcome in outcomes)
 
 
 def commands(prompt: str) -> str:
@@ -84,7 +84,7 @@ async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
     assert outcome.reward == 1.0, "the environment's, as the agent reports none"
     assert [turn.text for turn in outcome.turns] == ["hm", "aws s3 ls", "aws s3api list-buckets"]
     assert outcome.turns[1].output == "aws s3 ls" and outcome.prompt_ids == chat().first("task")
-    assert (outcome.task_id, outcome.tier, outcome.seed, outcome.task_text) == (1, "warmup", 11, "task")
+    assert (outcome.task_id, outcome.group, outcome.seed, outcome.task_text) == ("t-1", "warmup", 11, "task")
     assert {request.seed for request in tokens.requests} == {5} and outcome.timings["branches"] == 1
 
 
@@ -95,11 +95,11 @@ async def test_a_lost_environment_is_resumed_behind_the_agents_back() -> None:
         assert outcome.status == "achieved" and server.connections == 2
 
 
-@pytest.mark.parametrize(("trick", "status"), [("drop", "connection_lost"), ("error", "env_error")])
+@pytest.mark.parametrize(("trick", "status"), [("drop", "lost"), ("error", "internal")])
 async def test_a_failed_environment_is_no_reward_even_if_the_agent_says_so(trick: str, status: str) -> None:
     async def forgiving(task: str, base_url: str, run: RunCommand) -> float:
         for _ in range(2):
-            with pytest.raises((ConnectionError, RuntimeError)):
+            with pytest.raises(EnvironmentFailure):
                 await run("aws s3 ls")
         return 1.0
 
@@ -156,7 +156,7 @@ async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
         (is_vague, "not a reward"),
     ]:
         outcome = await play(fake, function, FakeTokens(commands), timeout_s=0.3)
-        assert outcome.status == "policy_error" and outcome.reward is None and words in outcome.message, outcome
+        assert outcome.status == "policy" and outcome.reward is None and words in outcome.message, outcome
 
 
 async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: FakeEnvServer) -> None:
@@ -167,7 +167,7 @@ async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: Fak
         (await ask(base_url)).raise_for_status()
 
     outcome = await play(fake, impatient, tokens)
-    assert outcome.status == "policy_error" and outcome.message == "no generation worker is there"
+    assert outcome.status == "policy" and outcome.message == "no generation worker is there"
     chatty = await play(fake, solve, FakeTokens(lambda prompt: "hm"))
     assert (chatty.status, chatty.reward, len(chatty.turns)) == ("max_turns", 0.0, 5)
 
@@ -186,11 +186,11 @@ async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:
 
 def test_the_option_makes_the_agent() -> None:
     options = RolloutOptions(
-        group_size=2, sessions=2, gen=GenConfig(max_new_tokens=8), max_turns=2, max_total_tokens=100
+        "aws", group_size=2, sessions=2, gen=GenConfig(max_new_tokens=8), max_turns=2, max_total_tokens=100
     )
-    assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), options), BlackBoxAgent)
+    assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), "", options), BlackBoxAgent)
     with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
-        make_agent("a:b", chat(), options)
+        make_agent("a:b", chat(), "", options)
 
 
 async def patient(task_text: str, base_url: str, run_command: RunCommand, *, patience: int = 1) -> float | None:
@@ -208,9 +208,9 @@ async def test_an_agent_is_called_with_its_own_options(monkeypatch: pytest.Monke
 
 
 def test_the_built_in_agent_has_no_options_of_its_own() -> None:
-    episodes = RolloutOptions(group_size=2, sessions=2)
+    episodes = RolloutOptions("aws", group_size=2, sessions=2)
     with pytest.raises(ValueError, match=r"the built-in agent has no options of its own: patience would do nothing"):
-        make_agent("", chat(), episodes, {"patience": 3})
+        make_agent("", chat(), "", episodes, {"patience": 3})
 
 
 @pytest.mark.parametrize("name", ["nowhere:solve", "experiments.agents.openai_agent:nobody", "json:dumps", "solve", ""])

@@ -13,7 +13,7 @@ from realhf.rollout.episode.rollout_sample import outcomes_to_sample
 def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env: int = 2, reward: float = 1.0):
     """prompt ids 1.., then `sampled` policy tokens, `env` environment tokens, `sampled` policy tokens."""
     mask = [True] * sampled + [False] * env + [True] * sampled
-    failed = status == "env_error"
+    failed = status == "internal"
     return RolloutOutcome(
         status=status,
         prompt_ids=list(range(1, prompt + 1)),
@@ -25,8 +25,8 @@ def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env:
         achieved=status == "achieved",
         progress=1.0,
         turns=(),
-        task_id=1,
-        tier="warmup",
+        task_id="1",
+        group="warmup",
         seed=0,
     )
 
@@ -45,7 +45,7 @@ def test_shifted_keys_sit_before_the_token_they_predict() -> None:
 
 
 def test_a_failed_rollout_trains_nothing_and_has_no_reward() -> None:
-    sample = outcomes_to_sample(["a"], [[outcome(), outcome("env_error")]])
+    sample = outcomes_to_sample(["a"], [[outcome(), outcome("internal")]])
     assert sample["outcome"].tolist() == [0, 3]
     assert not bool(sample["loss_mask"][9:].any())
     assert json.loads(sample.metadata["rewards"][0]) == [1.0, None]
@@ -53,14 +53,14 @@ def test_a_failed_rollout_trains_nothing_and_has_no_reward() -> None:
 
 
 def test_a_group_with_too_few_valid_rollouts_trains_nothing() -> None:
-    groups = [[outcome(), outcome("env_error")], [outcome(), outcome()]]
+    groups = [[outcome(), outcome("internal")], [outcome(), outcome()]]
     sample = outcomes_to_sample(["a", "b"], groups, min_group_size=2)
     assert sample["outcome"].tolist() == [2, 3, 0, 0]
     assert sample["loss_mask"].reshape(4, 9).any(dim=1).tolist() == [False, False, True, True]
 
 
 def test_a_rollout_that_failed_before_its_prompt_keeps_its_place() -> None:
-    broken = outcome("env_error", prompt=0, sampled=0, env=0)
+    broken = outcome("internal", prompt=0, sampled=0, env=0)
     sample = outcomes_to_sample(["a", "b"], [[broken, outcome()], [outcome(), broken]])
     assert sample.seqlens["packed_input_ids"] == [[1, 9], [9, 1]]
     assert sample.seqlens["packed_logprobs"] == [[0, 8], [8, 0]]

@@ -54,7 +54,7 @@ class FakePlayer:
         try:
             await asyncio.sleep(0)
             if lease.id.startswith("group"):
-                raise GroupFailed("env_error", "no server")
+                raise GroupFailed("internal", "no server")
             if lease.id.startswith("broken"):
                 raise PeerLost("something inside")
             if lease.id.startswith("slow"):
@@ -128,7 +128,7 @@ async def test_what_fails_ends_its_attempt_and_the_loop_goes_on(scene: Any) -> N
     assert run.stream.pushed == ["good"] and run.loop.played == 1
     outcomes = {id: outcome for id, (outcome, _) in run.master.rejected.items()}
     assert outcomes == {
-        "group": "env_error",
+        "group": "internal",
         "broken": "rejected",
         "odd": "rejected",
         "large": "rejected",

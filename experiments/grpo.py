@@ -1,0 +1,255 @@
+"""GRPO on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for one of your own.
+
+(tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
+                       ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term,
+                       ├─ packed_input_ids ───► actor_inf ─┤    actor_inf only for a proximal policy)
+                       └─ tokens, masks, logprobs ─────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from experiments import sft
+from experiments.sft import FirstWeights, first_weights
+from realhf.algorithms.policy_gradient.options import PolicyGradientOptions, ResolvedOptions, batch_problems
+from realhf.algorithms.policy_gradient.resolve import resolve
+from realhf.api.config import run_folder
+from realhf.api.config.option import section
+from realhf.api.environment import HELD_OUT
+from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.rollout import HeldOutOptions, RolloutOptions
+from realhf.api.sample import MicroBatchSpec
+from realhf.base.dataclass_json import to_plain
+from realhf.env.doors.section import chosen_environment, with_environment
+
+EPISODE_KEYS = (
+    "packed_input_ids",
+    "prompt_mask",
+    "loss_mask",
+    "packed_logprobs",
+    "packed_versions",
+    "env_rewards",
+    "seq_no_eos_mask",
+    "outcome",
+)
+
+
+@dataclass
+class Config(sft.Config):
+    """With the policy gradient, beside the environment that the supervised experiment has."""
+
+    ppo: PolicyGradientOptions = section(PolicyGradientOptions)
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Groups and minibatches must fit to rollouts and batches."""
+        del name
+        yield from batch_problems(self.ppo, self)
+
+
+def config_class(environment: str) -> type[Config]:
+    """The configuration of this experiment on an environment. Raises ValueError when there is no such environment."""
+    return with_environment(Config, environment)
+
+
+def build(config: Config) -> ExperimentSpec:
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
+    ppo = policy_options(config)
+    first = first_weights(config)
+    actor = actor_model(config, first.path)
+    models, mfcs = {"actor": actor}, [actor_gen(config), rew_inf(config)]
+    if ppo.needs_reference:
+        models["ref"] = ModelSpec(
+            "ref", actor.path, tuple(config.ref.workers), backend=actor.backend, dtype=actor.dtype
+        )
+        mfcs.append(ref_inf(config))
+    if ppo.needs_actor_inf:
+        mfcs.append(actor_inf(config))
+    mfcs.append(actor_train(config, ppo))
+    return on_tasks(config.experiment, config, models, mfcs, first)
+
+
+def policy_options(config: Config) -> ResolvedOptions:
+    """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most."""
+    return resolve(config.ppo, loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns)
+
+
+def actor_gen(config: Config) -> MFCDef:
+    """Groups of episodes, played by the actor. The task of a sample is metadata, so there are no input keys."""
+    return _call(
+        config,
+        "actor_gen",
+        "actor",
+        InterfaceType.GENERATE,
+        "env_rollout",
+        rollout_options(config).to_args(),
+        outputs=EPISODE_KEYS,
+    )
+
+
+def rew_inf(config: Config) -> MFCDef:
+    """Outcomes to rewards; it needs no weights and runs where the actor is."""
+    args = {name: getattr(config.ppo, name) for name in ("reward_scaling", "reward_bias", "max_reward_clip")}
+    return _call(
+        config,
+        "rew_inf",
+        "actor",
+        InterfaceType.INFERENCE,
+        "outcome_reward",
+        args,
+        inputs=("env_rewards", "outcome"),
+        outputs=("rewards",),
+    )
+
+
+def ref_inf(config: Config) -> MFCDef:
+    """Log-probabilities of the reference, for the KL term: of the trainable tokens, which are a third of all."""
+    return _call(
+        config,
+        "ref_inf",
+        "ref",
+        InterfaceType.INFERENCE,
+        "logprob",
+        {"temperature": config.gen.temperature},
+        inputs=("packed_input_ids", "loss_mask"),
+        outputs=("packed_ref_logprobs",),
+    )
+
+
+def actor_inf(config: Config) -> MFCDef:
+    """Log-probabilities of the actor before it trains on the step: the proximal policy's."""
+    args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
+    return _call(
+        config,
+        "actor_inf",
+        "actor",
+        InterfaceType.INFERENCE,
+        "logprob",
+        args,
+        inputs=("packed_input_ids", "loss_mask"),
+        outputs=("proximal_logprobs",),
+    )
+
+
+def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
+    """Advantages within each group, then one step on the objective that ``ppo`` was resolved to."""
+    args = {"ppo": to_plain(config.ppo), "temperature": config.gen.temperature, "loss_scale_len": ppo.loss_scale_len}
+    keys = (
+        "packed_input_ids",
+        "loss_mask",
+        "packed_logprobs",
+        "packed_versions",
+        "rewards",
+        "seq_no_eos_mask",
+        "outcome",
+        *ppo.scored_keys,
+    )
+    return _call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
+
+
+def actor_model(config: Config, path: str) -> ModelSpec:
+    """Return the role that is trained, with its first weights in ``path``."""
+    actor = config.actor
+    return ModelSpec(
+        "actor",
+        path,
+        tuple(actor.workers),
+        trainable=True,
+        backend=actor.backend,
+        dtype=actor.dtype,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        optimizer=actor.optimizer,
+        chat_template_kwargs=actor.chat_template_kwargs,
+    )
+
+
+def rollout_options(config: Config) -> RolloutOptions:
+    """How training and evaluation play their episodes."""
+    rollout, environment = config.rollout, chosen_environment(config.env)
+    return RolloutOptions(
+        environment=environment.reference,
+        environment_options=environment.options,
+        group_size=config.ppo.group_size,
+        sessions=min(rollout.sessions, environment.spec.concurrency or rollout.sessions),
+        gen=config.gen,
+        max_turns=rollout.max_turns,
+        max_total_tokens=rollout.max_total_tokens,
+        min_group_size=rollout.min_group_size,
+        message_timeout_s=rollout.message_timeout_s,
+        on_failure=rollout.on_failure,
+        retries=rollout.retries,
+        seed=config.seed,
+        transcripts=config.monitor.episodes_per_step,
+    )
+
+
+def on_tasks(
+    name: str,
+    config: Config,
+    models: dict[str, ModelSpec],
+    mfcs: list[MFCDef],
+    first: FirstWeights,
+) -> ExperimentSpec:
+    """Tasks from the curriculum, held-out success before and after, the policy exported at the end."""
+    environment, dataset = chosen_environment(config.env), config.dataset
+    tasks = {
+        "environment": environment.reference,
+        "options": environment.options,
+        "strategy": dataset.curriculum,
+        "group_success": dataset.group_success,
+        "priority": to_plain(dataset.priority),
+    }
+    return ExperimentSpec(
+        name=name,
+        models=models,
+        mfcs=tuple(mfcs),
+        source=SourceSpec("tasks", tasks, worker=models["actor"].workers[0]),
+        n_seqs=config.dataset.train_bs_n_seqs,
+        total_train_steps=config.total_train_steps,
+        seed=config.seed,
+        run_dir=run_folder(config),
+        environment=environment.spec.launch,
+        evaluation=held_out(config),
+        before=first.before,
+        jobs=first.jobs,
+        export_role="actor",
+        log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask"),
+    )
+
+
+def held_out(config: Config) -> EvaluationSpec:
+    """Every template on instances that training never sees, at the training temperature and greedy."""
+    evaluation = config.evaluation
+    wanted = HeldOutOptions(
+        HELD_OUT, evaluation.episodes_per_task, evaluation.greedy_episodes_per_task, evaluation.templates
+    )
+    played = rollout_options(config).to_args()
+    return EvaluationSpec("actor", "env_rollout", played, wanted.to_args(), every_steps=evaluation.every_steps)
+
+
+def _call(
+    config: Config,
+    name: str,
+    role: str,
+    kind: InterfaceType,
+    interface: str,
+    args: dict[str, Any],
+    *,
+    inputs: tuple[str, ...] = (),
+    outputs: tuple[str, ...] = (),
+) -> MFCDef:
+    return MFCDef(
+        name,
+        role,
+        kind,
+        interface,
+        args,
+        n_seqs=config.dataset.train_bs_n_seqs,
+        input_keys=inputs,
+        output_keys=outputs,
+        mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb),
+        timeout_s=config.rpc.call_timeout_s,
+    )

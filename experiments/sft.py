@@ -1,0 +1,220 @@
+"""Supervised training on demonstrations: episodes that the scripted solver of an environment really played in it.
+
+    packed_input_ids, loss_mask ──► actor_train
+
+An experiment of its own, and the warm start of the built-in policy for the experiments that build on it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.untrained_policy import untrained_policy
+from realhf.api.config import ConfigError, ExperimentConfig, OptimizerConfig, run_folder
+from realhf.api.config.option import option
+from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
+from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.sample import MicroBatchSpec
+from realhf.base.content_key import content_key
+from realhf.base.dataclass_json import to_plain
+from realhf.base.paths import PACKAGE
+from realhf.base.source_files import imported_files
+from realhf.env.doors.section import ChosenEnvironment, chosen_environment, with_environment
+from realhf.monitor.provenance import package_versions
+
+LEARNING_MODULES = (
+    "realhf.algorithms.sft",
+    "realhf.data.chat_dataset",
+    "realhf.backends.builtin_policy",
+    "realhf.backends.training.torch_backend",
+    "realhf.dataflow.model_host",
+)
+"""With all that they import: what a warm-started policy depends on, beside its demonstrations."""
+BUILTIN, UNTRAINED = "builtin", "builtin_tiny"
+"""Models that are made here: the built-in policy, trained on demonstrations first, and one that knows nothing."""
+
+
+@dataclass
+class Config(ExperimentConfig):
+    """With the environment whose tasks are demonstrated; its own options make the section ``env``."""
+
+    env: Any = option(None, "The environment and its options: env=NAME, or env.path=FILE.py:Name for one of your own.")
+
+
+def config_class(environment: str) -> type[Config]:
+    """The configuration of this experiment on an environment. Raises ValueError when there is no such environment."""
+    return with_environment(Config, environment)
+
+
+def build(config: Config) -> ExperimentSpec:
+    """Return supervised training on demonstrations that are played first, unless they are there already. Raises
+    ConfigError for an environment without a scripted solver."""
+    spec = _supervised(
+        config, steps=config.total_train_steps, batch=config.dataset.train_bs_n_seqs, optimizer=config.actor.optimizer
+    )
+    return replace(spec, name=config.experiment, run_dir=run_folder(config))
+
+
+class FirstWeights(NamedTuple):
+    """Where an experiment's first weights lie, and what makes them: experiments that run before, and single jobs."""
+
+    path: str
+    before: tuple[ExperimentSpec, ...] = ()
+    jobs: tuple[JobSpec, ...] = ()
+
+
+def first_weights(config: Config) -> FirstWeights:
+    """The model that an experiment starts from. Raises ConfigError for a warm start on an environment without a
+    scripted solver."""
+    if config.actor.path == BUILTIN:
+        before = warm_start(config)
+        return FirstWeights(str(before.artifact), (before,))
+    if config.actor.path == UNTRAINED:
+        job = untrained_policy(config)
+        return FirstWeights(str(job.artifact), jobs=(job,))
+    return FirstWeights(config.actor.path)
+
+
+def warm_start(config: Config) -> ExperimentSpec:
+    """The built-in policy's training on demonstrations, found again by the content of all that it depends on."""
+    options = config.warm_start
+    spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
+    files = imported_files(PACKAGE, LEARNING_MODULES)
+    made_from = {
+        "artifacts": [job.artifact.name for job in spec.jobs],
+        "seed": config.seed,
+        "model": [config.actor.backend, config.actor.dtype],
+        "max_tokens": config.rollout.max_total_tokens,
+    }
+    key = content_key({**made_from, "options": {**to_plain(options), "cache_dir": None}}, files)
+    folder = run_folder(config) / f"warm_start-{key}"
+    return replace(spec, name="warm_start", run_dir=folder, artifact=_cache(config) / f"policy-{key}")
+
+
+def _supervised(config: Config, *, steps: int, batch: int, optimizer: OptimizerConfig) -> ExperimentSpec:
+    environment = chosen_environment(config.env)
+    demonstrations = _demonstrations(config, environment)
+    jobs, path = (demonstrations,), config.actor.path
+    if path in (BUILTIN, UNTRAINED):
+        jobs += (_untrained_model(config, demonstrations.artifact) if path == BUILTIN else untrained_policy(config),)
+        path = str(jobs[-1].artifact)
+    actor = ModelSpec(
+        "actor",
+        path,
+        tuple(config.actor.workers),
+        trainable=True,
+        backend=config.actor.backend,
+        dtype=config.actor.dtype,
+        gradient_checkpointing=config.actor.gradient_checkpointing,
+        optimizer=optimizer,
+        chat_template_kwargs=config.actor.chat_template_kwargs,
+    )
+    train = MFCDef(
+        "actor_train",
+        "actor",
+        InterfaceType.TRAIN_STEP,
+        "sft",
+        n_seqs=batch,
+        input_keys=("packed_input_ids", "loss_mask"),
+        timeout_s=config.rpc.call_timeout_s,
+        mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb),
+    )
+    rows = {"path": str(demonstrations.artifact)}
+    source = SourceSpec(
+        "jsonl_chat",
+        rows,
+        keys=train.input_keys,
+        worker=actor.workers[0],
+        dataset_args={
+            **rows,
+            "max_tokens": config.rollout.max_total_tokens,
+            "chat_template_kwargs": config.actor.chat_template_kwargs,
+            "system_prompt": environment.spec.system_prompt,
+        },
+    )
+    return ExperimentSpec(
+        name="sft",
+        models={"actor": actor},
+        mfcs=(train,),
+        source=source,
+        n_seqs=batch,
+        total_train_steps=steps,
+        seed=config.seed,
+        run_dir=Path(),
+        jobs=jobs,
+        export_role="actor",
+    )
+
+
+def _demonstrations(config: Config, environment: ChosenEnvironment) -> JobSpec:
+    options = config.warm_start
+    request = DemonstrationRequest(
+        options.episodes_per_task, config.seed, options.habit_fraction, options.recovery_fraction
+    )
+    program = environment.spec.demonstrations
+    if program is not None:
+        module, argv, versions = program.module, program.argv(request), program.packages
+        files = {*imported_files(PACKAGE, (module,)), *program.files}
+    else:
+        module, argv, versions = "realhf.rollout.demonstrations", _player_argv(environment, request), ()
+        files = {*imported_files(PACKAGE, (module,)), *_environment_files(environment)}
+    key = content_key([argv, package_versions(versions)], files)
+    return JobSpec(
+        "demonstrations",
+        module,
+        artifact=_cache(config) / f"demonstrations-{key}.jsonl",
+        argv=("--out", "{artifact}", *argv),
+    )
+
+
+def _player_argv(environment: ChosenEnvironment, request: DemonstrationRequest) -> tuple[str, ...]:
+    """Arguments of the program that plays demonstrations of an environment in its own process."""
+    if environment.spec.demonstrate is None:
+        raise ConfigError(
+            f"actor.path={BUILTIN}: the environment {environment.spec.name} has no scripted solver for its warm "
+            f"start; take model={UNTRAINED}, or a model of your own with actor.path"
+        )
+    return (
+        environment.reference,
+        "--options",
+        json.dumps(dict(environment.options), sort_keys=True),
+        "--request",
+        json.dumps(to_plain(request), sort_keys=True),
+    )
+
+
+def _environment_files(environment: ChosenEnvironment) -> list[Path]:
+    """The files that an environment consists of, as far as they can be found: its own, and those that it imports."""
+    file = environment.reference.partition(":")[0]
+    if file.endswith(".py"):
+        return [Path(file)]
+    return imported_files(PACKAGE, (_module(environment.spec),))
+
+
+def _module(spec: EnvironmentSpec) -> str:
+    """The module whose code makes the environment."""
+    return str(getattr(spec.make, "__module__", ""))
+
+
+def _untrained_model(config: Config, demonstrations: Path) -> JobSpec:
+    builtin = to_plain(config.builtin)
+    versions = package_versions(("torch", "transformers", "tokenizers"))
+    key = content_key(
+        [builtin, demonstrations.name, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"]
+    )
+    options = [text for name, value in builtin.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return JobSpec(
+        "builtin_policy",
+        "realhf.backends.builtin_policy",
+        artifact=_cache(config) / f"untrained-{key}",
+        argv=("--demonstrations", str(demonstrations), "--out", "{artifact}", "--seed", str(config.seed), *options),
+    )
+
+
+def _cache(config: Config) -> Path:
+    folder = config.warm_start.cache_dir or Path(config.fileroot) / "warm_start"
+    return Path(folder).expanduser().resolve()

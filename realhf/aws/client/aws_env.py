@@ -1,0 +1,199 @@
+"""Is the client of the AWS environment: one session, async and sync.
+
+    async with AwsEnv("http://127.0.0.1:8000") as env:
+        result = await env.reset(task_id=1, seed=3)
+        result = await env.step("aws s3api list-buckets")
+
+    with AwsEnv("http://127.0.0.1:8000").sync() as env:
+        result = env.reset(task_id=1, seed=3)
+
+Other OpenEnv servers are served too: an action may be a mapping, and fields that are not AWS's are attributes of the
+observation. Source: docs/reference/environment.md 2.4, 10.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+from realhf.api.aws_models import AwsAction, AwsObservation, AwsState, AwsStepResult
+from realhf.api.env import StepResult
+from realhf.base.loop_thread import LoopThread
+from realhf.env.client.openenv_client import OpenEnvClient
+from realhf.env.client.server_metadata import fetch_metadata
+
+Action = AwsAction | str | Mapping[str, Any]
+T = TypeVar("T")
+_CLOSE_S = 5.0
+
+
+class AwsEnv:
+    """Drives one session. Use it on one event loop, one request at a time.
+
+    Args:
+        base_url: ``http(s)://`` or ``ws(s)://`` address of the server. token: its bearer token, if it wants one.
+        connect_timeout_s: handshake and state probe. message_timeout_s: each request.
+        session: an open session to use instead of one of its own.
+
+    Requests raise EnvError (the session goes on), MessageTimeout, ConnectionLost, and ConnectionPoisoned from then on,
+    until ``connect`` opens a new session.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        connect_timeout_s: float = 10.0,
+        message_timeout_s: float = 60.0,
+        session: OpenEnvClient | None = None,
+    ) -> None:
+        self.metadata: dict[str, Any] = {}
+        self._base_url = base_url
+        self._token = token
+        self._connect_timeout_s = connect_timeout_s
+        self._message_timeout_s = message_timeout_s
+        self._session = session
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent now."""
+        return self._session is not None and self._session.usable
+
+    async def connect(self) -> None:
+        """Open the session: handshake and a state round trip. Does nothing when it is open. Raises CapacityError or
+        ConnectError."""
+        if self._session is None:
+            self.metadata = await fetch_metadata(self._base_url, self._token, min(5.0, self._connect_timeout_s))
+            self._session = OpenEnvClient(
+                self._base_url,
+                connect_timeout_s=self._connect_timeout_s,
+                message_timeout_s=self._message_timeout_s,
+                token=self._token,
+                correlate=self.metadata.get("correlation") is True,
+            )
+        await self._session.connect()
+
+    async def reset(self, **arguments: Any) -> AwsStepResult:
+        """Start an episode: ``task_id``, ``task``, ``seed``, ``episode_id``, ``chaos``. Connects the first time."""
+        if self._session is None:
+            await self.connect()
+        return parse_result(await self._open().reset(**arguments))
+
+    async def step(self, action: Action) -> AwsStepResult:
+        """Run a command line."""
+        return parse_result(await self._open().step(wire_action(action)))
+
+    async def state(self) -> AwsState:
+        """Return the state of the session."""
+        if self._session is None:
+            await self.connect()
+        return AwsState.model_validate(await self._open().state())
+
+    async def close(self) -> None:
+        """End the session; harmless when repeated or when the server is gone."""
+        if self._session is not None:
+            await self._session.close()
+
+    def sync(self) -> SyncAwsEnv:
+        """Return the same client for blocking code, with an event loop of its own."""
+        return SyncAwsEnv(self)
+
+    async def __aenter__(self) -> AwsEnv:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _open(self) -> OpenEnvClient:
+        if self._session is None:
+            raise RuntimeError("the session is not open; call connect() or reset() first")
+        return self._session
+
+
+class SyncAwsEnv:
+    """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller is busy."""
+
+    def __init__(self, env: AwsEnv) -> None:
+        self._env = env
+        self._thread: LoopThread | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent now."""
+        return self._thread is not None and self._thread.alive and self._env.usable
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the server reported at connecting; {} before."""
+        return self._env.metadata
+
+    def connect(self) -> None:
+        """See ``AwsEnv.connect``."""
+        self._run(self._env.connect())
+
+    def reset(self, **arguments: Any) -> AwsStepResult:
+        """See ``AwsEnv.reset``."""
+        return self._run(self._env.reset(**arguments))
+
+    def step(self, action: Action) -> AwsStepResult:
+        """See ``AwsEnv.step``."""
+        return self._run(self._env.step(action))
+
+    def state(self) -> AwsState:
+        """See ``AwsEnv.state``."""
+        return self._run(self._env.state())
+
+    def close(self) -> None:
+        """See ``AwsEnv.close``; ends the thread."""
+        thread, self._thread = self._thread, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if thread is not None:
+            _close(thread, self._env)
+
+    def __enter__(self) -> SyncAwsEnv:
+        self.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            if self._thread is None:
+                self._thread = LoopThread("aws-env", instead="AwsEnv")
+                self._finalizer = weakref.finalize(self, _close, self._thread, self._env)
+            self._thread.check_caller()
+        except BaseException:
+            coroutine.close()
+            raise
+        return self._thread.call(coroutine)
+
+
+def wire_action(action: Action) -> str | Mapping[str, Any]:
+    """Return what goes over the wire for an action."""
+    return action.command if isinstance(action, AwsAction) else action
+
+
+def parse_result(result: StepResult) -> AwsStepResult:
+    """Return the typed reply; fields that are not AWS's are kept."""
+    return AwsStepResult(AwsObservation.model_validate(result.observation), result.reward, result.done)
+
+
+def _close(thread: LoopThread, env: AwsEnv) -> None:
+    """Close within a bounded time. The caller may be close(), the garbage collector or the interpreter's end."""
+    if thread.alive and not thread.is_current():
+        with suppress(TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(env.close(), thread.loop).result(_CLOSE_S)
+    thread.stop(_CLOSE_S)

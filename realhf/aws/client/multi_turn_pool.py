@@ -1,0 +1,319 @@
+"""Plays N environment sessions for a blocking trainer: a sync facade with its own thread and event loop.
+
+Generation runs in the caller's thread, environment steps on the pool's loop, which answers pings while the caller
+generates or trains. Source: docs/reference/environment.md 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Protocol
+
+from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
+from realhf.api.environment import EnvironmentSpec, Task
+from realhf.api.model import GenOutput, GenRequest
+from realhf.aws.client.failures import GroupError, PoolClosed, RolloutFailure, check_on_failure, failed_ones
+from realhf.aws.client.group_result import GroupSummary, ResultSink, record_group
+from realhf.aws.client.session_group import SessionGroup, reset_arguments
+from realhf.aws.environment import SYSTEM_PROMPT, AwsEnvironment, AwsTaskSet
+from realhf.aws.extraction import extract_command
+from realhf.aws.observation_text import OBSERVATION_CHARS
+from realhf.aws.options import AwsOptions
+from realhf.base.loop_thread import LoopThread
+from realhf.env.client.openenv_client import OpenEnvClient
+from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.players.batched_tokens import BatchEngine
+from realhf.rollout.players.blocking_player import BlockingPlayer
+from realhf.rollout.players.player import Player, TurnAgent
+
+_FINALIZE_S = 2.0
+_STOP_S = 10.0
+MODES = ("lockstep", "independent")
+
+
+class Policy(BatchEngine, Protocol):
+    """Gives a pool the tokens it asks for."""
+
+    @property
+    def chat(self) -> ChatFormat:
+        """How conversations become token ids."""
+        ...
+
+
+class MultiTurnEnvPool:
+    """Plays groups of episodes over ``size`` sessions.
+
+    Args:
+        base_url, token: of the environment server.
+        curriculum: gets the result of a group from ``record_group_result``, and by nothing else.
+        max_turns: policy turns of an episode. max_total_tokens: prompt and completion of an episode.
+        turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends (token_budget).
+        observation_chars: cap of the text of one observation.
+        message_timeout_s: reset or step, each. connect_timeout_s: opening all sessions.
+        retry_capacity_s: keep trying to connect that long while the server is full.
+        on_failure: ``retry`` plays an episode whose environment failed once more, on a new connection;
+            ``drop`` returns it as a failed outcome; ``raise`` raises GroupError once all episodes have ended.
+
+    ``timings`` sums ``env_s`` (of it ``reset_s``: the first resets of a run), ``generation_s``, ``rounds``,
+    ``env_steps`` and ``episodes`` of all runs.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        size: int = 8,
+        curriculum: ResultSink | None = None,
+        *,
+        max_turns: int = 6,
+        max_total_tokens: int = 4096,
+        turn_tokens: int = 64,
+        observation_chars: int = OBSERVATION_CHARS,
+        message_timeout_s: float = 60.0,
+        connect_timeout_s: float = 20.0,
+        retry_capacity_s: float = 0.0,
+        on_failure: str = "retry",
+        token: str | None = None,
+    ) -> None:
+        check_on_failure(on_failure)
+        self.size = size
+        self.timings: dict[str, float] = {
+            "env_s": 0.0,
+            "reset_s": 0.0,
+            "generation_s": 0.0,
+            "rounds": 0.0,
+            "env_steps": 0.0,
+            "episodes": 0.0,
+        }
+        self._curriculum = curriculum
+        self._limits = Limits(max_turns, max_total_tokens, turn_tokens)
+        self._observation_chars = observation_chars
+        self._group = SessionGroup(
+            base_url,
+            size,
+            connect_timeout_s=connect_timeout_s,
+            message_timeout_s=message_timeout_s,
+            retry_capacity_s=retry_capacity_s,
+            token=token,
+        )
+        self._on_failure = on_failure
+        self._thread: LoopThread | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._playing = threading.Lock()
+
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens that a policy turn may have."""
+        return self._limits.turn_tokens
+
+    @property
+    def reward_mode(self) -> str:
+        """How the server's rewards are read: ``potential`` or ``level``."""
+        return self._group.reward_mode
+
+    def connect(self) -> None:
+        """Open all sessions or none. A second call does nothing; after a failure a retry is possible.
+
+        Raises CapacityError or ConnectError: the first error, after every opened session is closed again."""
+        if self._group.closed:
+            raise PoolClosed("the pool is closed")
+        if self._thread is not None:
+            self._thread.check_caller()
+            return
+        thread = LoopThread("env-pool", instead="GrpoPool")
+        try:
+            thread.check_caller()
+            thread.call(self._group.connect())
+        except BaseException:
+            thread.stop(1.0)
+            raise
+        self._thread = thread
+        self._finalizer = weakref.finalize(self, _shut_down, thread, self._group, _FINALIZE_S)
+
+    def run_group(
+        self,
+        task: Any,
+        policy: Policy,
+        *,
+        group_size: int | None = None,
+        seed: int | None = None,
+        mode: str = "lockstep",
+        chaos: bool = False,
+    ) -> list[RolloutOutcome]:
+        """Play ``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or reset arguments.
+        ``seed`` None: the task's own (0 for reset arguments). See ``run_groups``."""
+        arguments = reset_arguments(task, seed, chaos)
+        wanted = int(arguments.pop("seed", 0))
+        return self.run_groups([arguments], policy, group_size=group_size or self.size, seeds=[wanted], mode=mode)[0]
+
+    def run_groups(
+        self,
+        tasks: Sequence[Mapping[str, Any]],
+        policy: Policy,
+        *,
+        group_size: int,
+        seeds: Sequence[int],
+        mode: str = "lockstep",
+        sampling_seeds: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[RolloutOutcome]]:
+        """Play ``group_size`` episodes of every task and return them per task, in order.
+
+        ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]`` their seed,
+        ``sampling_seeds[i][k]`` the random numbers of the k-th episode's tokens (see ``GenRequest.seed``). A failed
+        environment is an outcome without reward; an error of the policy is raised. In ``lockstep`` the same policy
+        outputs give the same sequence of batches; ``independent`` lets no episode wait for another."""
+        if len(tasks) != len(seeds):
+            raise ValueError(f"{len(tasks)} tasks, but {len(seeds)} seeds")
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
+        thread = self._ready()
+        wanted = [
+            EpisodeRequest(
+                number * group_size + member,
+                _task(arguments, seed),
+                sampling_seeds[number][member] if sampling_seeds else None,
+            )
+            for number, (arguments, seed) in enumerate(zip(tasks, seeds, strict=True))
+            for member in range(group_size)
+        ]
+        with self._alone():
+            thread.call(self._group.reopen_lost())
+            outcomes = self._played(thread, wanted, policy, lockstep=mode == "lockstep")
+        if self._on_failure == "raise" and any(not outcome.valid for outcome in outcomes):
+            raise GroupError(f"rollouts failed: {failed_ones(outcomes)}", outcomes)
+        return [outcomes[start : start + group_size] for start in range(0, len(wanted), group_size)]
+
+    def reset_group(self, task: Any, seed: int | None = None, *, chaos: bool = False) -> list[StepResult]:
+        """Reset all sessions onto one task instance. Raises GroupResetError when one of them fails."""
+        thread = self._ready()
+        with self._alone():
+            return thread.call(self._group.reset(reset_arguments(task, seed, chaos)))
+
+    def run_group_step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
+        """Run one command per session, all at once. None skips a session; a failed one answers RolloutFailure."""
+        thread = self._ready()
+        with self._alone():
+            return thread.call(self._group.step(actions))
+
+    def record_group_result(self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
+        """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
+        return record_group(self._curriculum, task, outcomes, success_threshold)
+
+    def close(self, timeout_s: float = _STOP_S) -> None:
+        """Close all sessions and stop the thread; harmless when repeated or when the server is gone."""
+        self._group.closed = True
+        thread, self._thread = self._thread, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if thread is not None:
+            _shut_down(thread, self._group, timeout_s)
+
+    def __enter__(self) -> MultiTurnEnvPool:
+        self.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ready(self) -> LoopThread:
+        if self._thread is None:
+            self._group.check_connected()
+            raise PoolClosed("the pool is not connected; call connect() first")
+        self._thread.check_caller()
+        return self._thread
+
+    def _played(
+        self, thread: LoopThread, wanted: Sequence[EpisodeRequest], policy: Policy, *, lockstep: bool
+    ) -> list[RolloutOutcome]:
+        free = [*self._group.clients]
+        level, chars = self.reward_mode == "level", self._observation_chars
+
+        def make(address: str) -> _PooledEnvironment:
+            del address
+            return _PooledEnvironment(self._group, free, level=level, observation_chars=chars)
+
+        spec = EnvironmentSpec("aws", make, tasks=lambda split: AwsTaskSet(AwsOptions(), split))
+        agent = TurnAgent(policy.chat, self._limits, SYSTEM_PROMPT)
+        retries = 1 if self._on_failure == "retry" else 0
+        timeout_s = 2 * self._group.message_timeout_s  # each session has the deadline itself
+        player = Player(spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0)
+        clock = _TimedPolicy(policy)
+        began = time.perf_counter()
+        outcomes = BlockingPlayer(player, thread).play(wanted, clock, lockstep=lockstep).outcomes
+        total = time.perf_counter() - began
+        self.timings["generation_s"] += clock.seconds
+        self.timings["env_s"] += total - clock.seconds
+        self.timings["reset_s"] += (clock.first or began + total) - began
+        self.timings["rounds"] += clock.rounds
+        said = [turn.text for outcome in outcomes for turn in outcome.turns]
+        self.timings["env_steps"] += sum(extract_command(text) is not None for text in said)
+        self.timings["episodes"] += len(outcomes)
+        return outcomes
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._playing.acquire(blocking=False):
+            raise RuntimeError("this pool is playing already; one run at a time")
+        try:
+            yield
+        finally:
+            self._playing.release()
+
+
+class _PooledEnvironment(AwsEnvironment):
+    """Plays on a session of the pool, which it takes when it is made and leaves open for the next run."""
+
+    def __init__(self, group: SessionGroup, free: list[OpenEnvClient], *, level: bool, observation_chars: int) -> None:
+        client = free.pop(0)
+        super().__init__("", client=client, reopen=group.reopen, level=level, observation_chars=observation_chars)
+        self._free, self._taken = free, client
+
+    async def close(self) -> None:
+        """Give the session back, closed: what became of its last episode is not known."""
+        await super().close()
+        self._free.append(self._taken)
+
+
+class _TimedPolicy:
+    """Counts and times the batches of a policy. ``first``: when the first began."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.seconds, self.rounds = 0.0, 0
+        self.first: float | None = None
+        self._policy = policy
+
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """See ``BatchEngine``."""
+        began = time.perf_counter()
+        self.first = self.first or began
+        outputs = self._policy.generate(requests, round_index)
+        self.seconds += time.perf_counter() - began
+        self.rounds += 1
+        return outputs
+
+    def free(self, slots: Sequence[int]) -> None:
+        """See ``BatchEngine``."""
+        self._policy.free(slots)
+
+
+def _task(arguments: Mapping[str, Any], seed: int) -> Task:
+    """Return what the player is asked for: reset arguments, named after the task that they hold."""
+    task = arguments.get("task") or {}
+    name, group = str(task.get("task_id", arguments.get("task_id", ""))), str(task.get("difficulty", ""))
+    return Task(name, group, arguments, seed=seed)
+
+
+def _shut_down(thread: LoopThread, group: SessionGroup, timeout_s: float) -> None:
+    """Close sessions and thread within the time; does nothing in a forked child. The caller may be close(), the garbage
+    collector or the interpreter's end."""
+    if thread.alive and not thread.is_current():
+        with suppress(TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(group.close(), thread.loop).result(timeout_s)
+    thread.stop(timeout_s)

@@ -1,0 +1,196 @@
+"""Keeps N sessions of one environment server that live and are played together: the core of both pools.
+
+Its coroutines run on the loop that owns the sockets. Connecting is all or nothing. Source:
+docs/reference/environment.md 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from realhf.api.env import StepResult
+from realhf.aws.client.failures import (
+    FAILURES,
+    GroupResetError,
+    PoolClosed,
+    RolloutFailure,
+    as_failure,
+    failed_ones,
+)
+from realhf.env.client.openenv_client import CapacityError, ConnectError, OpenEnvClient
+from realhf.env.client.server_metadata import fetch_metadata
+
+T = TypeVar("T")
+_REOPEN_S = 5.0
+
+
+class SessionGroup:
+    """Connects, resets and steps N sessions together. ``clients`` are the sessions, [] until connected; a lost one is
+    opened again in its place.
+
+    Args:
+        base_url, token: of the server. size: number of sessions.
+        connect_timeout_s: opening all sessions. message_timeout_s: reset or step, each.
+        retry_capacity_s: keep trying to connect that long while the server is full.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        size: int,
+        *,
+        connect_timeout_s: float,
+        message_timeout_s: float,
+        retry_capacity_s: float,
+        token: str | None = None,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a pool needs at least one session, not {size}")
+        self.size = size
+        self.clients: list[OpenEnvClient] = []
+        self.metadata: dict[str, Any] = {}
+        self.closed = False
+        self.message_timeout_s = message_timeout_s
+        self._base_url = base_url
+        self._connect_timeout_s = connect_timeout_s
+        self._retry_capacity_s = retry_capacity_s
+        self._token = token
+
+    @property
+    def reward_mode(self) -> str:
+        """``potential`` (the rewards of an episode sum to its score) or ``level`` (the last one is it)."""
+        return str(self.metadata.get("reward_mode", "potential"))
+
+    def check_connected(self) -> None:
+        """Raise PoolClosed after ``close`` and before ``connect``."""
+        if self.closed:
+            raise PoolClosed("the pool is closed")
+        if not self.clients:
+            raise PoolClosed("the pool is not connected; call connect() first")
+
+    async def connect(self) -> None:
+        """Open all sessions or none. A second call does nothing; after a failure a retry is possible.
+
+        Raises CapacityError or ConnectError: the first error, after every opened session is closed again."""
+        if self.closed:
+            raise PoolClosed("the pool is closed")
+        if self.clients:
+            return
+        self.metadata = await fetch_metadata(self._base_url, self._token, min(5.0, self._connect_timeout_s))
+        self.clients = await _until_capacity(self._open_all, self._retry_capacity_s)
+
+    async def _open_all(self) -> list[OpenEnvClient]:
+        clients = [self._client() for _ in range(self.size)]
+        tasks = [asyncio.ensure_future(client.connect()) for client in clients]
+        try:
+            await asyncio.gather(*tasks)
+            _check_distinct(clients)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+            raise
+        return clients
+
+    def _client(self) -> OpenEnvClient:
+        return OpenEnvClient(
+            self._base_url,
+            connect_timeout_s=self._connect_timeout_s,
+            message_timeout_s=self.message_timeout_s,
+            token=self._token,
+            correlate=self.metadata.get("correlation") is True,
+        )
+
+    async def reopen(self, client: OpenEnvClient) -> None:
+        """Replace a lost or doubtful session by a new one; waits a moment for the server to notice the loss. Raises
+        ConnectionError."""
+        await client.close()
+        await _until_capacity(client.connect, _REOPEN_S)
+
+    async def reopen_lost(self) -> None:
+        """Open lost sessions again; raises the ConnectionError when no session is left."""
+        self.check_connected()
+        last_error: ConnectionError | None = None
+        for client in self.clients:
+            if not client.usable:
+                try:
+                    await self.reopen(client)
+                except ConnectionError as error:
+                    last_error = error
+        if last_error is not None and not any(client.usable for client in self.clients):
+            raise last_error
+
+    async def reset(self, arguments: Mapping[str, Any]) -> list[StepResult]:
+        """Reset every session with the same arguments. Raises GroupResetError with all outcomes when one failed or
+        when their tasks read differently; the others have completed by then."""
+        await self.reopen_lost()
+        outcomes = await asyncio.gather(*(self.reset_one(client, arguments) for client in self.clients))
+        results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
+        if len(results) < len(outcomes):
+            raise GroupResetError(f"not every session was reset: {failed_ones(outcomes)}", outcomes)
+        texts = {(result.observation.get("task") or {}).get("description") for result in results}
+        if len(texts) > 1:
+            raise GroupResetError(f"the sessions of the group show {len(texts)} different tasks", outcomes)
+        return results
+
+    async def reset_one(self, client: OpenEnvClient, arguments: Mapping[str, Any]) -> StepResult | RolloutFailure:
+        """Reset one session; a failed environment is an outcome."""
+        try:
+            return await client.reset(**arguments)
+        except FAILURES as error:
+            return as_failure(error)
+
+    async def step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
+        """Run one command per session, all at once. Results come in the order of the sessions; None skips one. Raises
+        ValueError when the lengths differ."""
+        self.check_connected()
+        if len(actions) != self.size:
+            raise ValueError(f"{len(actions)} actions for {self.size} sessions")
+        return list(await asyncio.gather(*map(_step_one, self.clients, actions)))
+
+    async def close(self) -> None:
+        """Say goodbye on every session; harmless when repeated or when the server is gone."""
+        self.closed = True
+        await asyncio.gather(*(client.close() for client in self.clients), return_exceptions=True)
+
+
+async def _step_one(client: OpenEnvClient, action: str | None) -> StepResult | RolloutFailure | None:
+    if action is None:
+        return None
+    try:
+        return await client.step(action)
+    except FAILURES as error:
+        return as_failure(error)
+
+
+def reset_arguments(task: Any, seed: int | None, chaos: bool) -> dict[str, Any]:
+    """Return the keyword arguments of reset for a task: a ``Task`` (anything with ``to_json``), or reset arguments such
+    as ``{"task_id": 3}``. ``seed`` None: the task's own."""
+    if isinstance(task, Mapping):
+        arguments = {"chaos": chaos, **task}
+    else:
+        arguments = {"task": task.to_json(), "seed": task.seed, "chaos": chaos}
+    return arguments if seed is None else arguments | {"seed": seed}
+
+
+def _check_distinct(clients: Sequence[OpenEnvClient]) -> None:
+    """Raise when two sessions share a simulator: each would see the other's resources."""
+    slots = [client.probe["slot_id"] for client in clients if "slot_id" in client.probe]
+    if len(set(slots)) < len(slots):
+        raise ConnectError(f"the server gave several sessions the same slot: {sorted(slots)}")
+
+
+async def _until_capacity(open_session: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """Try again while the server is full, as long as the patience lasts."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return await open_session()
+        except CapacityError as error:
+            if time.monotonic() + error.retry_after_s > deadline:
+                raise
+            await asyncio.sleep(error.retry_after_s)

@@ -1,0 +1,195 @@
+"""Brings the AWS environment behind the contract: an account that is operated by commands, one a turn.
+
+Episodes are played on the environment server (``workers.env_worker``), a session per instance. The policy's turn is
+text; its first ``aws ...`` command is run, and what the policy reads of the answer is short and the same in every run
+(``observation_text``). Source: docs/reference/environment.md 2, 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from realhf.api.environment import (
+    AssistantMessage,
+    DemonstrationProgram,
+    DemonstrationRequest,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    Task,
+    Turn,
+)
+from realhf.aws.extraction import extract_command
+from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS, observation_text
+from realhf.aws.options import AwsOptions, environment_server
+from realhf.aws.tasks.loader import instantiate, load_templates, training_tags
+from realhf.aws.tasks.task import TIERS
+from realhf.base.paths import PACKAGE
+from realhf.base.source_files import matching_files
+from realhf.base.text import shorten
+from realhf.env.client.openenv_client import CapacityError, EnvError, OpenEnvClient
+from realhf.env.client.server_metadata import fetch_metadata
+
+T = TypeVar("T")
+SYSTEM_PROMPT = (
+    "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
+    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done."
+)
+_METADATA_S = 5.0
+_NEVER_S = 3600.0
+"""A session's own deadline for an answer: the player has a shorter one."""
+
+
+class AwsTaskSet:
+    """Holds the templates of some tiers and tags, by number, and their instances of a split; see
+    ``realhf.api.environment.TaskSet``. ``chaos``: whether their episodes may be perturbed."""
+
+    def __init__(self, options: AwsOptions, split: str) -> None:
+        tags = training_tags(options.tiers, options.tags)
+        templates = load_templates(options.tiers, tags=tags, split="train")
+        self.group_of: Mapping[str, str] = {str(template.task_id): template.tier for template in templates}
+        self.groups: Sequence[str] = TIERS
+        self._split, self._chaos = split, options.chaos
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """See ``TaskSet``: the names of training and held-out instances differ."""
+        task = instantiate(int(template_id), seed, split=self._split)
+        payload = {"task": task.to_json(), "chaos": self._chaos}
+        return Task(f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed)
+
+
+class AwsEnvironment:
+    """Plays episodes on one session of the environment server at ``address``, which is opened at the first reset; or on
+    ``client``, a session of somebody else, which ``reopen`` opens anew when it is lost. ``level``: the last reward of
+    an episode is its score, see the server's ``reward_mode``; it is asked for where the session is its own."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        client: OpenEnvClient | None = None,
+        reopen: Callable[[OpenEnvClient], Awaitable[None]] | None = None,
+        level: bool = False,
+        observation_chars: int = OBSERVATION_CHARS,
+    ) -> None:
+        self._address = address
+        self._client, self._own = client, client is None
+        self._reopen = reopen or _reopened
+        self._level, self._chars = level, observation_chars
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Begin an episode of a whole task, or of what else the server's reset takes."""
+        client = await self._connected()
+        result = await _asked(client.reset(**task, seed=seed))
+        shown = result.observation.get("task") or {}
+        return Opening([{"role": "user", "content": shown.get("description", "")}])
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Run the command of the turn. Without one, and for one that the server refuses to read, nothing is run."""
+        command = extract_command(message.text or message.content)
+        if command is None:
+            return _told(NO_COMMAND)
+        if self._client is None:
+            raise EnvironmentFailure("lost", "the session is not open")
+        try:
+            result = await _asked(self._client.step(command))
+        except _Rejected as error:
+            return _told(f"error: {shorten(str(error), self._chars)}")
+        if result.reward is None:
+            raise EnvironmentFailure("internal", "the environment answered a step without a reward")
+        seen = result.observation
+        return Turn(
+            [{"role": "user", "content": observation_text(seen, max_chars=self._chars)}],
+            done=result.done,
+            reward=result.reward,
+            metrics={"success": float(seen["task_achieved"]), "progress": float(seen["partial_progress"])},
+            final=self._level,
+        )
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def _connected(self) -> OpenEnvClient:
+        if self._client is None or (self._own and not self._client.usable):
+            await self.close()
+            metadata = await fetch_metadata(self._address, None, _METADATA_S)
+            self._level = metadata.get("reward_mode") == "level"
+            correlate = metadata.get("correlation") is True
+            self._client = OpenEnvClient(self._address, message_timeout_s=_NEVER_S, correlate=correlate)
+        if not self._client.usable:
+            await _asked(self._reopen(self._client))
+        return self._client
+
+
+class _Rejected(Exception):
+    """The server refused to read the command itself: a failed turn, not a failed environment."""
+
+
+async def _reopened(client: OpenEnvClient) -> None:
+    await client.close()
+    await client.connect()
+
+
+async def _asked(answer: Awaitable[T]) -> T:
+    """Await an answer of the client; its errors become EnvironmentFailure or _Rejected."""
+    try:
+        return await answer
+    except EnvError as error:
+        if error.code == "VALIDATION_ERROR":
+            raise _Rejected(str(error)) from error
+        raise EnvironmentFailure("unavailable" if error.retryable else "internal", str(error)) from error
+    except CapacityError as error:
+        raise EnvironmentFailure("capacity", str(error)) from error
+    except TimeoutError as error:
+        raise EnvironmentFailure("timeout", str(error)) from error
+    except ConnectionError as error:
+        raise EnvironmentFailure("lost", str(error)) from error
+
+
+def _told(text: str) -> Turn:
+    return Turn([{"role": "user", "content": text}])
+
+
+def build(options: AwsOptions) -> EnvironmentSpec:
+    """Return the specification of the AWS environment."""
+    return EnvironmentSpec(
+        "aws",
+        make=AwsEnvironment,
+        tasks=lambda split: AwsTaskSet(options, split),
+        system_prompt=SYSTEM_PROMPT,
+        concurrency=options.pool_size,
+        demonstrations=DemonstrationProgram(
+            "realhf.aws.training.sft_data",
+            lambda request: demonstration_arguments(options, request),
+            files=tuple(matching_files(PACKAGE, ("aws/tasks/**/*",))),
+            packages=("ministack", "awscli"),
+        ),
+        launch=environment_server(options),
+    )
+
+
+def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) -> tuple[str, ...]:
+    """Return what the program that plays demonstrations is told."""
+    return (
+        "--episodes-per-task",
+        str(request.episodes_per_task),
+        "--seed",
+        str(request.seed),
+        "--mix",
+        f"recovery={request.recovery_fraction}",
+        f"habit={request.habit_fraction}",
+        "--learn-mistakes",
+        "--tiers",
+        *options.tiers,
+        "--tags",
+        *training_tags(options.tiers, options.tags),
+        "--pool-size",
+        str(min(4, options.pool_size)),
+    )
+
+
+DEFINITION = EnvironmentDefinition(AwsOptions, build)

@@ -1,0 +1,63 @@
+"""Reads what an environment server reports about itself at ``/metadata``: whether it echoes request ids, how its
+rewards are to be read, how many sessions it serves. Source: docs/reference/environment.md 2.1, 2.2, 7."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+from realhf.env.client.openenv_client import websocket_url
+
+_MOST_BYTES = 1 << 20
+
+
+async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
+    """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
+    why). Raises ValueError for a bad address."""
+    address = urlsplit(websocket_url(base_url))
+    path = address.path.removesuffix("/ws") + "/metadata"
+    lines = [f"GET {path} HTTP/1.1", f"Host: {address.netloc}", "Accept: application/json", "Connection: close"]
+    if token:
+        lines.append(f"Authorization: Bearer {token}")
+    request = "\r\n".join([*lines, "", ""]).encode()
+    secure = address.scheme == "wss"
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await _exchange(str(address.hostname), address.port or (443 if secure else 80), secure, request)
+        found = _json_body(raw)
+    except (OSError, TimeoutError, HTTPException, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def _exchange(host: str, port: int, secure: bool, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(host, port, ssl=True if secure else None)
+    try:
+        writer.write(request)
+        chunks, size = [], 0
+        while size < _MOST_BYTES and (chunk := await reader.read(1 << 16)):
+            chunks.append(chunk)
+            size += len(chunk)
+        return b"".join(chunks)
+    finally:
+        writer.transport.abort()
+
+
+class _Received:
+    """Is the part of a socket that HTTPResponse reads."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def makefile(self, *_: Any) -> io.BytesIO:
+        return io.BytesIO(self._raw)
+
+
+def _json_body(raw: bytes) -> Any:
+    response = HTTPResponse(_Received(raw))  # type: ignore[arg-type]
+    response.begin()
+    return json.loads(response.read()) if response.status == 200 else {}

@@ -1,0 +1,59 @@
+"""Makes the section ``env`` of an experiment from the options of the environment that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, make_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from realhf.api.config.option import option, section
+from realhf.api.environment import EnvironmentSpec
+from realhf.base.dataclass_json import to_plain
+from realhf.env.doors.load import definition_of
+
+C = TypeVar("C")
+
+
+class ChosenEnvironment(NamedTuple):
+    """An environment as an experiment names it: ``reference`` and ``options`` (plain values) rebuild it anywhere."""
+
+    reference: str
+    options: Mapping[str, Any]
+    spec: EnvironmentSpec
+
+
+def environment_section(reference: str) -> type[Any]:
+    """Return a dataclass with the options of an environment and ``path``, which names it. Raises ValueError when there
+    is no such environment."""
+    options = definition_of(reference).options
+    if any(field.name == "path" for field in fields(options)):
+        return options
+    path = option(absolute(reference), "The environment: a registered name, or FILE.py:Name for one of your own.")
+    kind = make_dataclass(options.__name__, [("path", str, path)], bases=(options,))
+    kind.__module__, kind.__doc__ = options.__module__, options.__doc__
+    return kind
+
+
+def with_environment(config: type[C], reference: str) -> type[C]:
+    """Return ``config`` with the section of an environment as its ``env``. Raises ValueError when there is no such
+    environment."""
+    kind = environment_section(reference)
+    found = make_dataclass(config.__name__, [("env", kind, section(kind))], bases=(config,))
+    found.__module__, found.__doc__ = config.__module__, config.__doc__
+    return found
+
+
+def chosen_environment(chosen: Any) -> ChosenEnvironment:
+    """Return what a section made by ``environment_section`` describes. Raises ValueError for options that contradict
+    each other."""
+    definition = definition_of(chosen.path)
+    names = [field.name for field in fields(definition.options)]
+    options = definition.options(**{name: getattr(chosen, name) for name in names})
+    return ChosenEnvironment(chosen.path, to_plain(options), definition.build(options))
+
+
+def absolute(reference: str) -> str:
+    """Return a reference with the absolute path of its file, so that every process of a run finds it."""
+    file, colon, name = reference.partition(":")
+    return f"{Path(file).expanduser().resolve()}{colon}{name}" if file.endswith(".py") else reference

@@ -1,0 +1,195 @@
+"""The client of one session, async and sync, against a fake and a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from realhf.api.aws_models import AwsAction, AwsObservation, AwsState
+from realhf.api.environment import AssistantMessage
+from realhf.aws.client.aws_env import AwsEnv
+from realhf.aws.environment import AwsEnvironment
+from realhf.aws.tasks.loader import instantiate, solve
+from realhf.env.client.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
+from realhf.env.client.server_metadata import fetch_metadata
+from realhf.env.server.process import EnvServerProcess
+from realhf.rollout.players.slot_environment import SlotEnvironment
+from tests.rollout.fake_env_server import FakeEnvServer
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EnvServerProcess]:
+    with EnvServerProcess(2) as process:
+        yield process
+
+
+async def test_an_episode_loses_no_field(server: EnvServerProcess) -> None:
+    task = instantiate(1, 3)
+    async with AwsEnv(server.url) as env:
+        assert env.metadata["correlation"] is True and env.metadata["max_concurrent_envs"] == 2
+        first = await env.reset(task=task.to_json(), seed=task.seed, episode_id="mine")
+        assert first.observation.task is not None and first.observation.task.description == task.description
+        assert first.observation.episode_id == "mine" and not first.done
+        hinted = await env.step("aws help --task-hint")
+        assert hinted.observation.hints_used == 1 and hinted.observation.hint_text
+        last = await env.step(AwsAction(command=solve(task)[0]))
+        assert last.done and last.observation.task_achieved and last.observation.partial_progress == 1.0
+        state = await env.state()
+        assert isinstance(state, AwsState) and state.step_count == 2 and state.tracker["hints_used"] == 1
+        raw = await env._open().state()
+        assert set(raw) <= set(state.model_dump()), "a field of the state was dropped"
+
+
+async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvServerProcess) -> None:
+    made: list[AwsEnvironment] = []
+
+    def make() -> AwsEnvironment:
+        made.append(AwsEnvironment(server.url))
+        return made[-1]
+
+    env = SlotEnvironment("aws", make, message_timeout_s=30, patience_s=10, deterministic=True)
+    for task_id in (1, 101, 203, 302, 404):
+        task = instantiate(task_id, 5)
+        said = [AssistantMessage(command, text=command) for command in ("aws iam list-users", *solve(task))]
+        played = []
+        for losses in (0, 1):
+            env.begin(1)
+            opening = await env.reset({"task": task.to_json(), "chaos": True}, seed=task.seed)
+            assert opening.messages == [{"role": "user", "content": task.description}]
+            turns = [await env.step(message) for message in said[:-1]]
+            if losses:
+                client = made[-1]._client
+                assert client is not None
+                client.abort()
+            turns.append(await env.step(said[-1]))
+            played.append([(turn.reward, turn.done, turn.metrics, turn.messages) for turn in turns])
+            assert env.resumed == losses and env.failures == ({"lost": 1} if losses else {})
+        assert played[0] == played[1] and played[0][-1][2]["progress"] == pytest.approx(1.0)
+    await env.close()
+
+
+def test_unknown_fields_are_kept_and_missing_ones_neutral() -> None:
+    parsed = AwsObservation.model_validate({"echoed_message": "hi", "message_length": 2})
+    assert parsed.model_dump()["echoed_message"] == "hi" and parsed.task is None and parsed.command_success
+
+
+def test_sync_facade(server: EnvServerProcess) -> None:
+    before = set(threading.enumerate())
+    with AwsEnv(server.url.replace("http", "ws") + "/ws").sync() as env:
+        assert env.usable and env.reset(task_id=1, seed=3).observation.task is not None
+        assert env.step("aws s3api list-buckets").observation.step_count == 1
+        assert env.state().step_count == 1
+
+        async def inside() -> None:
+            env.step("aws s3api list-buckets")
+
+        with pytest.raises(RuntimeError, match="AwsEnv"):
+            asyncio.run(inside())
+    assert set(threading.enumerate()) <= before and not env.usable
+    with pytest.raises(ConnectionPoisoned):
+        env.step("aws s3api list-buckets")
+    env.connect()
+    assert env.reset(task_id=1).observation.step_count == 0
+    env.close()
+    env.close()
+
+
+def test_a_forgotten_client_gives_its_session_back() -> None:
+    with FakeEnvServer() as fake:
+        env = AwsEnv(fake.url).sync()
+        env.connect()
+        assert fake.open == 1
+        del env
+        gc.collect()
+        assert fake.open == 0
+
+
+def test_a_forked_child_must_not_use_it() -> None:
+    with FakeEnvServer() as fake, AwsEnv(fake.url).sync() as env:
+        child = os.fork()
+        if child == 0:
+            try:
+                env.reset()
+            except RuntimeError as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert env.reset().reward is None, "the parent goes on"
+
+
+async def test_capacity_states_the_arithmetic(server: EnvServerProcess) -> None:
+    async with AwsEnv(server.url), AwsEnv(server.url):
+        with pytest.raises(CapacityError, match=r"2/2 sessions.*accumulation.*POOL_SIZE"):
+            await AwsEnv(server.url).connect()
+
+
+async def test_requests_are_numbered_where_the_server_echoes() -> None:
+    with FakeEnvServer(metadata={"correlation": True}) as fake:
+        async with AwsEnv(fake.url) as env:
+            await env.reset(seed=1)
+            await env.step("a")
+        assert [message["id"] for _, message in fake.messages if message["type"] != "close"] == [0, 1, 2]
+    with FakeEnvServer(metadata={"correlation": False}) as fake:
+        async with AwsEnv(fake.url) as env:
+            await env.reset()
+        assert not any("id" in message for _, message in fake.messages)
+
+
+async def test_a_reply_to_another_request_is_given_up() -> None:
+    stale = '{"type":"observation","id":0,"data":{"observation":{},"reward":0.5,"done":false}}'
+    with FakeEnvServer(
+        lambda number, message: stale if message["type"] == "step" else None, {"correlation": True}
+    ) as fake:
+        env = AwsEnv(fake.url)
+        await env.reset()
+        with pytest.raises(ConnectionLost, match="request 2 was due, not to 0"):
+            await env.step("a")
+        await env.connect()
+        assert (await env.reset()).observation.task is not None
+
+
+async def test_a_timeout_poisons_until_the_next_connect() -> None:
+    with FakeEnvServer(lambda number, message: "hang" if message["type"] == "step" and number == 0 else None) as fake:
+        env = AwsEnv(fake.url, message_timeout_s=0.2)
+        await env.reset()
+        with pytest.raises(MessageTimeout):
+            await env.step("a")
+        with pytest.raises(ConnectionPoisoned):
+            await env.reset()
+        await env.connect()
+        await env.reset()
+        assert (await env.step("b")).observation.command_output == "b"
+        await env.close()
+
+
+async def test_another_environments_action_is_sent_as_it_is() -> None:
+    with FakeEnvServer() as fake:
+        async with AwsEnv(fake.url) as env:
+            await env.reset()
+            await env.step({"message": "hello"})
+        assert ("step", {"message": "hello"}) in [(m["type"], m.get("data")) for _, m in fake.messages]
+
+
+async def test_the_token_is_sent() -> None:
+    with FakeEnvServer() as fake:
+        async with AwsEnv(fake.url, "sesame"):
+            assert fake.headers["Authorization"] == "Bearer sesame"
+        await fetch_metadata(fake.url, "other")
+        assert fake.headers["Authorization"] == "Bearer other"
+
+
+@pytest.mark.parametrize("metadata", [None, {"reward_mode": "level"}])
+async def test_metadata(metadata: dict[str, Any] | None) -> None:
+    with FakeEnvServer(metadata=metadata) as fake:
+        assert await fetch_metadata(fake.url) == (metadata or {})
+    assert await fetch_metadata("http://127.0.0.1:1") == {}
+    with pytest.raises(ValueError, match="address"):
+        await fetch_metadata("nowhere")

@@ -1,0 +1,226 @@
+"""The pool against the real server: oracle and idle policies, refill, determinism, budget, capacity."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool, PoolClosed
+from realhf.aws.tasks.loader import instantiate, solve
+from realhf.env.client.openenv_client import CapacityError, ConnectError
+from realhf.env.server.process import EnvServerProcess
+from tests.rollout.scripted import END, LossyChat, ScriptedPolicy
+
+pytestmark = pytest.mark.sim
+SESSIONS = 3
+TASKS = [instantiate(task_id, seed) for task_id, seed in ((101, 1), (205, 2), (206, 3), (1, 4), (201, 5))]
+SOLUTIONS = {task.description: solve(task) for task in TASKS}
+RESETS: list[dict[str, Any]] = [{"task": task.to_json()} for task in TASKS]
+SEEDS = [task.seed for task in TASKS]
+
+
+def oracle(task: str, turn: int) -> str:
+    return SOLUTIONS[task][turn]
+
+
+def hesitant(task: str, turn: int) -> str:
+    """Thinks, errs, then solves: episodes of different lengths."""
+    words = [["let me see", "aws s3api list-buckets --nonsense"], ["aws s3api list-buckets"], []][len(task) % 3]
+    commands = [*words, *SOLUTIONS[task]]
+    return commands[min(turn, len(commands) - 1)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EnvServerProcess]:
+    with EnvServerProcess(SESSIONS) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def pool(server: EnvServerProcess) -> Iterator[MultiTurnEnvPool]:
+    with MultiTurnEnvPool(server.url, SESSIONS, turn_tokens=200) as connected:
+        yield connected
+
+
+def test_the_oracle_solves_every_episode_and_keeps_every_token(pool: MultiTurnEnvPool) -> None:
+    policy = ScriptedPolicy(oracle)
+    groups = pool.run_groups(RESETS, policy, group_size=2, seeds=SEEDS)
+    assert [len(group) for group in groups] == [2] * len(TASKS)
+    seen = {ids for batch in policy.batches for _, ids in batch}
+    for task, group in zip(TASKS, groups, strict=True):
+        for outcome in group:
+            assert outcome.status == "achieved" and outcome.valid and outcome.achieved
+            assert outcome.reward == pytest.approx(1.0) and outcome.progress == 1.0
+            assert (outcome.task_id, outcome.group, outcome.seed) == (str(task.task_id), task.tier, task.seed)
+            assert [turn.text for turn in outcome.turns] == solve(task)
+            check_tokens(outcome, seen, len(solve(task)))
+
+
+def check_tokens(outcome: Any, seen: set[tuple[int, ...]], n_turns: int) -> None:
+    chat = LossyChat()
+    assert outcome.prompt_ids == chat.first(outcome.task_text)
+    expected: list[int] = []
+    generated = 0
+    for index, turn in enumerate(outcome.turns):
+        assert tuple(outcome.prompt_ids + expected) in seen, "the engine saw another prefix"
+        ids = [ord(c) + 1000 for c in turn.text] + [END]
+        generated += len(ids)
+        expected += ids
+        if index < n_turns - 1:
+            expected += chat.following(turn.output, ended=True)
+    assert outcome.completion_ids == expected
+    assert len(outcome.logprobs) == len(outcome.versions) == len(outcome.loss_mask) == len(expected)
+    assert sum(outcome.loss_mask) == generated and outcome.loss_mask[-1]
+    for mask, logprob, version in zip(outcome.loss_mask, outcome.logprobs, outcome.versions, strict=True):
+        assert (logprob, version >= 0) == ((-0.25, True) if mask else (0.0, False))
+
+
+def test_the_same_policy_gives_the_same_batches(pool: MultiTurnEnvPool) -> None:
+    runs = []
+    for _ in range(3):
+        policy = ScriptedPolicy(hesitant)
+        groups = pool.run_groups(RESETS, policy, group_size=3, seeds=SEEDS)
+        texts = [[(o.status, o.completion_ids, o.turns) for o in group] for group in groups]
+        runs.append((policy.batches, texts))
+    assert runs[0] == runs[1] == runs[2]
+    sizes = [len(batch) for batch in runs[0][0]]
+    assert sizes[0] == SESSIONS and all(a >= b for a, b in itertools.pairwise(sizes)), "sessions stood idle"
+
+
+def test_group_members_read_the_same(pool: MultiTurnEnvPool) -> None:
+    group = pool.run_group(RESETS[1], ScriptedPolicy(hesitant), seed=9)
+    assert len(group) == SESSIONS
+    assert len({tuple(outcome.completion_ids) for outcome in group}) == 1
+
+
+def test_turns_without_a_command_cost_no_environment_step(pool: MultiTurnEnvPool) -> None:
+    before = dict(pool.timings)
+    policy = ScriptedPolicy(lambda task, turn: "i do not know", finish="length")
+    (group,) = pool.run_groups(RESETS[:1], policy, group_size=2, seeds=[1])
+    for outcome in group:
+        assert outcome.status == "max_turns" and outcome.reward == 0.0 and outcome.valid
+        assert len(outcome.turns) == 6 and all("no command" in turn.output for turn in outcome.turns)
+        assert outcome.completion_ids[len("i do not know")] == END
+        assert not outcome.loss_mask[len("i do not know")]
+    assert pool.timings["env_steps"] == before["env_steps"]
+    assert pool.timings["episodes"] == before["episodes"] + 2
+    assert sorted(set(policy.freed)) == [0, 1, 2]
+
+
+def test_a_command_the_wire_refuses_is_a_failed_turn(pool: MultiTurnEnvPool) -> None:
+    with borrowed(pool, turn_tokens=9000, max_total_tokens=20_000, max_turns=1) as wide:
+        policy = ScriptedPolicy(lambda task, turn: "aws " + "x" * 8500)
+        (outcome,) = wide.run_group(RESETS[0], policy, group_size=1)
+    assert outcome.status == "max_turns" and outcome.valid and "at most 8192" in outcome.turns[0].output
+
+
+def borrowed(pool: MultiTurnEnvPool, **options: Any) -> MultiTurnEnvPool:
+    """Another pool on the same server, of one session that the shared pool gives up until its next run."""
+    assert pool._thread is not None
+    pool._thread.call(pool._group.clients[-1].close(), 5)
+    return MultiTurnEnvPool(pool._group._base_url, 1, retry_capacity_s=3, **options)
+
+
+@pytest.mark.parametrize(("budget", "status"), [(270, "token_budget"), (320, "token_budget"), (500, "max_turns")])
+def test_the_token_budget_holds(pool: MultiTurnEnvPool, budget: int, status: str) -> None:
+    with borrowed(pool, turn_tokens=110, max_total_tokens=budget, observation_chars=100) as small:
+        policy = ScriptedPolicy(lambda task, turn: "aws iam list-users")
+        (outcome,) = small.run_group(RESETS[0], policy, group_size=1)
+    total = len(outcome.prompt_ids) + len(outcome.completion_ids)
+    assert total <= budget and outcome.loss_mask[-1]
+    assert outcome.status == status
+    assert all(len(ids) + 110 <= budget for batch in policy.batches for _, ids in batch)
+
+
+def test_a_first_prompt_beyond_the_budget_is_a_configuration_error(pool: MultiTurnEnvPool) -> None:
+    small = borrowed(pool, turn_tokens=50, max_total_tokens=100)
+    with small, pytest.raises(ValueError, match="max_total_tokens=100"):
+        small.run_group(RESETS[0], ScriptedPolicy(oracle), group_size=1)
+
+
+def test_an_error_of_the_policy_is_raised_and_the_pool_goes_on(pool: MultiTurnEnvPool) -> None:
+    def broken(task: str, turn: int) -> str:
+        raise ArithmeticError("weights are gone")
+
+    with pytest.raises(ArithmeticError):
+        pool.run_group(RESETS[0], ScriptedPolicy(broken))
+    assert all(outcome.achieved for outcome in pool.run_group(RESETS[0], ScriptedPolicy(oracle)))
+
+
+def test_connecting_is_all_or_nothing(pool: MultiTurnEnvPool, server: EnvServerProcess) -> None:
+    greedy = MultiTurnEnvPool(server.url, 1)
+    threads = set(threading.enumerate())
+    with pytest.raises(CapacityError, match=f"{SESSIONS}/{SESSIONS} sessions"):
+        greedy.connect()
+    assert set(threading.enumerate()) <= threads
+    greedy.close()
+    with pytest.raises(ConnectError):
+        MultiTurnEnvPool("http://127.0.0.1:1", 2, connect_timeout_s=2).connect()
+
+
+def test_misuse_is_an_error(pool: MultiTurnEnvPool, server: EnvServerProcess) -> None:
+    pool.connect()
+    with pytest.raises(ValueError, match="seeds"):
+        pool.run_groups(RESETS[:2], ScriptedPolicy(oracle), group_size=1, seeds=[1])
+    with pytest.raises(ValueError, match="at least one session"):
+        MultiTurnEnvPool(server.url, 0)
+    with pytest.raises(ValueError, match="on_failure"):
+        MultiTurnEnvPool(server.url, 1, on_failure="ignore")
+    with pytest.raises(PoolClosed, match="connect"):
+        MultiTurnEnvPool(server.url, 1).run_group(RESETS[0], ScriptedPolicy(oracle))
+
+    async def inside() -> None:
+        pool.run_group(RESETS[0], ScriptedPolicy(oracle))
+
+    with pytest.raises(RuntimeError, match="blocks"):
+        asyncio.run(inside())
+
+    def nested(task: str, turn: int) -> str:
+        pool.run_group(RESETS[0], ScriptedPolicy(oracle))
+        return ""
+
+    with pytest.raises(RuntimeError, match="playing already"):
+        pool.run_group(RESETS[0], ScriptedPolicy(nested))
+
+
+def test_the_server_dies_in_mid_run() -> None:
+    with EnvServerProcess(2) as server:
+        pool = MultiTurnEnvPool(server.url, 2, turn_tokens=200)
+        pool.connect()
+        turns: list[int] = []
+
+        def murderous(task: str, turn: int) -> str:
+            turns.append(turn)
+            if turn == 1 and turns.count(1) == 1:
+                os.kill(server.process.pid, signal.SIGKILL)
+                server.process.wait()
+            return oracle(task, turn)
+
+        groups = pool.run_groups(RESETS[1:3], ScriptedPolicy(murderous), group_size=2, seeds=SEEDS[1:3])
+        for outcome in [outcome for group in groups for outcome in group]:
+            assert outcome.status == "lost" and not outcome.valid and outcome.reward is None
+            assert outcome.message
+        with pytest.raises(ConnectError):
+            pool.run_group(RESETS[0], ScriptedPolicy(oracle))
+        pool.close()
+        pool.close()
+        with pytest.raises(PoolClosed):
+            pool.run_group(RESETS[0], ScriptedPolicy(oracle))
+
+
+def test_a_server_in_level_mode_that_wants_a_token() -> None:
+    with EnvServerProcess(2, "--reward-mode", "level", "--token", "sesame") as server:
+        with pytest.raises(ConnectError, match="401"):
+            MultiTurnEnvPool(server.url, 2).connect()
+        with MultiTurnEnvPool(server.url, 2, turn_tokens=200, token="sesame") as guarded:
+            for mode in ("lockstep", "independent"):
+                for outcome in guarded.run_group(TASKS[4], ScriptedPolicy(oracle), mode=mode):
+                    assert [turn.reward for turn in outcome.turns] == pytest.approx([0.5, 1.0])
+                    assert outcome.reward == pytest.approx(1.0), "the sum would be 1.5"
