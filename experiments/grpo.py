@@ -26,6 +26,8 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import to_plain
 from realhf.env.doors.section import chosen_environment, with_environment
 
+SESSIONS = 32
+"""Episodes at once where neither the configuration nor the environment sets a number."""
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -169,11 +171,12 @@ def actor_model(config: Config, path: str) -> ModelSpec:
 def rollout_options(config: Config) -> RolloutOptions:
     """How training and evaluation play their episodes."""
     rollout, environment = config.rollout, chosen_environment(config.env)
+    most = environment.spec.concurrency
     return RolloutOptions(
         environment=environment.reference,
         environment_options=environment.options,
         group_size=config.ppo.group_size,
-        sessions=min(rollout.sessions, environment.spec.concurrency or rollout.sessions),
+        sessions=min(rollout.sessions or most or SESSIONS, most or rollout.sessions or SESSIONS),
         gen=config.gen,
         max_turns=rollout.max_turns,
         max_total_tokens=rollout.max_total_tokens,

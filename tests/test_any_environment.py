@@ -24,30 +24,7 @@ TINY = (
     "recover_mode=disabled",
     "torch_threads=1",
 )
-GAME = '''"""A game of one's own: say a number."""
-
-
-class Say:
-    """Wants to hear a digit."""
-
-    concurrency = 4
-
-    def reset(self, seed: int) -> str:
-        self.said = ""
-        return f"say a digit, the {seed % 7}th time"
-
-    def say(self, text: str) -> str:
-        """Say something.
-
-        Args:
-            text: what is said
-        """
-        self.said = text
-        return "heard"
-
-    def get_reward(self) -> float:
-        return float(any(c.isdigit() for c in self.said))
-'''
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "your_environment.py"
 
 
 def trained(tmp_path: Path, *arguments: str) -> list[dict]:
@@ -74,8 +51,5 @@ def test_an_environment_that_ships_is_trained_on(tmp_path: Path, arguments: tupl
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo", "grpo_async"])
 def test_a_file_of_ones_own_is_trained_on_untrained(tmp_path: Path, experiment: str) -> None:
-    (tmp_path / "game.py").write_text(GAME)
-    rows = trained(
-        tmp_path, f"experiment={experiment}", f"env.path={tmp_path / 'game.py'}:Say", "actor.path=builtin_tiny"
-    )
+    rows = trained(tmp_path, f"experiment={experiment}", f"env.path={EXAMPLE}:Lock", "actor.path=builtin_tiny")
     assert len(rows) == 2 and all(row["actor_train/n_tokens"] > 0 for row in rows)
