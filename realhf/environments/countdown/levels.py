@@ -30,12 +30,12 @@ class Level:
 
 LEVELS: Mapping[str, Level] = MappingProxyType(
     {
-        "two-small": Level(2, 10, 1, 20),
-        "two-large": Level(2, 20, 21, 100),
-        "three-small": Level(3, 10, 1, 20),
-        "three-large": Level(3, 20, 21, 100),
-        "four-small": Level(4, 10, 1, 20),
-        "four-large": Level(4, 20, 21, 100),
+        "two-small": Level(2, 12, 1, 24),
+        "two-large": Level(2, 25, 25, 100),
+        "three-small": Level(3, 8, 1, 24),
+        "three-large": Level(3, 12, 25, 60),
+        "four-small": Level(4, 8, 1, 24),
+        "four-large": Level(4, 12, 25, 60),
     }
 )
 """By name, the easiest first. Each is a template and a group of its own."""

@@ -67,7 +67,7 @@ def written(call: Call) -> str:
 
 def with_short_names(call: Call) -> Call:
     """Return the call with the last word of every name left out."""
-    return _changed(call, lambda text: NAME.sub(r"\1", text))
+    return _changed(call, lambda text: NAME.sub(r"\1-\2", text))
 
 
 def without_endings(call: Call) -> Call:

@@ -1,4 +1,4 @@
-"""Draws names of files, folders and people, ``adjective-noun``.
+"""Draws names of files and folders, and words to put into files: ``adjective-noun-suffix``.
 
 Held-out names are unseen *pairs*: an adjective and a noun that no training name combines, decided by a stable hash of
 the pair. Every word occurs in training names, so a policy must copy, not recall.
@@ -31,8 +31,12 @@ NOUNS = _words(
     key kite ladder lamp letter map mirror needle oven paper pencil piano pillow plate rope saddle shovel spoon stove
     table tower trumpet wagon wheel window"""
 )
-NAME = re.compile(r"\b([a-z]+)-([a-z]+)\b")
-"""Finds names in any text of this environment, which holds no other words with a hyphen."""
+SUFFIXES = _words(
+    """agenda budget diary draft essay guide index list memo menu notes plan poem quiz recipe report review sketch story
+    summary"""
+)
+NAME = re.compile(r"\b([a-z]+)-([a-z]+)-([a-z]+)\b")
+"""Finds names in any text of this environment, which holds no other words with hyphens."""
 
 
 def split_of(adjective: str, noun: str) -> str:
@@ -41,8 +45,8 @@ def split_of(adjective: str, noun: str) -> str:
 
 
 def draw_name(rng: random.Random, split: str) -> str:
-    """Draw a name of the split."""
+    """Draw a name of the split; the suffix is drawn freely in both."""
     while True:
         adjective, noun = rng.choice(ADJECTIVES), rng.choice(NOUNS)
         if split_of(adjective, noun) == split:
-            return f"{adjective}-{noun}"
+            return f"{adjective}-{noun}-{rng.choice(SUFFIXES)}"

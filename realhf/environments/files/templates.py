@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from realhf.environments.files.names import NOUNS, draw_name
+from realhf.environments.files.names import draw_name
 
 ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL = "one_call", "look_first", "change", "several"
 GROUPS = (ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL)
@@ -60,13 +60,6 @@ class Scene:
     def name(self) -> str:
         """Draw a name that the scene does not have yet."""
         while (name := draw_name(self.rng, self.split)) in self._names:
-            pass
-        self._names.add(name)
-        return name
-
-    def folder(self) -> str:
-        """Draw a name of one word, which may occur in both splits: a path with it stays short."""
-        while (name := self.rng.choice(NOUNS)) in self._names:
             pass
         self._names.add(name)
         return name
@@ -157,7 +150,7 @@ def create(scene: Scene) -> Instance:
 def put_away(scene: Scene) -> Instance:
     """Move a file into a folder."""
     scene.others()
-    old, folder = scene.file(), scene.folder()
+    old, folder = scene.file(), scene.name()
     new = f"{folder}/{old}"
     request = f"Move {old} to the folder {folder}."
     return scene.instance(request, move(old, new), wanted={old: None, new: scene.files[old]})
@@ -201,7 +194,7 @@ def count_found(scene: Scene) -> Instance:
 def copy(scene: Scene) -> Instance:
     """Copy a file."""
     scene.others()
-    old, new = scene.file(), scene.path()
+    old, new = scene.file(words=1), scene.path()
     text = scene.files[old]
     return scene.instance(f"Copy {old} to {new}.", read(old), write(new, text), wanted={new: text})
 
@@ -245,7 +238,7 @@ def remove_found(scene: Scene) -> Instance:
 def move_all(scene: Scene) -> Instance:
     """Move the files of a folder to another one."""
     scene.others()
-    old, new = scene.folder(), scene.folder()
+    old, new = scene.name(), scene.name()
     paths = sorted(scene.file(old, words=1) for _ in range(2))
     moved = {path: f"{new}/{path.removeprefix(f'{old}/')}" for path in paths}
     request = f"Move all files from the folder {old} to the folder {new}."

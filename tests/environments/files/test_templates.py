@@ -9,7 +9,7 @@ import pytest
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, TaskSet
 from realhf.environments.files.demonstrations import play
-from realhf.environments.files.names import ADJECTIVES, NAME, NOUNS, draw_name, split_of
+from realhf.environments.files.names import ADJECTIVES, NAME, NOUNS, SUFFIXES, draw_name, split_of
 from realhf.environments.files.task_set import FilesTasks
 from realhf.environments.files.templates import GROUPS, TEMPLATES, Instance, answer
 from realhf.environments.files.workspace import FilesWorkspace
@@ -83,7 +83,7 @@ def test_every_instance_holds_names_and_all_are_of_its_split(template: str):
         for instance in instances(template, split):
             found = NAME.findall(json.dumps(instance.row))
             assert len(found) >= 3
-            assert {split_of(*pair) for pair in found} == {split}
+            assert {split_of(adjective, noun) for adjective, noun, _ in found} == {split}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -97,14 +97,17 @@ def test_seeds_draw_instances_that_differ(template: str):
 
 
 def test_words_make_enough_names_in_both_splits_and_training_knows_every_word():
-    assert len({*ADJECTIVES, *NOUNS}) == len(ADJECTIVES) + len(NOUNS) > 100
-    assert all(word.isalpha() and word.islower() for word in ADJECTIVES + NOUNS)
+    words = ADJECTIVES + NOUNS + SUFFIXES
+    assert len({*words}) == len(words) > 100
+    assert all(word.isalpha() and word.islower() for word in words)
     pairs = {split: [(a, n) for a in ADJECTIVES for n in NOUNS if split_of(a, n) == split] for split in SPLITS}
     assert len(pairs[HELD_OUT]) > 500
     assert {word for pair in pairs[TRAIN] for word in pair} == {*ADJECTIVES, *NOUNS}
     for split in SPLITS:
         rng = random.Random(1)
-        assert {split_of(*draw_name(rng, split).split("-")) for _ in range(200)} == {split}
+        names = [draw_name(rng, split) for _ in range(200)]
+        assert all(NAME.fullmatch(name) for name in names)
+        assert {split_of(*name.split("-")[:2]) for name in names} == {split}
 
 
 def test_the_task_set_offers_the_chosen_groups_in_order():
