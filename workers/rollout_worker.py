@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
@@ -20,6 +22,7 @@ from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
+from realhf.base.loop_watch import LoopWatch
 from realhf.env.doors.load import build_environment
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents.choice import make_agent
@@ -37,6 +40,8 @@ from realhf.transport.stream.producer import StreamProducer
 from workers.worker_main import run_planned
 
 DRAIN_S = 30.0
+WATCH_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
@@ -63,13 +68,28 @@ class RolloutWorker:
 
     def run(self) -> None:
         """Until the master says bye. Raises what ended the event loop, or MasterLost."""
-        threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+        episodes = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        episodes.start()
+        watch = LoopWatch(self._loop, episodes.ident or 0)
+        threading.Thread(target=self._watch, args=(watch,), name="watch", daemon=True).start()
         try:
             self._rpc.run()
         finally:
             self._tracer.close()
         if self._failure is not None:
             raise self._failure
+
+    def _watch(self, watch: LoopWatch) -> None:
+        """End the worker when an environment or an agent has blocked its event loop for too long."""
+        limit_s = self._spec.episodes.message_timeout_s
+        while True:
+            time.sleep(WATCH_S)
+            if (seconds := watch.look()) > limit_s:
+                self._failure = RuntimeError(f"its event loop has been blocked for {seconds:.0f} s: {watch.place()}")
+                self._rpc.stop()
+                return
+            if seconds:
+                _log.warning("the event loop of the episodes is blocked: %s", watch.place())
 
     def _play(self, request: PlayRequest) -> Nothing:
         """Begin to take samples."""

@@ -10,6 +10,8 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from realhf.base.loop_watch import LoopWatch
+
 T = TypeVar("T")
 _ROLLBACK_S = 5.0
 _LOG = logging.getLogger(__name__)
@@ -64,6 +66,10 @@ class LoopThread:
     def is_current(self) -> bool:
         """Return whether the caller is this thread (a finalizer may run anywhere)."""
         return threading.current_thread() is self._thread
+
+    def watch(self) -> LoopWatch:
+        """Return a watch that tells when the loop is blocked."""
+        return LoopWatch(self.loop, self._thread.ident or 0)
 
     @property
     def alive(self) -> bool:

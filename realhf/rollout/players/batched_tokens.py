@@ -17,7 +17,7 @@ from typing import Protocol
 from realhf.api.model import GenOutput, GenRequest
 
 _LOOK_S = 5.0
-"""Every so many seconds the generating thread looks whether the event loop still lives."""
+"""Every so many seconds the generating thread looks after the event loop."""
 
 
 class BatchEngine(Protocol):
@@ -86,12 +86,12 @@ class BatchedTokens:
         """Let ``serve`` return once all that was asked for is answered."""
         self._inbox.put(None)
 
-    def serve(self, engine: BatchEngine, alive: Callable[[], bool]) -> int:
+    def serve(self, engine: BatchEngine, look: Callable[[], None]) -> int:
         """Sample for the episodes until ``end``; returns how many batches there were. Call it on the engine's thread.
-        Raises what the engine raises, and RuntimeError when the event loop has ended."""
+        While it waits it calls ``look`` every few seconds. Raises what the engine and ``look`` raise."""
         rounds = 0
         while True:
-            batch, freed, over = self._next(alive)
+            batch, freed, over = self._next(look)
             if freed:
                 engine.free(freed)
             if batch:
@@ -104,9 +104,9 @@ class BatchedTokens:
             if over:
                 return rounds
 
-    def _next(self, alive: Callable[[], bool]) -> tuple[list[_Waiting], list[int], bool]:
+    def _next(self, look: Callable[[], None]) -> tuple[list[_Waiting], list[int], bool]:
         """Take what has arrived, at least one entry: requests, freed slots, and whether all is over."""
-        entries = [self._first(alive)]
+        entries = [self._first(look)]
         while True:
             try:
                 entries.append(self._inbox.get_nowait())
@@ -116,13 +116,12 @@ class BatchedTokens:
         waiting = [item for item in items if isinstance(item, _Waiting)]
         return waiting, [item for item in items if isinstance(item, int)], None in entries
 
-    def _first(self, alive: Callable[[], bool]) -> list[_Waiting] | list[int] | None:
+    def _first(self, look: Callable[[], None]) -> list[_Waiting] | list[int] | None:
         while True:
             try:
                 return self._inbox.get(timeout=_LOOK_S)
             except queue.Empty:
-                if not alive():
-                    raise RuntimeError("the event loop of the episodes has ended") from None
+                look()
 
     def _answer(self, batch: Sequence[_Waiting], outputs: Sequence[GenOutput]) -> None:
         if self._lockstep:

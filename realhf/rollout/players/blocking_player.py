@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from realhf.rollout.players.batched_tokens import BatchedTokens, BatchEngine
 from realhf.rollout.players.player import Played, Player
 
 _STOP_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 class BlockingPlayer:
@@ -23,6 +25,7 @@ class BlockingPlayer:
     def __init__(self, player: Player, thread: LoopThread | None = None) -> None:
         self.player = player
         self._thread = thread or LoopThread("episodes", instead="Player")
+        self._watch = self._thread.watch()
         self._playing = threading.Lock()
         self._finalizer = weakref.finalize(self, _shut_down, self._thread, player, 2.0) if thread is None else None
 
@@ -33,7 +36,7 @@ class BlockingPlayer:
             tokens = BatchedTokens(self.player.slots, lockstep=lockstep)
             running = asyncio.run_coroutine_threadsafe(self._run(wanted, tokens), self._thread.loop)
             try:
-                tokens.serve(engine, lambda: self._thread.alive)
+                tokens.serve(engine, self._look)
                 return running.result(_STOP_S)
             except BaseException:
                 running.cancel()
@@ -42,6 +45,19 @@ class BlockingPlayer:
                 raise
             finally:
                 engine.free([*self.player.slots])
+
+    def _look(self) -> None:
+        """Raise RuntimeError when the event loop has ended, or an environment has blocked it for too long."""
+        if not self._thread.alive:
+            raise RuntimeError("the event loop of the episodes has ended")
+        seconds = self._watch.look()
+        if seconds > self.player.message_timeout_s:
+            raise RuntimeError(
+                f"environment {self.player.name}: its code has blocked the event loop of all episodes for "
+                f"{seconds:.0f} s ({self._watch.place()}); what may block belongs into a plain method or a thread"
+            )
+        if seconds:
+            _log.warning("the event loop of the episodes is blocked: %s", self._watch.place())
 
     async def _run(self, wanted: Sequence[EpisodeRequest], tokens: BatchedTokens) -> Played:
         try:

@@ -93,7 +93,7 @@ class Player:
             raise ValueError(f"a player needs at least one slot, not {size}")
         if spec.concurrency is not None:
             size = min(size, spec.concurrency)
-        self.size = size
+        self.name, self.message_timeout_s, self.size = spec.name, message_timeout_s, size
         self.slots = range(first_slot, first_slot + size)
         self._agent, self._retries = agent, retries
         self._envs = {
