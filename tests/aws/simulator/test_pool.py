@@ -191,13 +191,14 @@ def test_dead_zygotes_are_started_again(small_pool: MiniStackPool) -> None:
     small_pool.release(slot)
 
 
-def test_a_taken_port_is_named_and_nothing_is_left() -> None:
+def test_a_taken_port_is_named_and_nothing_is_left(small_pool: MiniStackPool) -> None:
     before = _zygotes()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} for MiniStack is taken"):
             MiniStackPool(1, base_port=port).start()
-    assert _zygotes() == before
+    # The shared pool may start its own again meanwhile: a test before this one has killed them.
+    assert _zygotes() <= before | {zygote.pid for zygote in small_pool._zygotes}
 
 
 def test_a_simulator_that_does_not_come_up_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +214,8 @@ def test_a_simulator_that_does_not_come_up_shows_its_log(tmp_path: Path, monkeyp
     before = _zygotes()
     with pytest.raises(RuntimeError, match="broken installation"):
         MiniStackPool(1, sandbox="plain").start()  # bubblewrap would not even show it the broken package
-    assert _zygotes() == before
+    # The shared pool may start its own again meanwhile: a test before this one has killed them.
+    assert _zygotes() <= before | {zygote.pid for zygote in small_pool._zygotes}
 
 
 @pytest.mark.parametrize("size", [0, -1])
