@@ -19,7 +19,7 @@ SHORTENED_SHARE = 0.6
 """Share of the mistakes that shorten names; of the others, each is as likely."""
 PERSISTENCE = 3
 """A habit is this many turns long: its last statement is sent again."""
-_DRAWN = re.compile(r"\b([a-z]+)[-_][a-z]+\b")
+_DRAWN = re.compile(r"\b([a-z]+(?:-[a-z]+)*)[-_][a-z]+\b")
 _QUOTED = re.compile(r"'([^']*)'")
 _SEED_BITS = 31
 

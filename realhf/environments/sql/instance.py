@@ -86,7 +86,7 @@ class Instance:
 @dataclass(frozen=True)
 class Scene:
     """A main table that a template asks about, with what was drawn for it. ``target`` and ``other`` are two of its
-    rows; another row's name begins with the same word as that of ``target``."""
+    rows; another row's name differs from that of ``target`` in the last word alone."""
 
     rng: random.Random
     split: str
@@ -146,7 +146,7 @@ def draw_scene(rng: random.Random, split: str) -> Scene:
 
 
 def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[Row]:
-    """Draw rows with different ids, names and numbers; the names of the first two begin with the same word."""
+    """Draw rows with different ids, names and numbers; the names of the first two differ in the last word alone."""
     texts = rng.sample(names.TEXT_COLUMNS[text], 3)
     ids = rng.sample(range(1, LARGEST + 1), count)
     numbers = rng.sample(range(SMALLEST, LARGEST + 1), count)

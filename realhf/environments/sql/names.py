@@ -1,8 +1,8 @@
 """Draws the words of an instance: names of tables and rows, columns, and values of text columns.
 
-A table is called ``adjective_things``, a row ``adjective-animal``. Held-out names are *pairs* of words that no training
-name combines, decided by a stable hash; every word occurs in training names, so a policy must copy, not recall. Every
-instance has a table with a drawn name, so the splits share no instance.
+A table is called ``adjective_things``, a row ``adjective-animal-place``. Held-out names begin with *pairs* of words
+that no training name combines, decided by a stable hash; every word occurs in training names, so a policy must copy,
+not recall. Every instance has a table with a drawn name, so the splits share no instance.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ANIMALS = words(
     """badger bear beaver bison camel crane dolphin eagle falcon finch fox gecko hawk heron jaguar koala lemur lynx
     moose osprey otter owl panda puffin rabbit raven robin salmon seal tiger walrus wolf"""
 )
+PLACES = words("bay bell cove den dock farm gate hall hill inn lane loft mill nest park peak pier pond tower yard")
 TEXT_COLUMNS = MappingProxyType(
     {
         "city": words("cairo lima oslo paris rome tokyo"),
@@ -64,15 +65,15 @@ def draw_table_name(rng: random.Random, split: str) -> str:
 
 
 def draw_row_names(rng: random.Random, split: str, count: int) -> list[str]:
-    """Draw ``count`` different names such as ``brave-otter``, the first two of which begin with the same word. Raises
+    """Draw ``count`` different names such as ``brave-otter-mill``; the first two differ in the last word alone. Raises
     ValueError for an unknown split."""
-    adjective, animal = _pair(rng, split, ROW_ADJECTIVES, ANIMALS)
-    names = [f"{adjective}-{animal}"]
+    names: list[str] = []
+    pair = _pair(rng, split, ROW_ADJECTIVES, ANIMALS)
     while len(names) < count:
-        adjectives = (adjective,) if len(names) == 1 else ROW_ADJECTIVES
-        name = "-".join(_pair(rng, split, adjectives, ANIMALS))
+        name = "-".join((*pair, rng.choice(PLACES)))
         if name not in names:
             names.append(name)
+            pair = pair if len(names) == 1 else _pair(rng, split, ROW_ADJECTIVES, ANIMALS)
     return names
 
 
