@@ -37,6 +37,17 @@ def _zygotes() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
+def _left(before: set[int], pool: MiniStackPool, patience_s: float = 5.0) -> set[int]:
+    """Children that were not there before and stay. Those of ``pool`` do not count: a test that killed some lets it
+    start them again in the background."""
+    deadline = time.monotonic() + patience_s
+    while left := _zygotes() - before - {zygote.pid for zygote in pool._zygotes}:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return left
+
+
 def _bucket_names(slot: Slot) -> list[str]:
     return [bucket["Name"] for bucket in slot.state.call("s3", "ListBuckets")["Buckets"]]
 
@@ -197,11 +208,12 @@ def test_a_taken_port_is_named_and_nothing_is_left(small_pool: MiniStackPool) ->
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} for MiniStack is taken"):
             MiniStackPool(1, base_port=port).start()
-    # The shared pool may start its own again meanwhile: a test before this one has killed them.
-    assert _zygotes() <= before | {zygote.pid for zygote in small_pool._zygotes}
+    assert not _left(before, small_pool)
 
 
-def test_a_simulator_that_does_not_come_up_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulator_that_does_not_come_up_shows_its_log(
+    small_pool: MiniStackPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "ministack"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise SystemError('broken installation')")
@@ -214,8 +226,7 @@ def test_a_simulator_that_does_not_come_up_shows_its_log(tmp_path: Path, monkeyp
     before = _zygotes()
     with pytest.raises(RuntimeError, match="broken installation"):
         MiniStackPool(1, sandbox="plain").start()  # bubblewrap would not even show it the broken package
-    # The shared pool may start its own again meanwhile: a test before this one has killed them.
-    assert _zygotes() <= before | {zygote.pid for zygote in small_pool._zygotes}
+    assert not _left(before, small_pool)
 
 
 @pytest.mark.parametrize("size", [0, -1])
