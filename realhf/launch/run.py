@@ -23,7 +23,7 @@ from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import write_provenance
 from realhf.monitor.summary import held_out_table
 from realhf.scheduler.failure import describe
-from realhf.scheduler.process_control import adopt_orphans
+from realhf.scheduler.process_control import orphans_adopted
 
 RESULTS = (
     "checkpoints",
@@ -60,9 +60,8 @@ class Interrupted(Exception):
 
 def run_to_the_end(built: BuiltExperiment, arguments: Sequence[str], started_at: float) -> int:
     """The exit code. Whatever happens, no process of the run is left."""
-    adopt_orphans()
     try:
-        with _signals_raise(), _locked(built.spec.run_dir):
+        with orphans_adopted(), _signals_raise(), _locked(built.spec.run_dir):
             _prepare(built, arguments)
             summary = _with_display(built, started_at)
     except Interrupted as stop:

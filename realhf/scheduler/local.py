@@ -40,7 +40,7 @@ class LocalScheduler:
     """Implements ``Scheduler`` with subprocesses. The exit of a worker is noticed through its pidfd, at once and
     without polling.
 
-    With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``adopt_orphans``), so that every
+    With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``orphans_adopted``), so that every
     child left at the end is killed. Use it only in a process that starts nothing else.
     """
 

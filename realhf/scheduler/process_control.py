@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -19,12 +22,21 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit("the process that started this worker is gone")
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends, so that none of them escapes."""
+@contextlib.contextmanager
+def orphans_adopted() -> Iterator[None]:
+    """Make this process the parent of descendants whose own parent ends, so that none of them escapes. Afterwards the
+    process is what it was before: a program that trains with the launcher inside it must not collect zombies.
+    """
+    before = ctypes.c_int(0)
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: object) -> None:
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)

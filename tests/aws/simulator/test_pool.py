@@ -32,9 +32,9 @@ def small_pool() -> Iterator[MiniStackPool]:
 
 
 def _zygotes() -> set[int]:
-    """This process's own children. What they forked may change at any moment: the tests' shared pool forks a used
-    simulator again in the background."""
-    return {child.pid for child in psutil.Process().children()}
+    """This process's own living children. What they forked may change at any moment: the tests' shared pool forks a
+    used simulator again in the background."""
+    return {child.pid for child in psutil.Process().children() if lives(child)}
 
 
 def _left(before: set[int], pool: MiniStackPool, patience_s: float = 5.0) -> set[int]:

@@ -6,7 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -15,6 +14,7 @@ from realhf.env.check.command import check
 from realhf.env.check.order import SKIPPED, Order
 from realhf.env.check.report import Report
 from realhf.env.check.screen import Screen
+from tests.process_family import family
 
 HERE = Path(__file__).parent
 BROKEN = HERE / "broken"
@@ -127,8 +127,7 @@ def test_the_fault_is_named_and_no_other(name: str) -> None:
     assert len(lines) == 1, lines
     assert "\n" not in lines[0]
     assert [text for text in NAMED[name] if text not in lines[0]] == [], lines[0]
-    family = psutil.Process(os.getpid()).children(recursive=True)
-    assert not [process for process in family if "realhf.env.check.child" in " ".join(process.cmdline())]
+    assert not [line for line in family(os.getpid()).values() if "realhf.env.check.child" in line]
 
 
 def test_a_sound_environment_has_no_findings() -> None:
