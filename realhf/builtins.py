@@ -50,6 +50,7 @@ environments = Registry(
         "aws": "realhf.aws.environment:DEFINITION",
         "countdown": "realhf.environments.countdown:DEFINITION",
         "files": "realhf.environments.files:DEFINITION",
+        "openenv": "realhf.env.adapters.openenv:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",
     },
 )

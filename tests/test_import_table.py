@@ -44,6 +44,7 @@ ROOMS: dict[str, str] = {
     "env/play": "api base builtins env/check env/doors",
     "env/server": "api base env/containment",
     "env/client": "api",
+    "env/adapters": "api api/config env/client env/doors",
     "environments/countdown": "api api/config env/doors",
     "environments/sql": "api api/config",
     "environments/files": "api api/config env/doors",

@@ -56,12 +56,14 @@ class MessageTimeout(TimeoutError):
 
 class EnvError(RuntimeError):
     """The server answered with an error frame; the session stays usable. ``code`` is the wire's error code;
-    ``retryable``: the server reports that nothing was executed and the request may be sent again."""
+    ``retryable``: the server reports that nothing was executed and the request may be sent again; ``details`` is what
+    a stock server says of each field of a message that it refuses, any JSON."""
 
-    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, code: str, message: str, *, retryable: bool = False, details: Any = None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.retryable = retryable
+        self.details = details
 
 
 class OpenEnvClient:
@@ -225,7 +227,7 @@ class OpenEnvClient:
                 raise ValueError(f"the reply to request {self._request_id} was due, not to {reply.get('id')!r}")
             data = reply["data"]
             failure = _said(data) if reply["type"] == "error" else None
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise self._not_the_wire(error) from error
         self._deadline = None
         if failure is not None:
@@ -252,7 +254,8 @@ class OpenEnvClient:
 
 
 def _said(data: Mapping[str, Any]) -> EnvError:
-    return EnvError(data["code"], data["message"], retryable=data.get("retryable") is True)
+    retryable, details = data.get("retryable") is True, data.get("errors")
+    return EnvError(data["code"], data["message"], retryable=retryable, details=details)
 
 
 def websocket_url(base_url: str) -> str:

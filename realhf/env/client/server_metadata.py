@@ -1,5 +1,6 @@
-"""Reads what an environment server reports about itself at ``/metadata``: whether it echoes request ids, how its
-rewards are to be read, how many sessions it serves. Source: docs/reference/environment.md 2.1, 2.2, 7."""
+"""Reads what an environment server reports about itself over HTTP: at ``/metadata`` whether it echoes request ids, how
+its rewards are to be read, how many sessions it serves; at ``/schema`` what its actions and observations are. Source:
+docs/reference/environment.md 2.1, 2.2, 7."""
 
 from __future__ import annotations
 
@@ -18,8 +19,19 @@ _MOST_BYTES = 1 << 20
 async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
     """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
     why). Raises ValueError for a bad address."""
+    websocket_url(base_url)
+    try:
+        found = await fetch_page(base_url, "metadata", token, timeout_s)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def fetch_page(base_url: str, page: str, token: str | None = None, timeout_s: float = 5.0) -> Any:
+    """Return the JSON at ``/page`` of a server. Raises OSError when nobody answers in time, and ValueError for a bad
+    address, another status than 200, and what is not JSON."""
     address = urlsplit(websocket_url(base_url))
-    path = address.path.removesuffix("/ws") + "/metadata"
+    path = f"{address.path.removesuffix('/ws')}/{page}"
     lines = [f"GET {path} HTTP/1.1", f"Host: {address.netloc}", "Accept: application/json", "Connection: close"]
     if token:
         lines.append(f"Authorization: Bearer {token}")
@@ -28,10 +40,12 @@ async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: flo
     try:
         async with asyncio.timeout(timeout_s):
             raw = await _exchange(str(address.hostname), address.port or (443 if secure else 80), secure, request)
-        found = _json_body(raw)
-    except (OSError, TimeoutError, HTTPException, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    except TimeoutError:
+        raise TimeoutError(f"no answer from {base_url} within {timeout_s:g} s") from None
+    try:
+        return _json_body(raw)
+    except (HTTPException, RecursionError) as error:
+        raise ValueError(f"{path} is not an HTTP answer with JSON: {error!r:.200}") from None
 
 
 async def _exchange(host: str, port: int, secure: bool, request: bytes) -> bytes:
@@ -60,4 +74,7 @@ class _Received:
 def _json_body(raw: bytes) -> Any:
     response = HTTPResponse(_Received(raw))  # type: ignore[arg-type]
     response.begin()
-    return json.loads(response.read()) if response.status == 200 else {}
+    body = response.read()
+    if response.status != 200:
+        raise ValueError(f"HTTP {response.status}")
+    return json.loads(body)

@@ -43,6 +43,8 @@ def about(name: str) -> dict[str, Any]:
     try:
         definition = definition_of(name)
         row["about"] = _first_sentence(inspect.getdoc(definition.options) or "")
+        if needed := getattr(definition.options, "needs", ""):
+            return row | {"interface": f"needs env.{needed}", "error": ""}
         spec = build_environment(name, {})
         row["solver"] = spec.demonstrate is not None or getattr(spec, "demonstrations", None) is not None
         row["service"] = spec.launch.module if spec.launch else ""

@@ -18,6 +18,7 @@ def test_every_registered_environment_is_listed(capsys: pytest.CaptureFixture[st
     assert not [row["error"] for row in rows.values() if row["error"]]
     assert rows["countdown"]["interface"] == "text" and rows["countdown"]["solver"] is True
     assert rows["countdown"]["groups"]["train"].keys() == rows["countdown"]["groups"]["heldout"].keys()
+    assert rows["openenv"]["interface"] == "needs env.url"
     assert all(row["about"].endswith(".") for row in rows.values())
 
 

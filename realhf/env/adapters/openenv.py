@@ -1,0 +1,234 @@
+"""Plays any OpenEnv server by its address: ``env.path=openenv env.url=http://host:port``.
+
+The server's own pages say what an action is (``/schema``), and whether rewards are levels and requests are numbered
+(``/metadata``); episodes are played over its WebSocket, one session per instance. Source: OpenEnv 0.10,
+docs/reference/environment.md 2.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from realhf.api.config.option import option
+from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec, TaskSet
+from realhf.env.adapters.openenv_action import form_of
+from realhf.env.adapters.openenv_episode import OpenEnvEnvironment, Reading
+from realhf.env.client.openenv_client import OpenEnvClient, websocket_url
+from realhf.env.client.server_metadata import fetch_metadata, fetch_page
+from realhf.env.doors.rows import RowOptions, idle_options, tasks_of_data
+from realhf.env.doors.tasks import Row, SeedTaskSet
+from realhf.env.doors.values import shown
+
+NAME = "openenv"
+_PAUSE_S = 0.2
+
+
+@dataclass
+class OpenEnvOptions(RowOptions):
+    """Any OpenEnv server, by its address. Every seed is a task, or every row of ``data``, whose columns are what the
+    server's reset is given."""
+
+    needs: ClassVar[str] = "url"
+
+    url: Any = option("", "The server's address, http(s):// or ws(s)://; several, as a list, are used in turn.")
+    sessions: int = option(
+        1, "Each server serves this many sessions at once; stock servers serve 1 unless told otherwise.", at_least=1
+    )
+    token_file: str = option("", "This file holds the bearer token of the server.")
+    action: str = option(
+        "auto",
+        "text: the policy's text fills one field of the action; tool: a tool takes all fields; auto: text where the "
+        "action has one field, and that is text.",
+        choices=("auto", "text", "tool"),
+    )
+    action_field: str = option("", "The policy's text fills this field of the action.")
+    observation: str = option(
+        "", "The policy reads this field of an observation; where it is not there, or not named, all of it as JSON."
+    )
+    observation_chars: int = option(4000, "The policy reads at most this much of an observation.", at_least=1)
+    system_prompt: str = option("", "This text precedes every episode.")
+    reward: str = option(
+        "auto",
+        "sum: the rewards of an episode are summed; last: the last one counts; auto: last where the server's metadata "
+        "say that rewards are levels.",
+        choices=("auto", "sum", "last"),
+    )
+    success_reward: float = option(1.0, "An episode that ends with at least this reward is a success.")
+    error: str = option(
+        "fail",
+        "What an error that the server reports of a step means. fail: the environment failed; tell: the policy reads "
+        "it, for servers that raise when an action is wrong.",
+        choices=("fail", "tell"),
+    )
+    deterministic: bool = option(
+        False, "The same seed and actions bring the same answers, so that a lost episode is resumed by replay."
+    )
+    connect_timeout_s: float = option(10.0, "A server opens a session within this time (s).", above=0, at_most=600)
+    timeout_s: float = option(300.0, "A server answers a reset or a step within this time (s).", above=0, at_most=3600)
+
+
+class Served(NamedTuple):
+    """What a server says of itself: the schema of its action, whether replies carry request ids, whether a reward is
+    the score so far."""
+
+    url: str
+    action: Any
+    correlate: bool
+    level: bool
+
+
+def build(options: OpenEnvOptions) -> EnvironmentSpec:
+    """Return the specification for servers that answer. Raises ValueError that names the option for an address without
+    a server, servers that differ, and options that do not fit the server's action."""
+    urls = urls_of(options.url)
+    token = _token(options.token_file)
+    if problem := idle_options(RowOptions(**{each.name: getattr(options, each.name) for each in fields(RowOptions)})):
+        raise ValueError(problem)
+    servers = _answered(partial(_described, urls, token, options.connect_timeout_s))
+    try:
+        form = form_of(servers[0].action, options.action, options.action_field)
+    except ValueError as error:
+        raise ValueError(f"env.url={urls[0]}: {error}") from None
+    level = options.reward == "last" or (options.reward == "auto" and servers[0].level)
+    reading = Reading(options.observation, options.observation_chars, level, options.success_reward, options.error)
+    turns = itertools.count()
+
+    def client(server: Served) -> OpenEnvClient:
+        return OpenEnvClient(
+            server.url,
+            connect_timeout_s=options.connect_timeout_s,
+            message_timeout_s=options.timeout_s,
+            token=token,
+            correlate=server.correlate,
+        )
+
+    def make(_: str) -> OpenEnvEnvironment:
+        first = next(turns) % len(servers)
+        in_turn = [partial(client, server) for server in (*servers[first:], *servers[:first])]
+        return OpenEnvEnvironment(in_turn, form, reading)
+
+    return EnvironmentSpec(
+        NAME,
+        make,
+        _tasks(options),
+        system_prompt=options.system_prompt,
+        concurrency=options.sessions * len(servers),
+        deterministic=options.deterministic,
+    )
+
+
+def urls_of(given: Any) -> list[str]:
+    """The addresses that ``env.url`` means: a text, or a list of them; commas separate, too. Raises ValueError that
+    names the option."""
+    parts = [given] if isinstance(given, str) else given
+    if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"env.url must be an address or a list of addresses, not {shown(given)}")
+    urls = [url for part in parts for url in part.strip("[] ").replace(",", " ").split()]
+    if not urls:
+        raise ValueError("env.url is missing: the address of an OpenEnv server, such as env.url=http://127.0.0.1:8000")
+    for url in urls:
+        try:
+            websocket_url(url)
+        except ValueError as error:
+            raise ValueError(f"env.url={url}: {error}") from None
+    if len({*urls}) < len(urls):
+        raise ValueError(f"env.url names a server twice: {', '.join(urls)}; env.sessions is how many sessions each has")
+    return urls
+
+
+def _token(file: str) -> str | None:
+    if not file:
+        return None
+    try:
+        token = Path(file).expanduser().read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"env.token_file={file}: {error}") from None
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(f"env.token_file={file}: the file holds no token")
+    return token
+
+
+def _tasks(options: OpenEnvOptions) -> Callable[[str], TaskSet]:
+    if not options.data:
+        return partial(SeedTaskSet, NAME)
+    rows = RowOptions(**{each.name: getattr(options, each.name) for each in fields(RowOptions)})
+    return tasks_of_data(rows, Path.cwd(), seeded=True, check=_check_row)
+
+
+def _check_row(row: Row) -> None:
+    if "seed" in row.values:
+        raise ValueError(f"{row.where}: the column 'seed' is given by the task set; leave it out")
+
+
+def _answered(ask: Callable[[], Any]) -> Any:
+    """What a coroutine returns, run to its end in a thread of its own: the caller may be on an event loop."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append((asyncio.run(ask()), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, name="openenv description", daemon=True)
+    thread.start()
+    thread.join()
+    result, error = found[0]
+    if error is not None:
+        raise error
+    return result
+
+
+async def _described(urls: Sequence[str], token: str | None, limit_s: float) -> list[Served]:
+    """Ask all servers, each for as long as a session may take to open."""
+    servers = list(await asyncio.gather(*(_ask(url, token, limit_s) for url in urls)))
+    for server in servers[1:]:
+        if _plain(server.action) != _plain(servers[0].action):
+            raise ValueError(
+                f"env.url: {server.url} and {servers[0].url} serve different environments, their actions differ"
+            )
+    return servers
+
+
+async def _ask(url: str, token: str | None, limit_s: float) -> Served:
+    end = time.monotonic() + limit_s
+    for left_s in _left(end):
+        try:
+            schema = await fetch_page(url, "schema", token, left_s)
+            break
+        except OSError as error:
+            if time.monotonic() + _PAUSE_S > end:
+                raise ValueError(
+                    f"env.url={url}: no OpenEnv server answers there within env.connect_timeout_s={limit_s:g} s: "
+                    f"{error}"
+                ) from None
+        except ValueError as error:
+            raise ValueError(f"env.url={url}: this is no OpenEnv server: its page /schema: {error}") from None
+        await asyncio.sleep(_PAUSE_S)
+    if not isinstance(schema, Mapping) or "action" not in schema:
+        raise ValueError(f"env.url={url}: this is no OpenEnv server: its page /schema names no action")
+    metadata = await fetch_metadata(url, token, limit_s)
+    level = metadata.get("reward_mode") == "level"
+    return Served(url, schema["action"], metadata.get("correlation") is True, level)
+
+
+def _left(end: float) -> Iterator[float]:
+    """How much time is left until ``end``, again and again, at least a little."""
+    while True:
+        yield max(end - time.monotonic(), _PAUSE_S)
+
+
+def _plain(schema: Any) -> str:
+    return json.dumps(schema, sort_keys=True)
+
+
+DEFINITION = EnvironmentDefinition(OpenEnvOptions, build)

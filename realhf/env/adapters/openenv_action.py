@@ -1,0 +1,149 @@
+"""Turns what the policy says into the action of an OpenEnv server, as the JSON schema of the action asks for it.
+
+Three forms: the policy's text fills the one text field of the action; a tool takes the action's fields; or the server
+lists tools of its own, which are called by name (the actions ``list_tools`` and ``call_tool``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.api.environment import AssistantMessage, ToolCall
+from realhf.env.doors.checks import json_problem, whole_text
+from realhf.env.doors.values import close_to, shown
+
+TOOL_NAME = "act"
+TEXT, TOOL, LISTED = "text", "tool", "listed"
+_OF_THE_WIRE = "metadata"
+"""A field that every action has and no policy fills."""
+_GENERIC = frozenset({"Action", "CallToolAction", "ListToolsAction"})
+"""Titles of action schemas that say nothing but that the server lists its tools."""
+_LARGEST_SCHEMA = 1 << 16
+_MOST_TOOLS = 64
+
+
+class Refused(ValueError):
+    """The policy's turn is no action; the message is for the policy."""
+
+
+@dataclass(frozen=True)
+class ActionForm:
+    """How a turn becomes an action. ``kind`` is TEXT, TOOL or LISTED; ``text_field`` is what text fills; ``tools`` are
+    the schemas that the policy reads. ``fields`` and ``required`` are the arguments of each tool, None for any."""
+
+    kind: str
+    text_field: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    fields: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    required: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def action(self, call: ToolCall) -> dict[str, Any]:
+        """The action of a call. Raises Refused for a call that could not be parsed, an unknown tool, and arguments
+        that are missing or unknown; their types are the server's to judge."""
+        if call.problem:
+            raise Refused(call.problem)
+        if call.name not in self.fields:
+            raise Refused(f"Tool {call.name[:60]} not found.{close_to(call.name, [*self.fields])}")
+        if problem := json_problem(call.arguments):
+            raise Refused(f"the arguments are no JSON: {problem}")
+        known = self.fields[call.name]
+        for name in call.arguments:
+            if known is not None and name not in known:
+                raise Refused(f"{call.name} has no argument {name[:60]!r}{close_to(name, sorted(known))}")
+        for name in sorted(self.required[call.name]):
+            if name not in call.arguments:
+                raise Refused(f"{call.name} needs the argument {name!r}")
+        if self.kind == LISTED:
+            return {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+        return dict(call.arguments)
+
+    def text(self, message: AssistantMessage) -> dict[str, Any]:
+        """The action that a turn without tools means."""
+        return {self.text_field: whole_text(message.content)}
+
+
+def form_of(schema: Any, wanted: str, field_name: str) -> ActionForm | None:
+    """The form of an action with this JSON schema; None when the server lists its tools itself. ``wanted`` is
+    ``auto``, ``text`` or ``tool``; ``field_name`` chooses what text fills. Raises ValueError that names the option for
+    a schema that does not fit it."""
+    _check_schema(schema, "the schema of its action")
+    own = {name: about for name, about in _fields(schema).items() if name != _OF_THE_WIRE}
+    if schema.get("title") in _GENERIC and wanted == "auto" and not field_name:
+        return None
+    required = [name for name in schema.get("required", ()) if name in own]
+    texts = [name for name, about in own.items() if isinstance(about, Mapping) and about.get("type") == "string"]
+    if field_name and field_name not in own:
+        raise ValueError(f"env.action_field={field_name}: the action has no such field{close_to(field_name, [*own])}")
+    if field_name and wanted == "tool":
+        raise ValueError("env.action_field has no effect with env.action=tool")
+    chosen = field_name or _text_field(required, texts, alone=len(own) == 1)
+    if wanted == "text" and not chosen:
+        raise ValueError(f"env.action=text: the action has the fields {', '.join(own)}; name one by env.action_field")
+    if chosen and wanted != "tool":
+        if missing := [name for name in required if name != chosen]:
+            raise ValueError(
+                f"env.action_field={chosen}: the action also needs {', '.join(missing)}; use env.action=tool"
+            )
+        return ActionForm(TEXT, chosen)
+    return _tool_form(schema, own, required)
+
+
+def listed_form(found: Any) -> ActionForm:
+    """The form of a server that lists its tools: a list of maps with ``name``, ``description`` and ``input_schema``.
+    Raises ValueError for anything else."""
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"the server lists no tools but {shown(found)}")
+    if len(found) > _MOST_TOOLS:
+        raise ValueError(f"the server lists {len(found)} tools, at most {_MOST_TOOLS} are read")
+    tools, fields, required = [], {}, {}
+    for number, each in enumerate(found):
+        if not isinstance(each, Mapping) or not isinstance(name := each.get("name"), str) or not name:
+            raise ValueError(f"tool {number} of the server has no name: {shown(each)}")
+        schema = each.get("input_schema", each.get("inputSchema", {"type": "object", "properties": {}}))
+        _check_schema(schema, f"the schema of the tool {name[:60]!r}")
+        properties = _fields(schema)
+        tools.append(_tool(name, str(each.get("description") or ""), schema, properties))
+        open_ended = not properties or schema.get("additionalProperties", False) is not False
+        fields[name] = None if open_ended else frozenset(properties)
+        required[name] = frozenset(key for key in schema.get("required", ()) if key in properties)
+    return ActionForm(LISTED, tools=tuple(tools), fields=fields, required=required)
+
+
+def _text_field(required: Sequence[str], texts: Sequence[str], *, alone: bool) -> str:
+    """The one field that a text can fill, "" if there is none, or more than one."""
+    if len(required) == 1:
+        return required[0] if required[0] in texts else ""
+    return texts[0] if not required and alone and texts else ""
+
+
+def _tool_form(schema: Mapping[str, Any], own: Mapping[str, Any], required: Sequence[str]) -> ActionForm:
+    about = str(schema.get("description") or "Take an action.")
+    tool = _tool(TOOL_NAME, about, {**schema, "required": [*required]}, own)
+    return ActionForm(TOOL, "", (tool,), {TOOL_NAME: frozenset(own)}, {TOOL_NAME: frozenset(required)})
+
+
+def _tool(name: str, about: str, schema: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in the form of the chat API; what the schema defines beside its fields is kept."""
+    parameters: dict[str, Any] = {"type": "object", "properties": dict(properties)}
+    parameters |= {key: schema[key] for key in ("required", "$defs") if key in schema}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+
+
+def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(schema.get("properties") or {})
+
+
+def _check_schema(schema: Any, what: str) -> None:
+    """Raise ValueError unless this is a JSON schema of an object of a size that a policy can read."""
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
+        raise ValueError(f"{what} is no JSON schema of an object: {shown(schema)}")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValueError(f"{what}: required must be a list of names, not {shown(required)}")
+    if problem := json_problem(schema):
+        raise ValueError(f"{what}: {problem}")
+    if len(json.dumps(schema)) > _LARGEST_SCHEMA:
+        raise ValueError(f"{what} has more than {_LARGEST_SCHEMA >> 10} KiB")
