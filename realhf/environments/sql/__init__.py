@@ -13,8 +13,8 @@ eighteen templates in five groups, each an endless family:
   statement, and the episode ends when they are exactly as asked. The reward is how much closer they came; harm that
   outweighs it costs up to 0.2.
 
-The rewards of an episode sum to 1 when it is solved, to 0 when nothing was done. Names of tables and rows of the
-held-out split begin with pairs of words that the training split never combines.
+The rewards of an episode sum to 1 when it is solved, to 0 when nothing was done. The held-out split combines tables
+with columns, and words to names of rows, as the training split never does.
 
 Statements are hostile input. ``database`` says what contains them: they change nothing but rows of their own database,
 reach no file, and end within ``env.statement_ms`` of processor time. They run on the event loop, because a usual one

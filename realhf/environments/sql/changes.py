@@ -13,8 +13,8 @@ def set_number(scene: Scene) -> Instance:
     value = scene.rng.choice([value for value in range(SMALLEST, LARGEST + 1) if value != row.number])
     return change(
         scene,
-        f"Set {number} to {value} in {table} where name = '{row.name}'.",
-        [f"UPDATE {table} SET {number} = {value} WHERE name = '{row.name}'"],
+        f"Set {number} to {value} in {table} where name='{row.name}'.",
+        [f"UPDATE {table} SET {number}={value} WHERE name='{row.name}'"],
         _with_number(scene, row, value),
     )
 
@@ -23,8 +23,8 @@ def delete(scene: Scene) -> Instance:
     """Delete a row."""
     return change(
         scene,
-        f"Delete the row in {scene.table} where name = '{scene.target.name}'.",
-        [f"DELETE FROM {scene.table} WHERE name = '{scene.target.name}'"],
+        f"Delete the row in {scene.table} where name='{scene.target.name}'.",
+        [f"DELETE FROM {scene.table} WHERE name='{scene.target.name}'"],
         _without(scene, scene.target),
     )
 
@@ -32,11 +32,11 @@ def delete(scene: Scene) -> Instance:
 def insert(scene: Scene) -> Instance:
     """Add a row."""
     new = scene.fresh(1)[0]
-    values = f"{new.id}, '{new.name}', '{new.text}', {new.number}"
+    values = f"{new.id},'{new.name}','{new.text}',{new.number}"
     return change(
         scene,
         f"Add the row {values} to {scene.table}.",
-        [f"INSERT INTO {scene.table} VALUES ({values})"],
+        [f"INSERT INTO {scene.table} VALUES({values})"],
         (*scene.rows, new),
     )
 
@@ -47,8 +47,8 @@ def raise_numbers(scene: Scene) -> Instance:
     step = scene.rng.randint(2, 9)
     return change(
         scene,
-        f"Add {step} to {number} in {table} where {text} = '{value}'.",
-        [f"UPDATE {table} SET {number} = {number} + {step} WHERE {text} = '{value}'"],
+        f"Add {step} to {number} in {table} where {text}='{value}'.",
+        [f"UPDATE {table} SET {number}={number}+{step} WHERE {text}='{value}'"],
         scene.changed(lambda row: row._replace(number=row.number + step) if row.text == value else row),
     )
 
@@ -60,10 +60,10 @@ def transfer(scene: Scene) -> Instance:
     wanted = {giver: giver.number - moved, taker: taker.number + moved}
     return change(
         scene,
-        f"Move {moved} of {number} in {table} from name = '{giver.name}' to name = '{taker.name}'.",
+        f"Move {moved} of {number} in {table} from name='{giver.name}' to name='{taker.name}'.",
         [
-            f"UPDATE {table} SET {number} = {number} - {moved} WHERE name = '{giver.name}'",
-            f"UPDATE {table} SET {number} = {number} + {moved} WHERE name = '{taker.name}'",
+            f"UPDATE {table} SET {number}={number}-{moved} WHERE name='{giver.name}'",
+            f"UPDATE {table} SET {number}={number}+{moved} WHERE name='{taker.name}'",
         ],
         scene.changed(lambda row: row._replace(number=wanted.get(row, row.number))),
     )
@@ -74,10 +74,10 @@ def copy_number(scene: Scene) -> Instance:
     table, number, source, target = scene.table, scene.number, scene.target, scene.other
     return change(
         scene,
-        f"Set {number} in {table} where name = '{target.name}' to that where name = '{source.name}'.",
+        f"Set {number} in {table} where name='{target.name}' to that where name='{source.name}'.",
         [
-            f"SELECT {number} FROM {table} WHERE name = '{source.name}'",
-            f"UPDATE {table} SET {number} = {source.number} WHERE name = '{target.name}'",
+            f"SELECT {number} FROM {table} WHERE name='{source.name}'",
+            f"UPDATE {table} SET {number}={source.number} WHERE name='{target.name}'",
         ],
         _with_number(scene, target, source.number),
     )
@@ -91,10 +91,10 @@ def archive(scene: Scene) -> Instance:
     after = scene.table_of(before.name, [*kept, target])
     return change(
         scene,
-        f"Move the row where name = '{target.name}' from {table} to {before.name}.",
+        f"Move the row where name='{target.name}' from {table} to {before.name}.",
         [
-            f"INSERT INTO {before.name} SELECT * FROM {table} WHERE name = '{target.name}'",
-            f"DELETE FROM {table} WHERE name = '{target.name}'",
+            f"INSERT INTO {before.name} SELECT * FROM {table} WHERE name='{target.name}'",
+            f"DELETE FROM {table} WHERE name='{target.name}'",
         ],
         _without(scene, target),
         (before, after),
@@ -114,8 +114,8 @@ def rename(scene: Scene) -> Instance:
     )
     return change(
         scene,
-        f"Change {text} = '{old}' to {text} = '{new}' in {scene.table} and {linked.name}.",
-        [f"UPDATE {name} SET {text} = '{new}' WHERE {text} = '{old}'" for name in (scene.table, linked.name)],
+        f"Change {text}='{old}' to {text}='{new}' in {scene.table} and {linked.name}.",
+        [f"UPDATE {name} SET {text}='{new}' WHERE {text}='{old}'" for name in (scene.table, linked.name)],
         scene.changed(lambda row: row._replace(text=new) if row.text == old else row),
         (linked, after),
     )

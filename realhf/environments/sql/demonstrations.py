@@ -1,6 +1,6 @@
 """Writes what a scripted solver says: solutions, and mistakes that are repaired or repeated.
 
-Most mistakes are one that every template knows: the last word of every drawn name is left out. So what reinforcement
+Most mistakes are one that every template knows: the tables are named in the singular. So what reinforcement
 learning teaches about one template helps with the others.
 """
 
@@ -15,11 +15,10 @@ from realhf.environments.sql.instance import Instance
 from realhf.environments.sql.task_set import SqlTaskSet, draw_instance
 
 SOLUTION, RECOVERY, HABIT = "solution", "recovery", "habit"
-SHORTENED_SHARE = 0.6
-"""Share of the mistakes that shorten names; of the others, each is as likely."""
+SINGULAR_SHARE = 0.6
+"""Share of the mistakes that name tables in the singular; of the others, each is as likely."""
 PERSISTENCE = 3
 """A habit is this many turns long: its last statement is sent again."""
-_DRAWN = re.compile(r"\b([a-z]+(?:-[a-z]+)*)[-_][a-z]+\b")
 _QUOTED = re.compile(r"'([^']*)'")
 _SEED_BITS = 31
 
@@ -60,14 +59,17 @@ def write_demonstration(task: Task, kind: str, rng: random.Random) -> Demonstrat
 def with_mistake(instance: Instance, rng: random.Random) -> tuple[str, ...]:
     """Return the statements with a mistake, such that none of them reads or changes a row."""
     others = [mistake for mistake in (_unquoted, _misnamed_column) if mistake(instance) != instance.statements]
-    if not others or rng.random() < SHORTENED_SHARE:
-        return with_short_names(instance)
+    if not others or rng.random() < SINGULAR_SHARE:
+        return with_singular(instance)
     return rng.choice(others)(instance)
 
 
-def with_short_names(instance: Instance) -> tuple[str, ...]:
-    """Return the statements with the last word of every drawn name left out."""
-    return tuple(_DRAWN.sub(r"\1", statement) for statement in instance.statements)
+def with_singular(instance: Instance) -> tuple[str, ...]:
+    """Return the statements with the name of every table in the singular."""
+    tables = "|".join(table.name for table in instance.tables)
+    return tuple(
+        re.sub(rf"\b({tables})\b", lambda found: found[0][:-1], statement) for statement in instance.statements
+    )
 
 
 def _unquoted(instance: Instance) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from realhf.environments.sql import names
 
 Value = int | str
-SMALLEST, LARGEST = 10, 99
+SMALLEST, LARGEST = 1, 30
 """Numbers in rows lie between these, inclusive."""
 FEWEST_ROWS, MOST_ROWS = 8, 12
 
@@ -46,7 +46,7 @@ class Table:
 
     def heading(self) -> str:
         """Return the table's name and columns, as the policy reads them."""
-        return f"{self.name} ( {', '.join(self.columns)} )"
+        return f"{self.name}({','.join(self.columns)})"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Scene:
 
     def other_table_name(self) -> str:
         """Draw the name of another table."""
-        while (name := names.draw_table_name(self.rng, self.split)) == self.table:
+        while (name := names.draw_table(self.rng, self.split, (self.number,))[0]) == self.table:
             pass
         return name
 
@@ -138,8 +138,8 @@ class Scene:
 
 def draw_scene(rng: random.Random, split: str) -> Scene:
     """Draw a main table. Raises ValueError for an unknown split."""
-    text, number = rng.choice([*names.TEXT_COLUMNS]), rng.choice(names.NUMBER_COLUMNS)
-    table = names.draw_table_name(rng, split)
+    text = rng.choice([*names.TEXT_COLUMNS])
+    table, number = names.draw_table(rng, split)
     rows = _draw_rows(rng, split, text, rng.randint(FEWEST_ROWS, MOST_ROWS))
     target, other = rows[0], rng.choice(rows[2:])
     return Scene(rng, split, table, text, number, tuple(sorted(rows)), target, other)

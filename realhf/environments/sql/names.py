@@ -1,8 +1,9 @@
 """Draws the words of an instance: names of tables and rows, columns, and values of text columns.
 
-A table is called ``adjective_things``, a row ``adjective-animal-place``. Held-out names begin with *pairs* of words
-that no training name combines, decided by a stable hash; every word occurs in training names, so a policy must copy,
-not recall. Every instance has a table with a drawn name, so the splits share no instance.
+A row is called ``adjective-animal``, a table by one word, because a small policy copies what is short. Held out are
+*pairs* of words that training never combines, decided by a stable hash: a table with its column of numbers, and both
+words of a row. Every word occurs in training, so a policy must copy, not recall. Every instance has a table with such
+a column and rows, so the splits share no instance.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-TABLE_ADJECTIVES = words(
-    """amber annual coastal daily distant golden grand hidden local lunar modern national northern old open
-    private public royal rural silver spare upper urban winter"""
+TABLES = words(
+    """boats books cabins clients engines flights guides hotels items jobs lamps maps orchids parcels parts pets
+    rooms ships songs teams tools trains trips visits"""
 )
-THINGS = words("boats books clients flights goods items jobs orders parcels parts rooms ships songs teams tools trips")
 ROW_ADJECTIVES = words(
     """agile bold brave bright calm clever cozy curly eager fancy fierce gentle grand happy jolly keen kind lively lucky
     merry mild noble polite proud quiet rapid shy silent sturdy swift tidy witty"""
@@ -35,7 +35,6 @@ ANIMALS = words(
     """badger bear beaver bison camel crane dolphin eagle falcon finch fox gecko hawk heron jaguar koala lemur lynx
     moose osprey otter owl panda puffin rabbit raven robin salmon seal tiger walrus wolf"""
 )
-PLACES = words("bay bell cove den dock farm gate hall hill inn lane loft mill nest park peak pier pond tower yard")
 TEXT_COLUMNS = MappingProxyType(
     {
         "city": words("cairo lima oslo paris rome tokyo"),
@@ -44,7 +43,7 @@ TEXT_COLUMNS = MappingProxyType(
     }
 )
 """A text column, and what its values are drawn from."""
-NUMBER_COLUMNS = words("cost price score stock volume weight")
+NUMBER_COLUMNS = words("age cost price score size stock volume weight")
 LINKED_COLUMNS = MappingProxyType(
     {
         "owner": words("anna boris clara david"),
@@ -59,22 +58,21 @@ def is_heldout_pair(first: str, second: str) -> bool:
     return zlib.crc32(f"{first} {second}".encode()) % HELDOUT_SHARE == 0
 
 
-def draw_table_name(rng: random.Random, split: str) -> str:
-    """Draw a name such as ``amber_orders``. Raises ValueError for an unknown split."""
-    return "_".join(_pair(rng, split, TABLE_ADJECTIVES, THINGS))
+def draw_table(rng: random.Random, split: str, numbers: tuple[str, ...] = NUMBER_COLUMNS) -> tuple[str, str]:
+    """Draw a table's name and its column of ``numbers``. Raises ValueError for an unknown split."""
+    return _pair(rng, split, TABLES, numbers)
 
 
 def draw_row_names(rng: random.Random, split: str, count: int) -> list[str]:
-    """Draw ``count`` different names such as ``brave-otter-mill``; the first two differ in the last word alone. Raises
+    """Draw ``count`` different names such as ``brave-otter``; the first two differ in the last word alone. Raises
     ValueError for an unknown split."""
-    names: list[str] = []
-    pair = _pair(rng, split, ROW_ADJECTIVES, ANIMALS)
-    while len(names) < count:
-        name = "-".join((*pair, rng.choice(PLACES)))
-        if name not in names:
-            names.append(name)
-            pair = pair if len(names) == 1 else _pair(rng, split, ROW_ADJECTIVES, ANIMALS)
-    return names
+    pairs: list[tuple[str, str]] = []
+    while len(pairs) < count:
+        first = (pairs[0][0],) if len(pairs) == 1 else ROW_ADJECTIVES
+        pair = _pair(rng, split, first, ANIMALS)
+        if pair not in pairs:
+            pairs.append(pair)
+    return ["-".join(pair) for pair in pairs]
 
 
 def _pair(rng: random.Random, split: str, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, str]:

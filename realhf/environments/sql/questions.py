@@ -11,8 +11,8 @@ def cell(scene: Scene) -> Instance:
     table, number, row = scene.table, scene.number, scene.target
     return question(
         scene,
-        f"What is the {number} in {table} where name = '{row.name}'?",
-        f"SELECT {number} FROM {table} WHERE name = '{row.name}'",
+        f"What is the {number} in {table} where name='{row.name}'?",
+        f"SELECT {number} FROM {table} WHERE name='{row.name}'",
         row.number,
     )
 
@@ -21,8 +21,8 @@ def name_of_id(scene: Scene) -> Instance:
     """The name of a row with a given id."""
     return question(
         scene,
-        f"What is the name in {scene.table} where id = {scene.target.id}?",
-        f"SELECT name FROM {scene.table} WHERE id = {scene.target.id}",
+        f"What is the name in {scene.table} where id={scene.target.id}?",
+        f"SELECT name FROM {scene.table} WHERE id={scene.target.id}",
         scene.target.name,
     )
 
@@ -32,8 +32,8 @@ def name_of_number(scene: Scene) -> Instance:
     table, number, row = scene.table, scene.number, scene.target
     return question(
         scene,
-        f"What is the name in {table} where {number} = {row.number}?",
-        f"SELECT name FROM {table} WHERE {number} = {row.number}",
+        f"What is the name in {table} where {number}={row.number}?",
+        f"SELECT name FROM {table} WHERE {number}={row.number}",
         row.name,
     )
 
@@ -43,8 +43,8 @@ def count(scene: Scene) -> Instance:
     table, text, value = scene.table, scene.text, scene.target.text
     return question(
         scene,
-        f"How many rows are in {table} where {text} = '{value}'?",
-        f"SELECT count(*) FROM {table} WHERE {text} = '{value}'",
+        f"How many rows are in {table} where {text}='{value}'?",
+        f"SELECT count(*) FROM {table} WHERE {text}='{value}'",
         len(scene.having(value)),
     )
 
@@ -54,8 +54,8 @@ def total(scene: Scene) -> Instance:
     table, text, number, value = scene.table, scene.text, scene.number, scene.target.text
     return question(
         scene,
-        f"What is the total {number} in {table} where {text} = '{value}'?",
-        f"SELECT sum({number}) FROM {table} WHERE {text} = '{value}'",
+        f"What is the total {number} in {table} where {text}='{value}'?",
+        f"SELECT sum({number}) FROM {table} WHERE {text}='{value}'",
         sum(row.number for row in scene.having(value)),
     )
 
@@ -79,8 +79,8 @@ def total_above(scene: Scene) -> Instance:
     limit = min(limit, max(row.number for row in scene.rows) - 1)
     return question(
         scene,
-        f"What is the total {number} in {table} where {number} > {limit}?",
-        f"SELECT sum({number}) FROM {table} WHERE {number} > {limit}",
+        f"What is the total {number} in {table} where {number}>{limit}?",
+        f"SELECT sum({number}) FROM {table} WHERE {number}>{limit}",
         sum(row.number for row in scene.rows if row.number > limit),
     )
 
@@ -90,9 +90,8 @@ def linked_value(scene: Scene) -> Instance:
     linked, row = linked_table(scene), scene.target
     return question(
         scene,
-        f"What is the {linked.columns[1]} in {scene.table} where name = '{row.name}'?",
-        f"SELECT {linked.columns[1]} FROM {scene.table} JOIN {linked.name} USING ({scene.text}) "
-        f"WHERE name = '{row.name}'",
+        f"What is the {linked.columns[1]} in {scene.table} where name='{row.name}'?",
+        f"SELECT {linked.columns[1]} FROM {scene.table} JOIN {linked.name} USING({scene.text}) WHERE name='{row.name}'",
         _value_of(linked)[row.text],
         linked,
     )
@@ -104,8 +103,8 @@ def linked_count(scene: Scene) -> Instance:
     column, value, having = _rows_with_value(scene, linked)
     return question(
         scene,
-        f"How many rows are in {scene.table} where {column} = '{value}'?",
-        f"SELECT count(*) FROM {scene.table} JOIN {linked.name} USING ({scene.text}) WHERE {column} = '{value}'",
+        f"How many rows are in {scene.table} where {column}='{value}'?",
+        f"SELECT count(*) FROM {scene.table} JOIN {linked.name} USING({scene.text}) WHERE {column}='{value}'",
         len(having),
         linked,
     )
@@ -117,9 +116,9 @@ def linked_total(scene: Scene) -> Instance:
     column, value, having = _rows_with_value(scene, linked)
     return question(
         scene,
-        f"What is the total {scene.number} in {scene.table} where {column} = '{value}'?",
-        f"SELECT sum({scene.number}) FROM {scene.table} JOIN {linked.name} USING ({scene.text}) "
-        f"WHERE {column} = '{value}'",
+        f"What is the total {scene.number} in {scene.table} where {column}='{value}'?",
+        f"SELECT sum({scene.number}) FROM {scene.table} JOIN {linked.name} USING({scene.text}) "
+        f"WHERE {column}='{value}'",
         sum(having),
         linked,
     )

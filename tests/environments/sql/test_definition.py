@@ -33,7 +33,7 @@ def test_the_defaults_are_possible():
 
 async def test_rows_and_steps_are_options():
     task = DEFINITION.build(SqlOptions()).tasks("train").instantiate("cell", 1)
-    table = (await opening(task)).split()[1]
+    table = (await opening(task)).split()[1].partition("(")[0]
     rows = f"SELECT id FROM {table} WHERE id > 0"
     (turn,) = await play(task, [rows], max_rows=2, max_statements=1)
     assert said(turn).count("\n") == 2 and said(turn).endswith("more rows")
@@ -45,7 +45,7 @@ async def test_rows_and_steps_are_options():
 
 async def test_the_size_of_the_database_is_an_option():
     task = DEFINITION.build(SqlOptions()).tasks("train").instantiate("delete", 1)
-    table = (await opening(task)).split()[1]
+    table = (await opening(task)).split()[1].partition("(")[0]
     fill = f"INSERT INTO {table} SELECT id + 1000 * {{}}, '{'x' * 500}', 'x', 1 FROM {table} WHERE id < 1000"
     full = []
     for size in (16, 4096):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from realhf.api.environment import Demonstration, DemonstrationRequest
 from realhf.environments.sql import DEFINITION, SqlOptions
 from realhf.environments.sql.demonstrations import HABIT, RECOVERY, SOLUTION
-from realhf.environments.sql.task_set import TEMPLATES
+from realhf.environments.sql.task_set import TEMPLATES, draw_instance
 from tests.environments.sql.playing import play, said, score
 
 REQUEST = DemonstrationRequest(episodes_per_task=20, seed=3, habit_fraction=0.35, recovery_fraction=0.15)
@@ -45,10 +46,11 @@ def test_every_template_has_its_shares():
     assert counts == {(name, kind): share for name in TEMPLATES for kind, share in shares.items()}
 
 
-def test_most_mistakes_shorten_names():
+def test_most_mistakes_name_tables_in_the_singular():
     found = [item for item in demonstrations() if item.kind != SOLUTION]
-    shortened = sum("_" not in item.turns[0] for item in found)
-    assert 0.5 < shortened / len(found) < 0.75
+    tables = [draw_instance(item.task.payload).tables[0].name for item in found]
+    singular = sum(re.search(rf"\b{name}\b", item.turns[0]) is None for name, item in zip(tables, found, strict=True))
+    assert 0.5 < singular / len(found) < 0.75
 
 
 def test_the_mistake_of_a_recovery_is_not_to_be_learned():

@@ -100,22 +100,20 @@ async def test_the_row_of_a_shortened_name_is_not_the_right_one(template: str):
 
 
 def test_the_splits_share_no_instance():
-    """No table of one split has a name that the other can draw, so no instance is in both."""
-    tables: dict[str, set[str]] = {}
+    """No main table of one split has a name, a column of numbers and rows that the other can draw."""
+    tables: dict[str, set[tuple[str, str]]] = {}
     for split in SPLITS:
         tasks = SqlTaskSet(split)
         drawn = [draw_instance(tasks.instantiate(name, seed).payload) for name in TEMPLATES for seed in range(40)]
-        tables[split] = {table.name for instance in drawn for table in instance.tables}
-        assert all(names.is_heldout_pair(*name.split("_")) is (split == HELD_OUT) for name in tables[split])
+        tables[split] = {(instance.tables[0].name, instance.tables[0].columns[3]) for instance in drawn}
+        assert all(names.is_heldout_pair(*pair) is (split == HELD_OUT) for pair in tables[split])
         row_names = {str(row[1]) for instance in drawn for row in instance.tables[0].rows}
-        assert all(names.is_heldout_pair(*name.split("-")[:2]) is (split == HELD_OUT) for name in row_names)
-        assert len(tables[split]) > 60
+        assert all(names.is_heldout_pair(*name.split("-")) is (split == HELD_OUT) for name in row_names)
+        assert len(tables[split]) > 30
     assert not tables[TRAIN] & tables[HELD_OUT]
 
 
-@pytest.mark.parametrize(
-    "first, second", [(names.TABLE_ADJECTIVES, names.THINGS), (names.ROW_ADJECTIVES, names.ANIMALS)]
-)
+@pytest.mark.parametrize("first, second", [(names.TABLES, names.NUMBER_COLUMNS), (names.ROW_ADJECTIVES, names.ANIMALS)])
 def test_every_word_can_be_drawn_in_training_and_every_split_has_names(first: tuple, second: tuple):
     """Else drawing would not end, and a policy would meet words of held-out names for the first time."""
     assert len(set(first)) == len(first) and len(set(second)) == len(second)
@@ -125,11 +123,21 @@ def test_every_word_can_be_drawn_in_training_and_every_split_has_names(first: tu
     assert 0.1 < len(held) / len(free) < 0.4
 
 
+def test_every_word_that_is_drawn_once_has_a_second_partner_in_its_split():
+    """Else drawing a second table with the same column, or a second row with the same first word, would not end."""
+    for held_out in (False, True):
+        for first, second in ((names.NUMBER_COLUMNS, names.TABLES), (names.ROW_ADJECTIVES, names.ANIMALS)):
+            for word in first:
+                pairs = ((word, other) if first is names.ROW_ADJECTIVES else (other, word) for other in second)
+                partners = sum(names.is_heldout_pair(*pair) is held_out for pair in pairs)
+                assert partners >= 2 or (held_out and not partners), word
+
+
 def test_no_word_means_something_to_sqlite():
-    """Else a shortened name would be a syntax error, and a column could not be named without quotes."""
+    """Else a table in the singular would be a syntax error, and a column could not be named without quotes."""
     connection = sqlite3.connect(":memory:")
     columns = (*names.TEXT_COLUMNS, *names.NUMBER_COLUMNS, *names.LINKED_COLUMNS)
-    for word in (*names.TABLE_ADJECTIVES, *names.ROW_ADJECTIVES, *columns):
+    for word in (*names.TABLES, *(table[:-1] for table in names.TABLES), *names.ROW_ADJECTIVES, *columns):
         with pytest.raises(sqlite3.OperationalError, match=f"no such table: {word}"):
             connection.execute(f"SELECT 1 FROM {word}")
         with pytest.raises(sqlite3.OperationalError, match=f"no such column: {word}"):
