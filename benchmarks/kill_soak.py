@@ -4,7 +4,11 @@ Every run is killed ``--kills`` times: master, model worker, rollout worker, gen
 simulator or the launcher, or Ctrl-C stops it; after these two the same command goes on. At the end of each run its
 journal is audited from the first record on. One line per run, then a tally; exit code 1 where a run did not balance.
 
-    python benchmarks/kill_soak.py [--runs 100] [--kills 6] [--every 1.5] [--seed 1] [--json FILE] [--keep FOLDER]
+    python benchmarks/kill_soak.py [--runs 100] [--kills 6] [--every 1.5] [--seed 1] [--env sql] [--json FILE]
+        [--keep FOLDER]
+
+``--env`` names an environment without a service, which lives in the rollout workers: then there is nothing of its own
+to kill.
 
 With ``--json`` it can be stopped by Ctrl-C and started again: runs that the file holds are not repeated.
 """
@@ -26,18 +30,41 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from killed_run import CTRL_C, LAUNCHER, MARKS, KilledRun, Stuck, Verdict, kill_at_random, make_policy
+from killed_run import (
+    AWS,
+    CTRL_C,
+    LAUNCHER,
+    MARKS,
+    SERVICE,
+    KilledRun,
+    Stuck,
+    Verdict,
+    kill_at_random,
+    make_policy,
+)
 
 STUCK_S = 180.0
-KINDS = (*MARKS, LAUNCHER, CTRL_C)
-SCHEMA = 2
+SCHEMA = 3
+
+
+def kinds_of(environment: str) -> list[str]:
+    """What is killed in runs on an environment."""
+    return [kind for kind in (*MARKS, LAUNCHER, CTRL_C) if environment == AWS or kind not in SERVICE]
 
 
 def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> Verdict:
     """One run from its start to its balance. What it does is decided by seed and number, when it does it is not."""
     choice = random.Random(f"{options.seed}/{number}")
-    run = KilledRun(runs, f"run{number}", policy, seed=choice.randrange(1 << 20), steps=options.steps)
-    kinds = [choice.choice(KINDS) for _ in range(options.kills)]
+    run = KilledRun(
+        runs,
+        f"run{number}",
+        policy,
+        seed=choice.randrange(1 << 20),
+        steps=options.steps,
+        environment=options.env,
+    )
+    known = kinds_of(options.env)
+    kinds = [choice.choice(known) for _ in range(options.kills)]
     run.start()
     try:
         kill_at_random(run, kinds, choice, every_s=options.every, timeout_s=STUCK_S)
@@ -119,6 +146,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
         "kills": options.kills,
         "every": options.every,
         "steps": options.steps,
+        "env": options.env,
     }
 
 
@@ -140,6 +168,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=float, default=1.5, help="seconds between them on average")
     parser.add_argument("--steps", type=int, default=10, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--env", default=AWS, help="the environment that is played")
     parser.add_argument("--json", type=Path, help="write the result here, and go on from it")
     parser.add_argument("--keep", type=Path, help="folder for the runs that did not balance")
     return parser
@@ -151,7 +180,7 @@ def main() -> int:
     began = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="kill-soak-") as folder:
-            policy = make_policy(Path(folder) / "policy")
+            policy = make_policy(Path(folder) / "policy", options.env)
             for number in range(len(entries), options.runs):
                 runs = Path(folder) / f"runs{number}"
                 runs.mkdir()

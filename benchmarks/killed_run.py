@@ -1,7 +1,8 @@
 """An asynchronous run of a tiny model whose processes are killed while it goes on, and the balance at its end.
 
-Everything is real: launcher, master, workers, environment server, simulators, training. Only the environment's latency
-is simulated, so that episodes take long enough to be killed in.
+Everything is real: launcher, master, workers, environment, training; with AWS also environment server and simulators,
+whose latency is simulated, so that episodes take long enough to be killed in. An environment that lives in the rollout
+workers, such as ``sql``, has no processes of its own to kill.
 """
 
 from __future__ import annotations
@@ -33,18 +34,27 @@ MARKS = {
     "ministack": "realhf.aws.simulator.ministack_server",
 }
 """Kinds of processes that are killed, and the word of their command line by which they are known."""
+SERVICE = ("env", "ministack")
+"""Those among them that only an environment with a service has."""
 LAUNCHER, CTRL_C = "launcher", "ctrl_c"
 """The launcher is killed; it is interrupted. The same command then goes on."""
 BATCH, GROUP = 2, 2
 TINY = (
-    "experiment=grpo_aws_async", "env.pool_size=4", "env.tiers=[warmup]", f"dataset.train_bs_n_seqs={BATCH}",
-    f"ppo.group_size={GROUP}", "gen.max_new_tokens=12", "rollout.max_turns=2", "rollout.max_total_tokens=640",
+    f"dataset.train_bs_n_seqs={BATCH}",
+    f"ppo.group_size={GROUP}", "gen.max_new_tokens=12",
     "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "torch_threads=1",
     "monitor.tensorboard=false", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.0003",
-    "exp_ctrl.ckpt_freq_steps=2", "env.step_latency_ms=300",
-    "async_rl.keep_journal=true", "async_rl.recover_retries=1000",
+    "exp_ctrl.ckpt_freq_steps=2", "async_rl.keep_journal=true", "async_rl.recover_retries=1000",
 )  # fmt: skip
-COMMANDS = ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b")
+AWS = "aws"
+ON_AWS = (
+    "experiment=grpo_aws_async", "env.pool_size=4", "env.tiers=[warmup]", "env.step_latency_ms=300",
+    "rollout.max_turns=2", "rollout.max_total_tokens=640",
+)  # fmt: skip
+ELSEWHERE = ("experiment=grpo_async", "rollout.sessions=4", "rollout.max_turns=8", "rollout.max_total_tokens=2000")
+"""Without a latency, episodes of more turns take long enough to be killed in."""
+SAYINGS = {AWS: ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b"), "sql": ("select 1", "select 2")}
+"""What the policy says, by environment; else it is that of AWS, which an environment may answer as it likes."""
 TAUGHT_STEPS = 200
 GONE_WITHIN_S = 10.0
 LOOK_S = 0.15
@@ -53,21 +63,23 @@ ANY_MOMENT = 0.3
 """Share of the kills that come whatever the run does; the others wait until it has got on since the kill before."""
 
 
-def make_policy(folder: Path) -> Path:
-    """A model of the smallest size and its tokenizer, taught to answer whatever is said with one of ``COMMANDS``: an
+def make_policy(folder: Path, environment: str = AWS) -> Path:
+    """A model of the smallest size and its tokenizer, taught to answer whatever is said with one of ``SAYINGS``: an
     untrained one would never step the environment."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    texts = folder.with_suffix(".jsonl")
-    talks = [[{"role": "user", "content": "A task"}, {"role": "assistant", "content": command}] for command in COMMANDS]
+    texts, commands = folder.with_suffix(".jsonl"), SAYINGS.get(environment, SAYINGS[AWS])
+    talks = [[{"role": "user", "content": "A task"}, {"role": "assistant", "content": command}] for command in commands]
     texts.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks * 9))
-    config = BuiltinModelConfig(vocab_size=320, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    config = BuiltinModelConfig(
+        vocab_size=320, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=2048
+    )
     build_builtin_policy(texts, folder, config, seed=3)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(talks[0][:1], add_generation_prompt=True, tokenize=False)
     start = tokenizer(asked)["input_ids"][-1]
-    replies = [[start, *tokenizer(command)["input_ids"], tokenizer.eos_token_id] for command in COMMANDS]
+    replies = [[start, *tokenizer(command)["input_ids"], tokenizer.eos_token_id] for command in commands]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(3)
     torch.set_num_threads(1)  # so small a model only waits for a second one
@@ -102,8 +114,17 @@ class Verdict:
 class KilledRun:
     """One run below ``runs`` with a policy of ``make_policy``; ``start`` it, also after the launcher was killed."""
 
-    def __init__(self, runs: Path, trial: str, policy: Path, *options: str, seed: int = 3, steps: int = 8) -> None:
-        self.folder = runs / "grpo_aws_async" / trial
+    def __init__(
+        self,
+        runs: Path,
+        trial: str,
+        policy: Path,
+        *options: str,
+        seed: int = 3,
+        steps: int = 8,
+        environment: str = AWS,
+    ) -> None:
+        self.folder = runs / "killed" / trial
         self.steps = steps
         self.kills: Counter[str] = Counter()
         self.stop_s: dict[str, list[float]] = {}
@@ -112,7 +133,9 @@ class KilledRun:
             sys.executable,
             "-m",
             "realhf.launch",
+            *(ON_AWS if environment == AWS else (*ELSEWHERE, f"env={environment}")),
             *TINY,
+            "experiment_name=killed",
             f"seed={seed}",
             f"trial_name={trial}",
             f"fileroot={runs}",
