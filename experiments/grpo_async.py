@@ -14,7 +14,7 @@ from experiments.grpo import Config
 from realhf.api.config import AsyncConfig, ConfigError
 from realhf.api.experiment import ExperimentSpec, RolloutSpec
 from realhf.api.graph import to_async
-from realhf.env.doors.section import with_environment
+from realhf.env.doors.section import absolute, with_environment
 
 
 def config_class(environment: str) -> type[Config]:
@@ -42,7 +42,7 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     for option in () if options.engine == "vllm" else ("vllm_url", "vllm_executable"):
         if getattr(options, option) != getattr(AsyncConfig, option):
             raise ConfigError(f"async_rl.{option}: has no effect with async_rl.engine={options.engine}")
-    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=config.rollout.agent)
+    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=absolute(config.rollout.agent))
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}
     return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,13 @@ TINY = (
     "recover_mode=disabled",
     "torch_threads=1",
 )
+AGENT = Path(__file__).resolve().parent / "rollout" / "agents" / "branching_agent.py"
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "your_environment.py"
 
 
 def trained(tmp_path: Path, *arguments: str) -> list[dict]:
     """Run an experiment and return the metrics of its steps."""
-    assert main([*arguments, *TINY, f"fileroot={tmp_path}", "experiment_name=e"]) == 0
+    assert main([*TINY, *arguments, f"fileroot={tmp_path}", "experiment_name=e"]) == 0
     lines = (tmp_path / "e" / "default" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -44,3 +46,26 @@ def test_an_environment_that_ships_is_trained_on_after_a_warm_start(tmp_path: Pa
 def test_a_file_of_ones_own_is_trained_on_untrained_and_asynchronously(tmp_path: Path) -> None:
     rows = trained(tmp_path, "experiment=grpo_async", f"env.path={EXAMPLE}:Lock", "actor.path=builtin_tiny")
     assert len(rows) == 2 and all(row["actor_train/n_tokens"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(tmp_path: Path) -> None:
+    """Rows of every branch arrive, failures of the agent are counted by kind, and no loss is lost to them."""
+    rows = trained(
+        tmp_path,
+        "experiment=grpo_async",
+        f"env.path={EXAMPLE}:Lock",
+        "actor.path=builtin_tiny",
+        f"rollout.agent={AGENT}:rollout",
+        "rollout.retries=0",
+        "ppo.group_size=6",
+        "rollout.sessions=6",
+        "evaluation.episodes_per_task=0",
+        "total_train_steps=3",
+    )
+    assert len(rows) == 3 and all(math.isfinite(row["actor_train/loss"]) for row in rows)
+    assert any(row["actor_train/n_sequences"] > 2 * 6 for row in rows), "branches are rows of their own"
+    assert sum(row.get("rollout/failed/agent", 0) for row in rows) > 0
+    assert not any(
+        name.startswith("rollout/failed/") and name != "rollout/failed/agent" for row in rows for name in row
+    )

@@ -90,14 +90,3 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, strea
     assert 0 < max(row["staleness/head_max"] for row in rows) <= 2
     fresh = [row for row in rows if row["staleness/head_max"] == 0]
     assert fresh and all(row["actor_train/mismatch/abs_max"] < 1e-4 for row in fresh)
-
-
-def test_an_agent_that_only_knows_a_base_url(root: Path, streamed: list[dict[str, Any]]) -> None:
-    del streamed
-    pytest.importorskip("openai")
-    rows = list(
-        trained(root, "grpo_aws_async", "blackbox", "rollout.agent=experiments.agents.openai_agent:solve", steps=10)
-    )
-    assert len(rows) == 10 and all(row["rollout/failed_rollouts"] == 0 for row in rows)
-    assert all(row["actor_train/n_trained_tokens"] > 0 for row in rows)
-    assert rows[0]["staleness/head_max"] == 0 and rows[0]["actor_train/mismatch/abs_max"] < 1e-4

@@ -52,7 +52,7 @@ ROOMS: dict[str, str] = {
     "rollout/episode": "api base",
     "rollout/openai_endpoint": "api api/chat rollout/episode",
     "rollout/players": "api api/config base rollout/client rollout/episode",
-    "rollout/agents": "api api/chat api/config rollout/episode rollout/openai_endpoint rollout/players",
+    "rollout/agents": "api api/chat api/config base rollout/episode rollout/openai_endpoint rollout/players",
     "rollout": "api api/chat api/config base env/doors rollout/agents rollout/episode rollout/players",
     "rollout/streaming": "api builtins rollout/episode rollout/players transport transport/service",
     "aws/cli": "env/containment",

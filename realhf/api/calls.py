@@ -158,6 +158,7 @@ class OpenStreamRequest(Message, frozen=True):
     credits: int
     keys: list[str]
     group_size: int
+    max_sequences: int
     max_tokens: int
 
 

@@ -11,7 +11,11 @@ from realhf.api.environment import FAILURE_KINDS, AssistantMessage, ChatMessage
 VALID_STATUSES = frozenset({"achieved", "finished", "max_turns", "token_budget"})
 POLICY_FAILED = "policy"
 """The status of an episode whose tokens could not be had."""
-FAILURE_STATUSES = frozenset({*FAILURE_KINDS, POLICY_FAILED})
+MAX_BRANCHES = 64
+"""Conversations that an agent may hold in one episode, each a row that trains."""
+AGENT_FAILED = "agent"
+"""The status of an episode whose agent, a program of the user's, raised, took too long or gave no reward."""
+FAILURE_STATUSES = frozenset({*FAILURE_KINDS, POLICY_FAILED, AGENT_FAILED})
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from realhf.api.config import (
     RecoverMode,
     RpcConfig,
 )
+from realhf.api.env import MAX_BRANCHES
 from realhf.api.environment import EnvironmentService
 from realhf.api.mfc import MFCDef
 from realhf.api.rollout import RolloutOptions
@@ -119,6 +120,11 @@ class RolloutSpec:
     def keys(self) -> tuple[str, ...]:
         """Keys of the samples that rollout workers stream."""
         return tuple(key for call in self.calls for key in call.output_keys)
+
+    @property
+    def rows_per_episode(self) -> int:
+        """At most this many sequences of a sample come from one episode: an agent may hold several conversations."""
+        return MAX_BRANCHES if self.agent else 1
 
     @property
     def workers(self) -> list[str]:

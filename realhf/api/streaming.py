@@ -10,7 +10,8 @@ from msgspec import field
 
 from realhf.base.messages import Message
 
-ENV_ERROR, ENGINE_ERROR, TIMEOUT, CANCELLED, REJECTED = "env_error", "engine_error", "timeout", "cancelled", "rejected"
+ENV_ERROR, ENGINE_ERROR, AGENT_ERROR = "env_error", "engine_error", "agent_error"
+TIMEOUT, CANCELLED, REJECTED = "timeout", "cancelled", "rejected"
 
 
 class RolloutLease(Message, frozen=True):

@@ -57,7 +57,7 @@ class StreamHost:
             limits = SampleLimits(
                 tuple(known[name] for name in request.keys),
                 min_sequences=request.group_size,
-                max_sequences=request.group_size,
+                max_sequences=request.max_sequences,
                 max_tokens=request.max_tokens,
             )
             self._dataset = StreamDataset(

@@ -26,11 +26,13 @@ def spelt(text: str) -> list[int]:
 
 class FakeTokens:
     """A ``TokenSource`` that says what ``speak(prompt text)`` says. ``part``: turns come in parts of so many tokens,
-    each under a version of its own. ``fail`` counts down failures; ``hold`` keeps answers back."""
+    each under a version of its own; ``said`` are their lengths. ``fail`` counts down failures; ``hold`` keeps answers
+    back."""
 
     def __init__(self, speak: Callable[[str], str], *, part: int = 0, finish: str = "stop") -> None:
         self.requests: list[GenRequest] = []
         self.freed: list[int] = []
+        self.said: list[int] = []
         self.fail = 0
         self.hold: asyncio.Event | None = None
         self.cancelled = 0
@@ -50,6 +52,7 @@ class FakeTokens:
         words = self._speak(chat()._tokenizer.decode(prompt))
         whole = spelt(words) + ([chat().stop_ids[0]] if self._finish == "stop" else [])
         rest, version = whole[request.sampled :], len(self.requests)
+        self.said.append(len(rest[: self._part] if self._part else rest))
         if self._part and len(rest) > self._part:
             part = rest[: self._part]
             return GenOutput(part, [-0.5] * len(part), [version] * len(part), "interrupted")

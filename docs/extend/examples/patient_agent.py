@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
 
-async def solve(
-    task_text: str,
+async def rollout(
+    task: Mapping[str, Any],
     base_url: str,
-    run_command: Callable[[str], Awaitable[Any]],
+    session: Any,
     *,
     attempts: int = 3,
     given_up: float = -0.1,
 ) -> float | None:
     """Play one episode. Returns its reward, or None for the one that the environment gave."""
-    messages = [{"role": "user", "content": task_text}]
+    messages = [{"role": "user", "content": session.text}]
     # The model is on this machine, so neither proxies nor certificates have a part in it.
     local = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     async with httpx.AsyncClient(base_url=base_url, timeout=None, trust_env=False, verify=local) as model:
         for _ in range(attempts):
-            answer = await model.post("chat/completions", json={"model": "policy", "messages": messages})
-            if answer.status_code == 400:  # turn_limit or context_length_exceeded: a truncated episode is valid
+            reply = await model.post("chat/completions", json={"model": "policy", "messages": messages})
+            if reply.status_code == 400:  # turn_limit or context_length_exceeded: a truncated episode is valid
                 return None
-            said = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+            said = reply.raise_for_status().json()["choices"][0]["message"]["content"]
             messages.append({"role": "assistant", "content": said})
-            result = await run_command(said.strip())
-            if result.done:
+            answer = await session.step(said.strip())
+            if answer.done:
                 return None
-            messages.append({"role": "user", "content": result.output})
+            messages += answer.messages
     return given_up

@@ -37,7 +37,9 @@ class RolloutConfig:
         at_least=0,
     )
     agent: str = option(
-        "", "This agent plays, as module:function, in asynchronous experiments; empty is the built-in agent."
+        "",
+        "This agent plays, as file.py:function or module:function, in asynchronous experiments; empty is the built-in "
+        "agent.",
     )
 
     def problems(self, name: str) -> Iterator[str]:

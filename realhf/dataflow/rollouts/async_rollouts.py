@@ -176,6 +176,7 @@ class AsyncRollouts:
             credits=self._plan.credits,
             keys=list(self._plan.spec.keys),
             group_size=self._plan.group_size,
+            max_sequences=self._plan.group_size * self._plan.spec.rows_per_episode,
             max_tokens=self._plan.spec.episodes.max_total_tokens,
         )
         self._stream = (await self._ask(self._plan.trainer, STREAM_OPEN, request)).endpoint

@@ -1,27 +1,29 @@
 """Plays episodes of agents that only know a base URL: ordinary programs that talk to an OpenAI-compatible model.
 
-The program is an async function ``agent(task_text, base_url, run_command) -> reward``. It may use any client, keep any
-conversations and send messages to the environment with ``await run_command(text)`` when it likes. The reward is what it
-returns or reports, else what the environment gave: a number for all its conversations, or one for each, in a map from
-the id of a completion (``reply.id``) of the conversation. It runs on the rollout worker's event loop and must not block
-it.
+The program is a function in a file of its own: ``async def rollout(task, base_url, session) -> reward``. ``task`` is
+what the environment's ``reset`` gets, ``session`` the environment of the episode (``AgentSession``). It may use any
+client, keep any conversations, and take steps of the environment when it likes, or none. The reward is what it returns
+or reports, else what the environment gave: a number for all its conversations, or one for each, in a map from the id of
+a completion (``reply.id``) of the conversation. It runs on the rollout worker's event loop and must not block it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from realhf.api.chat import TemplateChat
-from realhf.api.env import POLICY_FAILED, RolloutOutcome
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure
+from realhf.api.env import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
+from realhf.api.environment import Environment, EnvironmentFailure
 from realhf.api.generation import TokenSource
+from realhf.base.plugin import load_plugin, located
+from realhf.rollout.agents.agent_session import AgentSession
 from realhf.rollout.episode.played_episode import Progress
 from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.openai_endpoint.server import OpenAiServer
@@ -34,38 +36,30 @@ from realhf.rollout.openai_endpoint.sessions import (
     reward_problem,
 )
 
-_OVER = "error: the episode is over"
-
-
-@dataclass(frozen=True)
-class CommandOutput:
-    """What the environment answered, as a policy reads it. ``done``: it takes no further message."""
-
-    output: str
-    done: bool
-
-
-RunCommand = Callable[[str], Awaitable[CommandOutput]]
-AgentFunction = Callable[[str, str, RunCommand], Awaitable[Reward | None]]
+AgentFunction = Callable[[Mapping[str, Any], str, AgentSession], Awaitable[Reward | None]]
 
 
 def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunction:
-    """Import the function that ``module:function`` names; it is called with ``options`` as keyword arguments. Raises
-    ValueError."""
-    module, _, function = name.partition(":")
+    """Import the function that ``file.py:function`` or ``module:function`` names; it is called with ``options`` as
+    keyword arguments. Raises ValueError."""
+    place, _, function = name.rpartition(":")
+    if not place or not function:
+        raise ValueError(f"{name!r} names no agent: it is file.py:function or module:function")
+    file = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"{name!r} names no agent: there is no file {file}")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} names no agent (module:function): {error}") from error
+        found = getattr(load_plugin(file or place), function, None)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name!r} names no agent: {located(error, str(file or ''))}") from error
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{name!r} is not an async function")
-    if not options:
-        return found
     try:
-        inspect.signature(found).bind("task", "url", None, **options)
+        inspect.signature(found).bind({}, "url", None, **(options or {}))
     except TypeError as error:
-        raise ValueError(f"{name!r} cannot be called with the options {', '.join(options)}: {error}") from error
-    return partial(found, **options)
+        given = f"(task, base_url, session{''.join(f', {option}=...' for option in options or ())})"
+        raise ValueError(f"{name!r} cannot be called with {given}: {error}") from error
+    return partial(found, **options) if options else found
 
 
 class BlackBoxAgent:
@@ -73,14 +67,24 @@ class BlackBoxAgent:
 
     Args:
         chat, limits: as for any agent; max_turns and the token limits are enforced by the endpoint.
+        system_prompt: the environment's, which the agent finds before its messages.
         timeout_s: what an episode of the agent may take.
 
     An agent may hold several conversations, and each is a trajectory; the one with the most sampled tokens is the main
     one, and ``timings["branches"]`` says how many there were.
     """
 
-    def __init__(self, agent: AgentFunction, chat: TemplateChat, limits: Limits, *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        agent: AgentFunction,
+        chat: TemplateChat,
+        limits: Limits,
+        system_prompt: str = "",
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
         self._agent, self._limits, self._timeout_s = agent, limits, timeout_s
+        self._system_prompt = system_prompt
         session_limits = SessionLimits(limits.max_total_tokens, limits.turn_tokens, limits.max_turns)
         self._starting = asyncio.Lock()
         self._server = OpenAiServer(Sessions(chat, session_limits))
@@ -92,76 +96,54 @@ class BlackBoxAgent:
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``. The main trajectory is the outcome, the others are its ``branches``
         (``Session.outcomes``): every sampled token is in one of them. An exception of the agent makes the episode a
-        failure of the policy, unless it is the agent's way to report that a limit was reached. Raises RuntimeError
-        when the endpoint cannot be served."""
+        failure of the agent (of the policy, where its tokens could not be had), unless it is the agent's way to report
+        that a limit was reached. Raises RuntimeError when the endpoint cannot be served."""
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
-        world = _World(env, wanted)
         session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed)
+        progress = Progress(wanted)
         try:
-            ending = await self._ending(world, session)
+            world = AgentSession(env, progress, session, self._system_prompt)
+            ending = await self._ending(world, progress, session)
         finally:
             self._server.sessions.close(session)
-        outcomes = session.outcomes(replace(ending, task=wanted.task, task_text=world.progress.task_text))
+        outcomes = session.outcomes(replace(ending, task=wanted.task, task_text=progress.task_text))
         return replace(
             outcomes[0],
             branches=tuple(outcomes[1:]),
             timings=outcomes[0].timings | {"wall_s": time.perf_counter() - began},
-            rewards=world.progress.rewards,
-            metrics=world.progress.metrics,
+            rewards=progress.rewards,
+            metrics=progress.metrics,
         )
 
-    async def _ending(self, world: _World, session: Session) -> Ending:
+    async def _ending(self, world: AgentSession, progress: Progress, session: Session) -> Ending:
         reward, problem = None, ""
         try:
-            text = await world.reset()
+            await world.open()
         except EnvironmentFailure as error:
             return Ending(error.kind, message=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
-                reward = await self._agent(text, self._server.base_url(session), world.run)
+                task = dict(progress.wanted.task.payload)
+                reward = await self._agent(task, self._server.base_url(session), world)
         except TimeoutError as error:
             problem = str(error) or f"the agent was not done after {self._timeout_s:g} s"
-        except Exception as error:
+        except asyncio.CancelledError:
+            if (episode := asyncio.current_task()) is None or episode.cancelling():
+                raise
+            problem = "the agent cancelled itself"
+        except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {error}"[:500]
         if world.failure is not None:
             return Ending(world.failure.kind, message=str(world.failure))
-        limit, progress = session.ledger.limit_hit, world.progress
+        limit = session.ledger.limit_hit
         if problem and not limit:
-            return Ending(POLICY_FAILED, message=str(session.engine_error or problem))
+            if session.engine_error is not None:
+                return Ending(POLICY_FAILED, message=str(session.engine_error))
+            return Ending(AGENT_FAILED, message=problem)
         if reward is not None and (problem := reward_problem(reward)):
-            return Ending(POLICY_FAILED, message=f"the agent returned {problem}")
+            return Ending(AGENT_FAILED, message=f"the agent returned {problem}")
         reward = progress.reward if reward is None and session.reward is None else reward
         status = "achieved" if progress.achieved else limit or "finished"
         return Ending(status, reward, progress.achieved, progress.share)
-
-
-class _World:
-    """Shows the environment of one episode to the agent's ``run_command``, and remembers what became of it."""
-
-    def __init__(self, env: Environment, wanted: EpisodeRequest) -> None:
-        self.progress = Progress(wanted)
-        self.failure: EnvironmentFailure | None = None
-        self._env = env
-        self._turn = asyncio.Lock()
-
-    async def reset(self) -> str:
-        """Start the episode and return the text of its task. Raises EnvironmentFailure."""
-        task = self.progress.wanted.task
-        return self.progress.begin(await self._env.reset(task.payload, seed=task.seed))
-
-    async def run(self, command: str) -> CommandOutput:
-        """Send a message to the environment; this is the agent's ``run_command``. Raises EnvironmentFailure, and again
-        on every later call."""
-        async with self._turn:
-            if self.failure is not None:
-                raise self.failure
-            if self.progress.status:
-                return CommandOutput(_OVER, True)
-            said = AssistantMessage(str(command), text=str(command))
-            try:
-                return CommandOutput(self.progress.take(said, await self._env.step(said)), bool(self.progress.status))
-            except EnvironmentFailure as error:
-                self.failure = error
-                raise

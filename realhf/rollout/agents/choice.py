@@ -30,7 +30,7 @@ def make_agent(
     from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 
     try:
-        return BlackBoxAgent(load_agent(name, options), chat, limits)
+        return BlackBoxAgent(load_agent(name, options), chat, limits, system_prompt)
     except ValueError as error:
         raise ValueError(f"rollout.agent={error}") from error
 

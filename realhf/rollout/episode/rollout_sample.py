@@ -13,7 +13,7 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.lengths import Lengths
 from realhf.api.sample import SequenceSample
 
-OUTCOME_CODES = {"internal": 3, "unavailable": 3, "lost": 3, "capacity": 3, "policy": 5, "timeout": 6}
+OUTCOME_CODES = {"internal": 3, "unavailable": 3, "lost": 3, "capacity": 3, "policy": 5, "timeout": 6, "agent": 7}
 """Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
 FILTERED = 2
 

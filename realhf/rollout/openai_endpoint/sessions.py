@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from realhf.api.chat import TemplateChat
-from realhf.api.env import POLICY_FAILED, VALID_STATUSES, RolloutOutcome
+from realhf.api.env import AGENT_FAILED, VALID_STATUSES, RolloutOutcome
 from realhf.api.environment import Task
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.rollout.openai_endpoint.chat_request import ApiError
@@ -116,7 +116,7 @@ class Session:
         reward = self.reward if ending.reward is None else ending.reward
         if ending.status in VALID_STATUSES and reward is not None:
             problem = reward_problem(reward) or _unknown_reply(reward, branches)
-            ending = replace(ending, status=POLICY_FAILED, message=problem) if problem else ending
+            ending = replace(ending, status=AGENT_FAILED, message=problem) if problem else ending
         if isinstance(reward, Mapping) and ending.status in VALID_STATUSES:
             named = [(branch, _named_reward(reward, branch)) for branch in branches]
             chosen = [(branch, value) for branch, value in named if value is not None]
@@ -127,7 +127,7 @@ class Session:
     def _outcome(self, branch: Branch | None, reward: float | None, ending: Ending) -> RolloutOutcome:
         status, message = ending.status, ending.message
         if status in VALID_STATUSES and (branch is None or reward is None):
-            status = POLICY_FAILED
+            status = AGENT_FAILED
             message = "the agent asked for nothing" if branch is None else "nobody reported a reward"
         valid, tokens, task = status in VALID_STATUSES, branch.tokens if branch else None, ending.task
         if tokens is not None:

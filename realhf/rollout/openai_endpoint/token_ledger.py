@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.chat import ChatTemplateError, TemplateChat
-from realhf.api.env import PlayedTurn
+from realhf.api.env import MAX_BRANCHES, PlayedTurn
 from realhf.api.environment import AssistantMessage
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode.token_buffer import TokenBuffer
 from realhf.rollout.openai_endpoint.chat_request import ApiError
 from realhf.rollout.openai_endpoint.messages import NO_TOOLS, Message, Tools, answer
 
-MAX_BRANCHES = 64
 _SLOT_STRIDE = 1 << 40
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -29,12 +28,12 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 @dataclass(frozen=True)
 class Mark:
     """Marks a place after a policy turn by the number of messages and of completion ids before it; ``ended``: a sampled
-    stop id ended the turn. ``text`` is all that the policy said in it, ``reply`` the id of the answer."""
+    stop id ended the turn. ``said`` is what the policy said in it, ``reply`` the id of the answer."""
 
     messages: int
     tokens: int
     ended: bool
-    text: str
+    said: AssistantMessage
     reply: str
 
 
@@ -61,7 +60,7 @@ class Branch:
         ends = [mark.messages - 1 for mark in self.marks[1:]] + [len(self.messages)]
         followed = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
         return tuple(
-            PlayedTurn(mark.text, "\n".join(message.content for message in messages), 0.0)
+            PlayedTurn(mark.said.text, "\n".join(message.content for message in messages), 0.0)
             for mark, messages in zip(self.marks, followed, strict=True)
         )
 
@@ -194,7 +193,7 @@ class TokenLedger:
             branch.tokens.append_policy(part, continues=number > 0)
         branch.messages += [*turn.messages, turn.answer]
         ended, tokens = turn.finish_reason == "stop", len(branch.tokens.completion_ids)
-        branch.marks.append(Mark(len(branch.messages), tokens, ended, turn.text, turn.reply))
+        branch.marks.append(Mark(len(branch.messages), tokens, ended, turn.said, turn.reply))
         if branch not in self.branches:
             self.branches.append(branch)
         branch.busy = False
@@ -203,6 +202,14 @@ class TokenLedger:
     def discard(self, turn: OpenTurn) -> None:
         """Drop a turn that failed or that nobody got."""
         turn.branch.busy = False
+
+    def said(self, message: Message) -> AssistantMessage | None:
+        """Return what the policy said in the latest turn that was answered with ``message``; None if there is none."""
+        for branch in reversed(self.branches):
+            for mark in reversed(branch.marks):
+                if branch.messages[mark.messages - 1] == message:
+                    return mark.said
+        return None
 
     def ordered(self) -> list[Branch]:
         """Return the trajectories, the main one first: that with the most sampled tokens, of equal ones the latest."""

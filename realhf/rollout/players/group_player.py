@@ -6,17 +6,20 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from realhf.api.env import POLICY_FAILED, RolloutOutcome
+from realhf.api.env import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.environment import task_of
 from realhf.api.generation import TokenSource
-from realhf.api.streaming import ENGINE_ERROR, ENV_ERROR, TIMEOUT, RolloutLease
+from realhf.api.streaming import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, RolloutLease
 from realhf.rollout.client.generation_client import NewEnough
 from realhf.rollout.episode.request import EpisodeRequest
 from realhf.rollout.episode.sampling_seed import sampling_seed
 from realhf.rollout.players.failure_policy import FailurePolicy, GroupFailed, shortfall
 from realhf.rollout.players.player import Player
+
+_OUTCOMES = MappingProxyType({POLICY_FAILED: ENGINE_ERROR, AGENT_FAILED: AGENT_ERROR})
 
 
 @dataclass
@@ -77,7 +80,7 @@ class GroupPlayer:
         valid = sum(outcome.valid for outcome in group.outcomes)
         if not self._policy.suffices(valid, self._group_size):
             worst = next(outcome for outcome in group.outcomes if not outcome.valid)
-            raise GroupFailed(ENGINE_ERROR if worst.status == POLICY_FAILED else ENV_ERROR, shortfall(group.outcomes))
+            raise GroupFailed(_OUTCOMES.get(worst.status, ENV_ERROR), shortfall(group.outcomes))
         return group
 
     async def close(self) -> None:

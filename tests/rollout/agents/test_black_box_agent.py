@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from experiments.agents.openai_agent import solve
+from experiments.agents.openai_agent import rollout
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.environment import EnvironmentFailure, Task
 from realhf.api.rollout import RolloutOptions
 from realhf.aws.environment import AwsEnvironment
-from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, RunCommand, load_agent
+from realhf.rollout.agents.agent_session import AgentSession
+from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, load_agent
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.players.slot_environment import SlotEnvironment
@@ -55,7 +56,7 @@ async def test_every_conversation_of_an_agent_is_a_trajectory(fake: FakeEnvServe
     """With one reward for all, or with one for each that the agent names by its completions."""
     kept: dict[str, float] = {}
 
-    async def talks(task: str, base_url: str, run: RunCommand, *, shared: bool) -> Any:
+    async def talks(task: Any, base_url: str, session: AgentSession, *, shared: bool) -> Any:
         for words, value in (("task", 1.0), ("help", -1.0), ("lost", None)):
             reply = (await ask(base_url, words)).json()
             if value is not None:
@@ -79,7 +80,7 @@ def commands(prompt: str) -> str:
 
 async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
     tokens = FakeTokens(commands)
-    outcome = await play(fake, load_agent("experiments.agents.openai_agent:solve"), tokens)
+    outcome = await play(fake, load_agent("experiments.agents.openai_agent:rollout"), tokens)
     assert outcome.status == "achieved" and outcome.achieved and outcome.progress == 1.0
     assert outcome.reward == 1.0, "the environment's, as the agent reports none"
     assert [turn.text for turn in outcome.turns] == ["hm", "aws s3 ls", "aws s3api list-buckets"]
@@ -91,23 +92,23 @@ async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
 async def test_a_lost_environment_is_resumed_behind_the_agents_back() -> None:
     lost = iter([None, None, "drop"])
     with FakeEnvServer(lambda number, message: next(lost, None)) as server:
-        outcome = await play(server, solve, FakeTokens(commands), retries=1)
+        outcome = await play(server, rollout, FakeTokens(commands), retries=1)
         assert outcome.status == "achieved" and server.connections == 2
 
 
 @pytest.mark.parametrize(("trick", "status"), [("drop", "lost"), ("error", "internal")])
 async def test_a_failed_environment_is_no_reward_even_if_the_agent_says_so(trick: str, status: str) -> None:
-    async def forgiving(task: str, base_url: str, run: RunCommand) -> float:
+    async def forgiving(task: Any, base_url: str, session: AgentSession) -> float:
         for _ in range(2):
             with pytest.raises(EnvironmentFailure):
-                await run("aws s3 ls")
+                await session.step("aws s3 ls")
         return 1.0
 
     with FakeEnvServer(lambda number, message: trick if message["type"] == "step" else None) as server:
         outcome = await play(server, forgiving, FakeTokens(commands))
     assert outcome.status == status and outcome.reward is None and not outcome.valid
     with FakeEnvServer(lambda number, message: trick if message["type"] == "reset" else None) as server:
-        assert (await play(server, solve, FakeTokens(commands))).status == status
+        assert (await play(server, rollout, FakeTokens(commands))).status == status
 
 
 async def ask(base_url: str, words: str = "task") -> httpx.Response:
@@ -117,12 +118,12 @@ async def ask(base_url: str, words: str = "task") -> httpx.Response:
 
 
 async def test_the_agents_own_reward_wins(fake: FakeEnvServer) -> None:
-    async def returns(task: str, base_url: str, run: RunCommand) -> float:
+    async def returns(task: Any, base_url: str, session: AgentSession) -> float:
         await ask(base_url)
-        await run("aws s3 ls")
+        await session.step("aws s3 ls")
         return 0.25
 
-    async def reports(task: str, base_url: str, run: RunCommand) -> None:
+    async def reports(task: Any, base_url: str, session: AgentSession) -> None:
         await ask(base_url)
         async with httpx.AsyncClient(trust_env=False, verify=False) as http:
             await http.post(f"{base_url.removesuffix('/v1')}/reward", json={"reward": -1})
@@ -134,18 +135,18 @@ async def test_the_agents_own_reward_wins(fake: FakeEnvServer) -> None:
 
 
 async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
-    async def raises(task: str, base_url: str, run: RunCommand) -> None:
+    async def raises(task: Any, base_url: str, session: AgentSession) -> None:
         await ask(base_url)
         raise KeyError("lost my keys")
 
-    async def hangs(task: str, base_url: str, run: RunCommand) -> None:
+    async def hangs(task: Any, base_url: str, session: AgentSession) -> None:
         await ask(base_url)
         await asyncio.sleep(60)
 
-    async def is_silent(task: str, base_url: str, run: RunCommand) -> float:
+    async def is_silent(task: Any, base_url: str, session: AgentSession) -> float:
         return 1.0
 
-    async def is_vague(task: str, base_url: str, run: RunCommand) -> Any:
+    async def is_vague(task: Any, base_url: str, session: AgentSession) -> Any:
         await ask(base_url)
         return float("nan")
 
@@ -156,28 +157,28 @@ async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
         (is_vague, "not a reward"),
     ]:
         outcome = await play(fake, function, FakeTokens(commands), timeout_s=0.3)
-        assert outcome.status == "policy" and outcome.reward is None and words in outcome.message, outcome
+        assert outcome.status == "agent" and outcome.reward is None and words in outcome.message, outcome
 
 
 async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: FakeEnvServer) -> None:
     tokens = FakeTokens(commands)
     tokens.fail = 99
 
-    async def impatient(task: str, base_url: str, run: RunCommand) -> None:
+    async def impatient(task: Any, base_url: str, session: AgentSession) -> None:
         (await ask(base_url)).raise_for_status()
 
     outcome = await play(fake, impatient, tokens)
     assert outcome.status == "policy" and outcome.message == "no generation worker is there"
-    chatty = await play(fake, solve, FakeTokens(lambda prompt: "hm"))
+    chatty = await play(fake, rollout, FakeTokens(lambda prompt: "hm"))
     assert (chatty.status, chatty.reward, len(chatty.turns)) == ("max_turns", 0.0, 5)
 
 
 async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:
-    async def eager(task: str, base_url: str, run: RunCommand) -> None:
+    async def eager(task: Any, base_url: str, session: AgentSession) -> None:
         await ask(base_url)
-        results = await asyncio.gather(*(run(f"aws {n}") for n in range(4)))
+        results = await asyncio.gather(*(session.step(f"aws {n}") for n in range(4)))
         assert [result.done for result in results] == [False, True, True, True]
-        assert results[3].output == "error: the episode is over"
+        assert results[3].text == "error: the episode is over"
 
     outcome = await play(fake, eager, FakeTokens(commands))
     assert outcome.status == "achieved" and outcome.reward == 1.0
@@ -188,22 +189,24 @@ def test_the_option_makes_the_agent() -> None:
     options = RolloutOptions(
         "aws", group_size=2, sessions=2, gen=GenConfig(max_new_tokens=8), max_turns=2, max_total_tokens=100
     )
-    assert isinstance(make_agent("experiments.agents.openai_agent:solve", chat(), "", options), BlackBoxAgent)
+    assert isinstance(make_agent("experiments.agents.openai_agent:rollout", chat(), "", options), BlackBoxAgent)
     with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
         make_agent("a:b", chat(), "", options)
 
 
-async def patient(task_text: str, base_url: str, run_command: RunCommand, *, patience: int = 1) -> float | None:
+async def patient(task: Any, base_url: str, session: AgentSession, *, patience: int = 1) -> float | None:
     """An agent with an option of its own."""
-    del task_text, base_url, run_command
+    del task, base_url, session
     return float(patience)
 
 
 async def test_an_agent_is_called_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "own_agent", SimpleNamespace(patient=patient))
-    assert await load_agent("own_agent:patient", {"patience": 3})("task", "url", None) == 3.0  # type: ignore[arg-type]
-    assert await load_agent("own_agent:patient")("task", "url", None) == 1.0  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'own_agent:patient' cannot be called with the options patients"):
+    assert await load_agent("own_agent:patient", {"patience": 3})({}, "url", None) == 3.0  # type: ignore[arg-type]
+    assert await load_agent("own_agent:patient")({}, "url", None) == 1.0  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"'own_agent:patient' cannot be called with \(task, base_url, session, patients=...\)"
+    ):
         load_agent("own_agent:patient", {"patients": 3})
 
 

@@ -228,7 +228,7 @@ async def test_the_end_cancels_what_is_under_way(endpoint: Endpoint) -> None:
             await asking
         assert tokens.cancelled == 1 and not session.ledger.branches
     nothing = outcomes(session)[0]
-    assert nothing.status == "policy" and nothing.reward is None and nothing.message == "the agent asked for nothing"
+    assert nothing.status == "agent" and nothing.reward is None and nothing.message == "the agent asked for nothing"
 
 
 async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> None:

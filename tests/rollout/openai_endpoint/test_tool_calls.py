@@ -241,7 +241,7 @@ async def test_every_conversation_is_a_trajectory_with_its_own_reward(server: An
         ]
         for wrong, words in (({"nothing": 1.0}, "no completion"), ({lost.id: float("nan")}, "nan"), ({}, "empty")):
             bad = session.outcomes(Ending("finished", wrong))
-            assert {outcome.status for outcome in bad} == {"policy"} and words in bad[0].message
+            assert {outcome.status for outcome in bad} == {"agent"} and words in bad[0].message
             assert {outcome.reward for outcome in bad} == {None}
         failed = session.outcomes(Ending("internal", {helper.id: 1.0}))
         assert len(failed) == 3 and {outcome.reward for outcome in failed} == {None}
