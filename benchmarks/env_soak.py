@@ -32,8 +32,8 @@ from rich.table import Table
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, load_templates, solve
-from realhf.env.server.process import EnvServerProcess
 
 EPISODES_PER_CONNECTION = 10
 WARM_UP = 0.3

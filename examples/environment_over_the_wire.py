@@ -15,7 +15,7 @@ from typing import Any
 
 from websockets.sync.client import connect
 
-from realhf.env.server.process import EnvServerProcess
+from realhf.aws.server.process import EnvServerProcess
 
 LIST_OBJECTS = 1
 """A task of the warmup tier: list the objects of the one bucket that the account holds."""

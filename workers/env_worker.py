@@ -1,7 +1,8 @@
 """The environment server process.
 
 Stands alone (``aws-env --port 8000 --pool-size 8``, or ``python -m workers.env_worker``) or belongs to a run
-(``--master tcp://... --run-id ... --name env/0``), where it registers its address and ends with the run.
+(``--master tcp://... --run-id ... --name env/0``), where it registers its address and ends with the run. With ``--env
+NAME`` it serves that environment, a registered one or ``file.py:Name``; without, AWS.
 """
 
 from __future__ import annotations
@@ -11,18 +12,14 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import realhf
-from realhf.aws.episode.player import EpisodePlayer
-from realhf.aws.playground.routes import mount
-from realhf.aws.real_aws.account import RealAwsPool
-from realhf.aws.simulator.configured_pool import output_limits, simulator_pool
-from realhf.aws.simulator.pool import MiniStackPool
-from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, aws_endpoints, resolve
+from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, resolve
+from realhf.env.server.served import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
-from realhf.scheduler.failure import run_guarded
+from realhf.scheduler.failure import STOP_WITHIN_S, run_guarded
 from realhf.transport.rpc.worker import RpcWorker
 
 
@@ -30,34 +27,61 @@ class Interrupted(Exception):
     """SIGTERM or SIGINT."""
 
 
+class Program(NamedTuple):
+    """What is served. ``kind`` are its settings; ``prepare`` makes the environment, and may adapt the settings."""
+
+    name: str
+    about: str
+    kind: type[ServerConfig]
+    prepare: Callable[[argparse.Namespace, ServerConfig], tuple[ServedEnvironment, ServerConfig]]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal, the end of the run or an error. Returns the exit code."""
-    arguments = command_line().parse_args(argv)
+    program = chosen_program(argv)
+    arguments = command_line(program).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.master:
-        return run_guarded(lambda: serve(resolve(arguments), arguments.master, arguments.run_id, arguments.name))
+        return run_guarded(lambda: serve(program, arguments))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _interrupt(stop))
     try:
-        serve(resolve(arguments))
+        serve(program, arguments)
     except Interrupted:
         return 0
-    except (ConfigError, OSError, RuntimeError) as error:
-        print(f"aws-env: {error}", file=sys.stderr)
+    except (ConfigError, OSError, RuntimeError, ValueError) as error:
+        print(f"{program.name}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def command_line() -> argparse.ArgumentParser:
+def chosen_program(argv: Sequence[str] | None) -> Program:
+    """Return what the command line asks for. Only the code of that environment is imported."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--env", default="")
+    if not first.parse_known_args(argv)[0].env:
+        from realhf.aws.service import program
+
+        return Program("aws-env", program.ABOUT, program.AwsServerConfig, program.prepare)
+    from realhf.env.server.spec import program
+
+    return Program("env_worker", program.ABOUT, program.SpecServerConfig, program.prepare)
+
+
+def command_line(program: Program) -> argparse.ArgumentParser:
     """Flags of the server, and those that a launcher gives."""
     parser = argparse.ArgumentParser(
-        prog="aws-env",
-        description="Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator per session. Every setting "
-        "is also a variable, named in brackets; a flag wins over it.",
+        prog=program.name,
+        description=f"{program.about} Every setting is also a variable, named in brackets; a flag wins over it.",
     )
-    parser.add_argument("--version", action="version", version=f"aws-env {realhf.__version__}")
-    add_arguments(parser.add_argument_group("settings"))
+    parser.add_argument("--version", action="version", version=f"{program.name} {realhf.__version__}")
+    chosen = parser.add_argument_group("environment")
+    about = "environment to serve: a registered name, FILE.py:Name or module:Name (without: AWS; its settings differ)"
+    chosen.add_argument("--env", default="", metavar="NAME", help=about)
+    about = "option of the environment, with --env; as often as needed"
+    chosen.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
+    add_arguments(parser.add_argument_group("settings"), program.kind)
     run = parser.add_argument_group("as part of a training run")
     run.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
     run.add_argument("--run-id", default="", help="run that the master belongs to")
@@ -72,41 +96,41 @@ def _interrupt(stop: threading.Event) -> None:
         raise Interrupted
 
 
-def serve(config: ServerConfig, master: str = "", run_id: str = "", name: str = "") -> None:
-    """Start the pool and the server, then wait for the end: for ever, or until the master says bye. Raises
-    OSError (port taken), RuntimeError (MiniStack does not come up) or MasterLost."""
+def serve(program: Program, arguments: argparse.Namespace) -> None:
+    """Start the environment and the server, then wait for the end: for ever, or until the master says bye. Raises
+    ConfigError, OSError (port taken), RuntimeError (the environment does not come up) or MasterLost."""
+    config = resolve(arguments, program.kind)
     listener = listen(config.host, config.port)
-    pool = make_pool(config)
-    chaos = config.enable_chaos and config.backend_type == "simulator"
-
-    def make_player(slot: Any) -> EpisodePlayer:
-        return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos)
-
-    server = EnvServer(pool, make_player, config, listener, mount)
     try:
-        pool.start()
+        served, config = program.prepare(arguments, config)
+        _serve(program.name, served, EnvServer(served, config, listener), config, arguments)
+    finally:
+        listener.close()
+
+
+def _serve(
+    name: str, served: ServedEnvironment, server: EnvServer, config: ServerConfig, arguments: argparse.Namespace
+) -> None:
+    try:
+        served.start()
         server.start()
-        print(pool.containment(), flush=True)
+        for line in served.announcement():
+            print(line, flush=True)
         if simulated := config.injected.described():
-            print(f"aws-env: SIMULATED trouble: {simulated}", flush=True)
-        print(f"aws-env: serving {config.pool_size} sessions at {server.url}", flush=True)
-        if master:
-            _follow_master(server, master, run_id, name)
+            print(f"{name}: SIMULATED trouble: {simulated}", flush=True)
+        print(f"{name}: serving {config.pool_size} sessions at {server.url}", flush=True)
+        if arguments.master:
+            _follow_master(server, arguments.master, arguments.run_id, arguments.name)
         else:
             server.ended.wait()
         if server.ended.is_set():
             raise RuntimeError("the HTTP server ended unexpectedly; its log tells why")
     finally:
         server.stop()
-        pool.stop()
-        listener.close()
-
-
-def make_pool(config: ServerConfig) -> MiniStackPool | RealAwsPool:
-    """Simulators, or the real account where that is confirmed."""
-    if config.backend_type == "aws":
-        return RealAwsPool(config.allow_real_aws, config.allow_file, output_limits(config), aws_endpoints())
-    return simulator_pool(config, config.pool_size, config.ministack_base_port)
+        served.stop()
+        if arguments.env:
+            # Threads that an environment left behind must not keep the process; the kernel ends it then.
+            signal.alarm(STOP_WITHIN_S)
 
 
 def _follow_master(server: EnvServer, master: str, run_id: str, name: str) -> None:

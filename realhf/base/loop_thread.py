@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import threading
@@ -62,6 +63,13 @@ class LoopThread:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _LOG.warning("the thread %s did not end within %g s and is abandoned", self._name, timeout_s)
+
+    def interrupt(self) -> None:
+        """Raise SystemExit in the thread, where it next runs a line of Python: for code that blocks the loop. Code that
+        waits in a call of the system, or catches it, goes on."""
+        if self._thread.is_alive() and self._thread.ident is not None:
+            ident = ctypes.c_ulong(self._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
     def is_current(self) -> bool:
         """Return whether the caller is this thread (a finalizer may run anywhere)."""

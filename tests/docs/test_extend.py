@@ -27,16 +27,17 @@ from realhf.api.environment import AssistantMessage, Task, ToolCall
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import NoTrace
-from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.tasks import loader
 from realhf.aws.validation.static_checks import template_problems
 from realhf.aws.validation.validation import validate
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
+from realhf.env.client.openenv_client import OpenEnvClient
 from realhf.env.doors.author import Traits
 from realhf.env.doors.dataset import DatasetOptions
 from realhf.env.doors.load import build_environment
+from realhf.env.server.process import ServerProcess
 from realhf.launch import processes
 from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode.request import EpisodeRequest, Limits
@@ -401,26 +402,27 @@ def test_the_tables_of_the_page_name_what_there_is() -> None:
 # ---- remote environment
 
 
-def test_the_environment_is_played_over_the_wire() -> None:
-    """Halving finds the number, a wrong command is answered, and the same seed brings the same number back."""
-    commands = []
-    with example("guessing_game").serving(port=0, sessions=1) as server, AwsEnv(server.url).sync() as env:
-        first = env.reset(seed=5)
-        assert first.observation.task is not None and "1 to 100" in first.observation.task.description
-        assert env.step("shout").observation.error
+async def test_the_environment_is_played_over_the_wire() -> None:
+    """Halving finds the number, a wrong message is answered, and the same seed brings the same number back."""
+    reference = f"{EXAMPLES / 'guess_messages.py'}:Dialogue"
+    with ServerProcess("--env", reference, "--pool-size", "1") as server:
+        env = OpenEnvClient(server.url)
+        await env.connect()
+        first = await env.reset(task_id="up to 100", seed=5)
+        assert [message["role"] for message in first.observation["messages"]] == ["system", "user"]
+        assert (await env.step({"content": "shout"})).observation["messages"][0]["content"] == "Say a number."
         low, high, result = 1, 100, first
         while not result.done:
-            commands.append(f"guess {(low + high) // 2}")
-            result = env.step(commands[-1])
-            if result.observation.command_output == "higher":
-                low = (low + high) // 2 + 1
-            else:
-                high = (low + high) // 2 - 1
-        assert result.observation.task_achieved and result.reward == 1.0
-        env.reset(seed=5)
-        assert env.step(commands[-1]).done
-        env.reset(seed=6)
-        assert not env.step(commands[-1]).done
+            guess = (low + high) // 2
+            result = await env.step({"content": str(guess)})
+            higher = not result.done and result.observation["messages"][0]["content"] == "Higher."
+            low, high = (guess + 1, high) if higher else (low, guess - 1)
+        assert result.observation["metrics"] == {"success": 1.0} and result.reward == 1.0
+        await env.reset(task_id="up to 100", seed=5)
+        assert (await env.step({"content": str(guess)})).done
+        await env.reset(task_id="up to 100", seed=6)
+        assert not (await env.step({"content": str(guess)})).done
+        await env.close()
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.client.aws_env import AwsEnv
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
 from realhf.env.client.openenv_client import CapacityError, ConnectError, OpenEnvClient
-from realhf.env.server.process import EnvServerProcess
 
 pytestmark = pytest.mark.sim
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.training import sft_data
-from realhf.env.server.process import EnvServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"

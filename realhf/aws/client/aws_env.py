@@ -20,8 +20,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from realhf.api.aws_models import AwsAction, AwsObservation, AwsState, AwsStepResult
 from realhf.api.env import StepResult
+from realhf.aws.models import AwsAction, AwsObservation, AwsState, AwsStepResult
 from realhf.base.loop_thread import LoopThread
 from realhf.env.client.openenv_client import OpenEnvClient
 from realhf.env.client.server_metadata import fetch_metadata

@@ -20,7 +20,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from realhf.api.aws_models import AwsStepResult
 from realhf.api.env import StepResult
 from realhf.aws.client.aws_env import AwsEnv, parse_result
 from realhf.aws.client.failures import (
@@ -35,6 +34,7 @@ from realhf.aws.client.failures import (
 )
 from realhf.aws.client.group_result import GroupSummary, ResultSink, record_group
 from realhf.aws.client.session_group import SessionGroup, reset_arguments
+from realhf.aws.models import AwsStepResult
 from realhf.base.loop_thread import check_process
 from realhf.env.client.openenv_client import OpenEnvClient
 

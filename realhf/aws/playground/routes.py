@@ -19,18 +19,19 @@ from realhf.aws.grading.reward import HINT_FACTOR
 from realhf.aws.playground.catalog import catalog
 from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground
 from realhf.aws.playground.playground_session import PlaygroundSession
+from realhf.aws.server.config import AwsServerConfig
+from realhf.aws.server.requests import checked_action, checked_reset
 from realhf.aws.simulator.configured_pool import simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.task import TIERS
 from realhf.env.server import wire
 from realhf.env.server.browser_auth import BrowserAuth, Handler, Refused
-from realhf.env.server.config import ServerConfig
 
 _LARGEST_SEED = (1 << 53) - 1
 """Largest integer that a browser's JSON holds exactly."""
 
 
-def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RELEASE_S) -> Playground:
+def mount(app: FastAPI, config: AwsServerConfig, *, idle_release_s: float = IDLE_RELEASE_S) -> Playground:
     """Add the playground to an application. Nothing is started before somebody plays; ``close`` the returned playground
     when the server ends."""
     playground = Playground(_playground_session(config), idle_release_s)
@@ -42,7 +43,7 @@ def mount(app: FastAPI, config: ServerConfig, *, idle_release_s: float = IDLE_RE
     return playground
 
 
-def _playground_session(config: ServerConfig) -> PlaygroundSession:
+def _playground_session(config: AwsServerConfig) -> PlaygroundSession:
     def make_pool() -> MiniStackPool:
         return simulator_pool(config, 1, config.web_ministack_port)
 
@@ -53,7 +54,7 @@ def _playground_session(config: ServerConfig) -> PlaygroundSession:
 
 
 class _Handlers:
-    def __init__(self, playground: Playground, auth: BrowserAuth, config: ServerConfig) -> None:
+    def __init__(self, playground: Playground, auth: BrowserAuth, config: AwsServerConfig) -> None:
         self._playground = playground
         self._auth = auth
         self._config = config
@@ -120,7 +121,7 @@ class _Handlers:
         return Response(json.dumps(log, indent=1), media_type="application/json", headers=disposition)
 
     async def reset(self, request: Request) -> Response:
-        order = wire.checked_reset(await _body(request))
+        order = checked_reset(await _body(request))
         if order.get("tier") not in (None, *TIERS):
             raise wire.WireError(wire.VALIDATION_ERROR, f"tier is none of {', '.join(TIERS)}")
         if not 0 <= (order.get("seed") or 0) <= _LARGEST_SEED:
@@ -128,7 +129,7 @@ class _Handlers:
         return JSONResponse({"log": await self._playground.reset(self._visitor(request), order)})
 
     async def step(self, request: Request) -> Response:
-        action = wire.checked_action(await _body(request), self._config.max_command_bytes)
+        action = checked_action(await _body(request), self._config.max_command_bytes)
         return JSONResponse({"step": await self._playground.step(self._visitor(request), action["command"])})
 
     async def solution(self, request: Request) -> Response:

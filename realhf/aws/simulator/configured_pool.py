@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from realhf.aws.cli.command_result import OutputLimits
+from realhf.aws.server.config import AwsServerConfig
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.env.server.config import ServerConfig
 
 
-def output_limits(config: ServerConfig) -> OutputLimits:
+def output_limits(config: AwsServerConfig) -> OutputLimits:
     """Return what every command of a session is held to."""
     return OutputLimits(
         config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes, config.max_command_bytes
     )
 
 
-def simulator_pool(config: ServerConfig, size: int, base_port: int) -> MiniStackPool:
+def simulator_pool(config: AwsServerConfig, size: int, base_port: int) -> MiniStackPool:
     """Return a pool of ``size`` simulators, contained as ``config`` says; it is not started yet."""
     return MiniStackPool(
         size,

@@ -109,7 +109,9 @@ class MiniStackPool:
             zygote.start()
         for zygote, name in zip(self._zygotes, ("MiniStack", "the AWS CLI", "the Lambda broker"), strict=False):
             self._await(zygote, name)
-        contained.observed = judge(self._probe(root, contained), contained.layers, self._may_lack)
+        contained.observed = judge(
+            self._probe(root, contained), contained.layers, self._may_lack, "AWS_RL_ENV_MAY_LACK (--may-lack)"
+        )
         for slot in self.slots:
             slot.ministack.start()
         for slot in self.slots:

@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from realhf.api.aws_models import AwsStepResult
 from realhf.aws.client.aws_env import AwsEnv, SyncAwsEnv
 from realhf.aws.client.failures import FAILURES
 from realhf.aws.client.group_result import episode_return
+from realhf.aws.models import AwsStepResult
 from realhf.aws.observation_text import observation_text
 from realhf.env.client.openenv_client import EnvError
 

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from realhf.env.check.finding import Finding
 from realhf.env.check.order import Order
-from realhf.env.check.reference import check_reference, folders_of, parse_options
+from realhf.env.check.reference import check_reference, folders_of
 from realhf.env.check.report import Report
 from realhf.env.check.screen import Screen
 from realhf.env.check.supervisor import Supervisor
 from realhf.env.check.user_code import UserCode
+from realhf.env.doors.options import parse_options
 
 ABOUT = """\
 Play an environment in a process of its own and say what is wrong with it: one line a fault, with the line of your code.

@@ -57,9 +57,14 @@ def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt
     return [Attempt(**attempt) for attempt in answer["attempts"]]
 
 
-def judge(found: Mapping[str, Sequence[Attempt]], layers: Sequence[str], may_lack: frozenset[str]) -> dict[str, str]:
+def judge(
+    found: Mapping[str, Sequence[Attempt]],
+    layers: Sequence[str],
+    may_lack: frozenset[str],
+    option: str = "--may-lack",
+) -> dict[str, str]:
     """Return a line per layer of what was observed. Raises NotContained for one that was not tried or does not hold,
-    unless it is among ``may_lack``."""
+    unless it is among ``may_lack``, which is what ``option`` sets."""
     lines: dict[str, str] = {}
     for layer in layers:
         attempts = [(kind, attempt) for kind, of_kind in found.items() for attempt in of_kind if attempt.layer == layer]
@@ -74,6 +79,6 @@ def judge(found: Mapping[str, Sequence[Attempt]], layers: Sequence[str], may_lac
         else:
             raise NotContained(
                 f"containment layer {layer!r} does not hold: {'; '.join(failures)}. To start without it, name it in "
-                "AWS_RL_ENV_MAY_LACK (--may-lack)"
+                f"{option}"
             )
     return lines

@@ -1,4 +1,4 @@
-"""Leases slots and counts them: a session or a request first takes a place, then a healthy simulator, or is refused.
+"""Leases slots and counts them: a session or a request first takes a place, then a healthy slot, or is refused.
 
 WebSocket sessions and stateless HTTP requests share them, so that neither takes what the other was promised. Source:
 docs/reference/environment.md 2.2, 2.3.
@@ -9,37 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 from realhf.env.server import wire
 from realhf.env.server.metrics import ServerMetrics
+from realhf.env.server.served import SlotPool
 
 RETRY_AFTER_S = 1
 _SCRUB_WAIT_S = 2.0
 _LOG = logging.getLogger(__name__)
-
-
-class SlotPool(Protocol):
-    """Is what the server needs of ``realhf.aws.simulator.pool.MiniStackPool``."""
-
-    def acquire(self) -> Any:
-        """Take a free, healthy slot; blocks, and raises when there is none."""
-        ...
-
-    def release(self, slot: Any) -> None:
-        """Scrub a slot and make it free again; blocks."""
-        ...
-
-    @property
-    def free_count(self) -> int:
-        """How many slots are free."""
-        ...
-
-    def metrics(self) -> Mapping[str, Any]:
-        """Return the pool's metrics by name."""
-        ...
 
 
 class SlotLeases:

@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.routing import WebSocketRoute
 
-from realhf.api.aws_models import AwsAction, AwsObservation, AwsState
 from realhf.env.server import mcp, wire
 from realhf.env.server.access import authorized
-from realhf.env.server.capacity import RETRY_AFTER_S, SlotLeases, SlotPool
+from realhf.env.server.capacity import RETRY_AFTER_S, SlotLeases
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.metrics import ServerMetrics
 from realhf.env.server.origin_guard import OriginGuard
-from realhf.env.server.session import KILLED_WAIT_S, Player, kill_until_done
+from realhf.env.server.served import Player, Reply, ServedEnvironment
+from realhf.env.server.session import KILLED_WAIT_S, kill_until_done
 from realhf.env.server.session_endpoint import SessionEndpoint
 
 _LOG = logging.getLogger(__name__)
@@ -49,13 +49,16 @@ class ResetRequest(BaseModel):
     task_id: int | str | None = None
 
 
-class StepRequest(BaseModel):
-    """Body of POST /step."""
-
+class _StepRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
-    action: AwsAction
+    action: Any
     timeout_s: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
     request_id: str | None = Field(default=None, max_length=wire.MAX_NAME_CHARS)
+
+
+def step_request(action: type[BaseModel]) -> type[BaseModel]:
+    """Return the model of the body of POST /step for an environment's action."""
+    return create_model("StepRequest", __base__=_StepRequest, __doc__="Body of POST /step.", action=(action, ...))
 
 
 class StatelessPlayer:
@@ -106,31 +109,31 @@ class CapacityReached(Exception):
 
 
 def build_app(
-    pool: SlotPool,
+    served: ServedEnvironment,
     leases: SlotLeases,
     endpoint: SessionEndpoint,
     stateless: StatelessPlayer,
     config: ServerConfig,
     metrics: ServerMetrics,
 ) -> FastAPI:
-    """Build the application without the playground."""
-    app = FastAPI(title="realhf AWS environment", description="AWS tasks on MiniStack over the OpenEnv wire")
+    """Build the application, without the pages of the environment."""
+    app = FastAPI(title=served.title, description=served.about)
     app.router.routes.append(WebSocketRoute("/ws", endpoint))
-    _add_guard(app, config)
+    _add_guard(app, config, served.own_guard)
     app.add_middleware(OriginGuard, config=config)
-    _add_description(app, pool, leases, config, metrics)
-    _add_stateless(app, stateless, config)
+    _add_description(app, served, leases, metrics)
+    _add_stateless(app, stateless, served)
     return app
 
 
-def _add_guard(app: FastAPI, config: ServerConfig) -> None:
+def _add_guard(app: FastAPI, config: ServerConfig, own_guard: str) -> None:
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Check token, size and kind of every request that changes or plays something. The playground has checks of its
-        own."""
+        """Check token, size and kind of every request that changes or plays something. Pages below ``own_guard``
+        have checks of their own."""
         if request.method == "POST":
-            is_playground = request.url.path.startswith("/web")
-            if not is_playground and not authorized(request.headers.raw, config.token):
+            guarded = bool(own_guard) and request.url.path.startswith(own_guard)
+            if not guarded and not authorized(request.headers.raw, config.token):
                 return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
             length = request.headers.get("content-length", "")
             if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
@@ -141,48 +144,36 @@ def _add_guard(app: FastAPI, config: ServerConfig) -> None:
         return await call_next(request)
 
 
-def _add_description(
-    app: FastAPI, pool: SlotPool, leases: SlotLeases, config: ServerConfig, metrics: ServerMetrics
-) -> None:
+def _add_description(app: FastAPI, served: ServedEnvironment, leases: SlotLeases, metrics: ServerMetrics) -> None:
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        return RedirectResponse("/web" if config.web_mounted else "/health")
+        return RedirectResponse(served.home)
 
     @app.get("/health")
     async def health() -> Response:
-        usable = pool.free_count + leases.active + leases.returning
+        usable = served.pool.free_count + leases.active + leases.returning
         status, word = (200, "healthy") if usable > 0 else (503, "unhealthy")
         return JSONResponse({"status": word}, status)
 
     @app.get("/schema")
     async def schema() -> dict[str, Any]:
-        models = {"action": AwsAction, "observation": AwsObservation, "state": AwsState}
-        return {name: model.model_json_schema() for name, model in models.items()}
+        return served.schema()
 
     @app.get("/metadata")
     async def metadata() -> dict[str, Any]:
-        return {
-            "name": "realhf-aws",
-            "description": "AWS tasks on MiniStack, one simulator per session",
-            "max_concurrent_envs": config.pool_size,
-            "max_steps": config.max_steps,
-            "reward_mode": config.reward_mode,
-            "backend_type": config.backend_type,
-            "correlation": True,
-            "simulated": config.injected.described(),
-        }
+        return served.metadata()
 
     @app.get("/state")
     async def state() -> dict[str, Any]:
         """A stateless server has no episode of this client: the state before a reset."""
-        return AwsState().model_dump()
+        return served.blank_state()
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.page(), media_type="text/plain; version=0.0.4")
 
 
-def _add_stateless(app: FastAPI, stateless: StatelessPlayer, config: ServerConfig) -> None:
+def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvironment) -> None:
     @app.exception_handler(CapacityReached)
     async def full(request: Request, error: CapacityReached) -> Response:
         return JSONResponse(error.body, 503, {"Retry-After": str(RETRY_AFTER_S)})
@@ -206,18 +197,20 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, config: ServerConfi
 
     @app.post("/reset")
     async def reset(body: ResetRequest | None = None) -> dict[str, Any]:
-        data = wire.checked_reset(body.model_dump() if body else {})
+        data = served.check_reset(body.model_dump() if body else {})
         return _reply(await stateless.play(lambda player: player.reset(data)))
 
-    @app.post("/step")
-    async def step(body: StepRequest) -> dict[str, Any]:
-        action = wire.checked_action(body.action.model_dump(), config.max_command_bytes)
+    async def step(body: _StepRequest) -> dict[str, Any]:
+        argument = served.step_argument(served.check_action(body.action.model_dump()))
 
-        def play(player: Player) -> mcp.Step:
+        def play(player: Player) -> Reply:
             player.reset({})
-            return player.step(action["command"])
+            return player.step(argument)
 
         return _reply(await stateless.play(play, body.timeout_s))
+
+    step.__annotations__["body"] = step_request(served.action_model)
+    app.post("/step")(step)
 
     @app.post("/mcp")
     async def call(request: Request) -> Response:
@@ -225,16 +218,18 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, config: ServerConfi
             message = json.loads(await request.body())
         except (ValueError, RecursionError):
             return JSONResponse(mcp.rpc_error(None, mcp.PARSE_ERROR, "the body is not JSON"))
-        answer = mcp.checked(message, config.max_command_bytes)
+        answer = mcp.checked(message, served.mcp)
         if answer is None:
-            answer = await _call_tool(stateless, message)
+            answer = await _call_tool(stateless, served, message)
         return JSONResponse(answer)
 
 
-async def _call_tool(stateless: StatelessPlayer, message: Mapping[str, Any]) -> dict[str, Any]:
+async def _call_tool(
+    stateless: StatelessPlayer, served: ServedEnvironment, message: Mapping[str, Any]
+) -> dict[str, Any]:
     def play(player: Player) -> dict[str, Any]:
         player.reset({})
-        return mcp.call_tool(message, player.step)
+        return mcp.answered(message, served.mcp, player, lambda action: player.step(served.step_argument(action)))
 
     try:
         return await stateless.play(play)
@@ -244,6 +239,6 @@ async def _call_tool(stateless: StatelessPlayer, message: Mapping[str, Any]) -> 
         return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
 
 
-def _reply(result: mcp.Step) -> dict[str, Any]:
+def _reply(result: Reply) -> dict[str, Any]:
     observation, reward, done = result
     return {"observation": dict(observation), "reward": wire.finite(reward), "done": done}

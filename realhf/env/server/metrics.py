@@ -16,14 +16,16 @@ _LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 class _PoolCollector(Collector):
     """Reads the pool's own metrics when the page is asked for."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], Mapping[str, Any]], about: str, label: str) -> None:
+        self._read, self._about, self._label = read, about, label
 
     def collect(self) -> Iterable[Metric]:
         for name, value in self._read().items():
             split = isinstance(value, Mapping)
             family = GaugeMetricFamily(
-                f"realhf_env_pool_{name}", f"MiniStack pool: {name.replace('_', ' ')}", labels=["rule"] if split else []
+                f"realhf_env_pool_{name}",
+                f"{self._about}: {name.replace('_', ' ')}",
+                labels=[self._label] if split else [],
             )
             for label, number in value.items() if split else [(None, value)]:
                 family.add_metric([] if label is None else [label], number)
@@ -31,11 +33,12 @@ class _PoolCollector(Collector):
 
 
 class ServerMetrics:
-    """Counts what one server process does. ``read_pool`` returns the pool's metrics (a map is one value per rule)."""
+    """Counts what one server process does. ``read_pool`` returns the pool's metrics (a map is one value per ``label``),
+    ``about`` says what the pool is."""
 
-    def __init__(self, read_pool: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, read_pool: Callable[[], Mapping[str, Any]], about: str = "pool", label: str = "rule") -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_PoolCollector(read_pool))
+        self._registry.register(_PoolCollector(read_pool, about, label))
         self.sessions_active = Gauge("realhf_env_sessions_active", "open sessions", registry=self._registry)
         self.sessions_opened = Counter("realhf_env_sessions_opened", "accepted sessions", registry=self._registry)
         self.sessions_rejected = Counter(

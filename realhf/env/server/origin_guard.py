@@ -32,6 +32,7 @@ class OriginGuard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
+        self._option = config.named("allowed_hosts")
         named = [config.host, *config.allowed_hosts.split(",")]
         self._hosts = {name.strip().strip("[]").lower() for name in named} - {""}
         self._open = not is_loopback_host(config.host)
@@ -55,10 +56,7 @@ class OriginGuard:
     def _problem(self, scope: Mapping[str, Any]) -> str:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         if len(hosts) != 1 or not self._serves(host_of(hosts[0])):
-            return (
-                "this host is not served here; AWS_RL_ENV_ALLOWED_HOSTS (--allowed-hosts) names further ones that "
-                "clients may use"
-            )
+            return f"this host is not served here; {self._option} names further ones that clients may use"
         if origins and (len(origins) > 1 or not _same(origins[0], hosts[0])):
             return "only pages of this server may call it; programs send no Origin"
         if not set(_values(scope, b"sec-fetch-site")) <= _NO_PAGE and not _is_visit(scope):

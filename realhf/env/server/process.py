@@ -1,4 +1,4 @@
-"""Runs the environment server as a child process, for benchmarks, notebooks and tests."""
+"""Runs an environment server as a child process, for benchmarks, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -8,30 +8,19 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import IO
+from typing import IO, Self
 
 _STOP_TIMEOUT_S = 12.0
 
 
-class EnvServerProcess:
-    """Runs ``python -m workers.env_worker`` on free ports; a context manager.
+class ServerProcess:
+    """Runs ``python -m workers.env_worker`` with ``arguments`` on a free port; a context manager.
 
     ``url`` is its address, ``process`` the child. Raises RuntimeError with its output when it does not start.
     """
 
-    def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "workers.env_worker",
-            "--port",
-            "0",
-            "--ministack-base-port",
-            "0",
-            "--pool-size",
-            str(pool_size),
-            *arguments,
-        ]
+    def __init__(self, *arguments: str, timeout_s: float = 60.0) -> None:
+        command = [sys.executable, "-m", "workers.env_worker", "--port", "0", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self.process.stdout is not None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -70,7 +59,7 @@ class EnvServerProcess:
             self.process.kill()
             return self.process.wait()
 
-    def __enter__(self) -> EnvServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

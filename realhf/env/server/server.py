@@ -7,19 +7,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI
 
 from realhf.env.server import wire
-from realhf.env.server.capacity import SlotLeases, SlotPool, watch_loop_lag
+from realhf.env.server.capacity import SlotLeases, watch_loop_lag
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.http_routes import StatelessPlayer, build_app
 from realhf.env.server.metrics import ServerMetrics
-from realhf.env.server.session import Player
+from realhf.env.server.served import ServedEnvironment
 from realhf.env.server.session_endpoint import SessionEndpoint
 
 _LOG = logging.getLogger(__name__)
@@ -47,33 +44,19 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Page(Protocol):
-    """Is something that was added to the application and ends with the server."""
-
-    def close(self) -> None:
-        """Release what it holds."""
-        ...
-
-
 class EnvServer:
     """Serves the application on its own thread, so that the main thread is free for signals and RPC. ``ended`` is set
-    when that thread is over. ``mount`` adds a page to the application, unless ``config`` has none."""
+    when that thread is over."""
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        make_player: Callable[[Any], Player],
-        config: ServerConfig,
-        listener: socket.socket,
-        mount: Callable[[FastAPI, ServerConfig], Page] | None = None,
-    ) -> None:
-        self._metrics = ServerMetrics(pool.metrics)
+    def __init__(self, served: ServedEnvironment, config: ServerConfig, listener: socket.socket) -> None:
+        pool = served.pool
+        self._metrics = ServerMetrics(pool.metrics, served.slots_are, served.slot_label)
         self._threads = ThreadPoolExecutor(config.pool_size + 2, thread_name_prefix="env-session")
         leases = SlotLeases(pool, config.pool_size, self._threads, self._metrics)
-        self._endpoint = SessionEndpoint(leases, make_player, self._threads, config, self._metrics)
-        stateless = StatelessPlayer(leases, make_player, self._threads)
-        app = build_app(pool, leases, self._endpoint, stateless, config, self._metrics)
-        self._page = mount(app, config) if mount is not None and config.web_mounted else None
+        self._endpoint = SessionEndpoint(leases, served, self._threads, config, self._metrics)
+        stateless = StatelessPlayer(leases, served.make_player, self._threads)
+        app = build_app(served, leases, self._endpoint, stateless, config, self._metrics)
+        self._page = served.mount(app)
         self._listener = listener
         self._address = listener.getsockname()[:2]
         self._server = uvicorn.Server(

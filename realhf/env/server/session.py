@@ -1,6 +1,6 @@
-"""Serves one WebSocket session, which owns a MiniStack slot for its whole life.
+"""Serves one WebSocket session, which owns a slot for its whole life.
 
-Episodes run in a worker thread; the event loop only moves frames. As long as a command is quick, only its thread is
+Episodes run in a worker thread; the event loop only moves frames. As long as a step is quick, only its thread is
 waited for; a slow one is also watched for a client that vanished. Source: docs/reference/environment.md 2.1, 2.4.
 """
 
@@ -11,11 +11,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 from realhf.env.server import mcp, wire
+from realhf.env.server.config import ServerConfig
 from realhf.env.server.injected_faults import HANG, UNAVAILABLE, SessionTrouble
 from realhf.env.server.metrics import ServerMetrics
+from realhf.env.server.served import Player, Reply, ServedEnvironment
 from realhf.env.server.wire import Request, WireError
 
 Message = MutableMapping[str, Any]
@@ -27,26 +29,6 @@ _GRACE_S = 1.0
 _KILL_AGAIN_S = 0.2
 KILLED_WAIT_S = 10.0
 _LOG = logging.getLogger(__name__)
-
-
-class Player(Protocol):
-    """Plays a session's episodes, on blocking calls; see ``realhf.aws.episode.player``."""
-
-    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
-        """Start an episode. Returns observation, reward and whether the episode is over. Raises WireError."""
-        ...
-
-    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
-        """Run a command. Returns what ``reset`` returns. Raises WireError."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the session, as the wire shows it."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the command in flight; may be called from another thread."""
-        ...
 
 
 class _Unanswered(Exception):
@@ -63,21 +45,21 @@ class Session:
     def __init__(
         self,
         player: Player,
+        served: ServedEnvironment,
         threads: Executor,
         metrics: ServerMetrics,
+        config: ServerConfig,
         *,
-        max_command_bytes: int,
-        idle_timeout_s: float,
-        first_message_timeout_s: float = 0.0,
         trouble: SessionTrouble | None = None,
     ) -> None:
         self._trouble = trouble
         self._player = player
+        self._served = served
         self._threads = threads
         self._metrics = metrics
-        self._max_command_bytes = max_command_bytes
-        self._idle_timeout = idle_timeout_s or None
-        self._first_timeout = first_message_timeout_s or self._idle_timeout
+        self._named = config.named
+        self._idle_timeout = config.idle_timeout_s or None
+        self._first_timeout = config.first_message_timeout_s or self._idle_timeout
         self._has_spoken = False
         self._task: asyncio.Task[Any] | None = None
         self._in_flight: asyncio.Future[str] | None = None
@@ -142,13 +124,12 @@ class Session:
         """Count a client that has been silent for too long, and return code and reason of its close frame."""
         if self._has_spoken:
             self._metrics.sessions_reaped.inc()
-            _LOG.warning("a session was closed: no message for %g s (AWS_RL_ENV_IDLE_TIMEOUT_S)", self._idle_timeout)
+            option = self._named("idle_timeout_s")
+            _LOG.warning("a session was closed: no message for %g s; %s", self._idle_timeout, option)
             return 1001, "idle timeout"
         self._metrics.sessions_unused.inc()
-        _LOG.warning(
-            "a session was closed: no first message within %g s (AWS_RL_ENV_FIRST_MESSAGE_TIMEOUT_S)",
-            self._first_timeout,
-        )
+        option = self._named("first_message_timeout_s")
+        _LOG.warning("a session was closed: no first message within %g s; %s", self._first_timeout, option)
         return 1001, "no first message"
 
     async def _fail(self, send: Send) -> tuple[int, str] | None:
@@ -180,7 +161,7 @@ class Session:
         try:
             if text is None:
                 raise WireError(wire.VALIDATION_ERROR, "binary frames are not accepted")
-            request = wire.parse_request(text, max_command_bytes=self._max_command_bytes)
+            request = wire.parse_request(text, self._served.check_reset, self._served.check_action)
             request_id = request.request_id
             if request.kind == "close":
                 return None
@@ -251,21 +232,21 @@ class Session:
             observation, reward, done = self._player.reset(request.data)
             self._metrics.reset_seconds.observe(time.perf_counter() - began)
         else:
-            observation, reward, done = self._step(request.data["command"])
+            observation, reward, done = self._step(request.data)
         return wire.encode_observation(observation, reward, done, request.request_id)
 
-    def _step(self, command: str) -> mcp.Step:
+    def _step(self, action: dict[str, Any]) -> Reply:
         began = time.perf_counter()
-        observation, reward, done = self._player.step(command)
+        observation, reward, done = self._player.step(self._served.step_argument(action))
         self._metrics.step_seconds.observe(time.perf_counter() - began)
         if done:
-            outcome = "achieved" if observation["task_achieved"] else "truncated"
-            self._metrics.episodes.labels(outcome).inc()
+            self._metrics.episodes.labels(self._served.outcome(observation)).inc()
         return observation, reward, done
 
     def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            return mcp.checked(message, self._max_command_bytes) or mcp.call_tool(message, self._step)
+            door = self._served.mcp
+            return mcp.checked(message, door) or mcp.answered(message, door, self._player, self._step)
         except WireError as error:
             return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
 

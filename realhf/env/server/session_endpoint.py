@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any
 
@@ -16,7 +16,8 @@ from realhf.env.server.capacity import RETRY_AFTER_S, SlotLeases
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.metrics import ServerMetrics
 from realhf.env.server.origin_guard import refuse_handshake
-from realhf.env.server.session import Player, Receive, Send, Session
+from realhf.env.server.served import ServedEnvironment
+from realhf.env.server.session import Receive, Send, Session
 
 _STOP_SESSIONS_S = 5.0
 _STOP_RELEASES_S = 2.0
@@ -29,13 +30,14 @@ class SessionEndpoint:
     def __init__(
         self,
         leases: SlotLeases,
-        make_player: Callable[[Any], Player],
+        served: ServedEnvironment,
         threads: Executor,
         config: ServerConfig,
         metrics: ServerMetrics,
     ) -> None:
         self._leases = leases
-        self._make_player = make_player
+        self._served = served
+        self._make_player = served.make_player
         self._threads = threads
         self._config = config
         self._metrics = metrics
@@ -69,11 +71,10 @@ class SessionEndpoint:
     def _make_session(self, slot: Any) -> Session:
         return Session(
             self._make_player(slot),
+            self._served,
             self._threads,
             self._metrics,
-            max_command_bytes=self._config.max_command_bytes,
-            idle_timeout_s=self._config.idle_timeout_s,
-            first_message_timeout_s=self._config.first_message_timeout_s,
+            self._config,
             trouble=self._injected.session() if self._injected else None,
         )
 

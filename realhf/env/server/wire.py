@@ -1,14 +1,14 @@
 """Speaks the OpenEnv wire: JSON text frames, one reply per request, in order.
 
-Requests are checked by hand (a few microseconds); ``realhf.api.aws_models`` describes the wire for ``/schema``. Source:
-docs/reference/environment.md 2.1.
+Requests are checked by hand (a few microseconds). What a reset and an action hold is the environment's business.
+Source: docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_NAME_CHARS = 255
 """Longest id of an episode, a task or a request."""
 MAX_NUMBER = (1 << 63) - 1
-MAX_METADATA_CHARS = 16 << 10
 
 _ALLOWED_KEYS = {
     "reset": frozenset({"type", "data", "id"}),
@@ -34,21 +33,31 @@ _ALLOWED_KEYS = {
     "state": frozenset({"type", "id"}),
     "close": frozenset({"type", "id"}),
 }
-_ACTION_KEYS = frozenset({"command", "metadata"})
+Check = Callable[[Any], dict[str, Any]]
+"""Returns the data of a request once they are checked, or raises WireError."""
 
 
 class WireError(Exception):
     """A request cannot be served. ``code`` is one of the codes above; ``errors`` lists field problems; ``retryable``:
-    nothing was executed, and the same request may be sent again."""
+    nothing was executed, and the same request may be sent again; ``kind`` is how the environment failed, one of
+    ``realhf.api.environment.FAILURE_KINDS``, where it says so."""
 
     def __init__(
-        self, code: str, message: str, *, request_id: str | int | None = None, field: str = "", retryable: bool = False
+        self,
+        code: str,
+        message: str,
+        *,
+        request_id: str | int | None = None,
+        field: str = "",
+        retryable: bool = False,
+        kind: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.request_id = request_id
         self.retryable = retryable
+        self.kind = kind
         self.errors = [{"loc": field.split("."), "msg": message}] if field else []
 
 
@@ -69,8 +78,9 @@ _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def parse_request(text: str, *, max_command_bytes: int) -> Request:
-    """Parse the request in a text frame. Raises WireError; the session goes on after one."""
+def parse_request(text: str, check_reset: Check, check_action: Check) -> Request:
+    """Parse the request in a text frame; the two functions check the data of a reset and of a step. Raises WireError;
+    the session goes on after one."""
     try:
         message = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -90,11 +100,11 @@ def parse_request(text: str, *, max_command_bytes: int) -> Request:
         raise WireError(VALIDATION_ERROR, text, request_id=request_id, field=name)
     try:
         if kind == "step":
-            data = checked_action(message.get("data"), max_command_bytes)
+            data = check_action(message.get("data"))
         elif kind == "reset":
-            data = checked_reset(message.get("data"))
+            data = check_reset(message.get("data"))
         elif kind == "mcp":
-            data = _checked_object(message.get("data"), "mcp needs data: a JSON-RPC request")
+            data = checked_object(message.get("data"), "mcp needs data: a JSON-RPC request")
         else:
             data = {}
     except WireError as error:
@@ -126,53 +136,29 @@ def size_problem(value: Any) -> str:
     return ""
 
 
-def _checked_object(data: Any, needed: str) -> dict[str, Any]:
+def checked_object(data: Any, needed: str) -> dict[str, Any]:
+    """Return ``data`` if it is an object. Raises WireError with the text ``needed``."""
     if not isinstance(data, dict):
         raise WireError(VALIDATION_ERROR, needed, field="data")
     return data
 
 
-def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
-    """Check an action, the data of a step. Raises WireError."""
-    data = _checked_object(data, "step needs data: an object with a command")
-    command = data.get("command")
-    if not isinstance(command, str):
-        raise WireError(VALIDATION_ERROR, "command must be a string", field="data.command")
-    if len(data) > 1 and (extra := data.keys() - _ACTION_KEYS):
-        name = min(extra)[:64]
-        raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}")
-    if data.get("metadata") is not None and not _is_small_object(data["metadata"]):
-        text = f"metadata must be an object of at most {MAX_METADATA_CHARS} characters of JSON, or null"
-        raise WireError(VALIDATION_ERROR, text, field="data.metadata")
-    try:
-        size = len(command.encode())
-    except UnicodeEncodeError:
-        raise WireError(VALIDATION_ERROR, "command is not valid Unicode text", field="data.command") from None
-    if size > max_command_bytes:
-        raise WireError(VALIDATION_ERROR, f"command of {size} bytes, at most {max_command_bytes}", field="data.command")
-    return data
-
-
-def _is_small_object(value: Any) -> bool:
-    return isinstance(value, dict) and len(_ENCODE(value)) <= MAX_METADATA_CHARS
-
-
-_RESET_TYPES: dict[str, tuple[type, ...]] = {
+RESET_TYPES: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
     "episode_id": (str,),
     "task": (dict,),
     "task_id": (int, str),
-    "chaos": (bool,),
     "split": (str,),
 }
 
 
-def checked_reset(data: Any) -> dict[str, Any]:
-    """Check the data of a reset, {} where there is none. Raises WireError."""
+def checked_reset(data: Any, types_of: Mapping[str, tuple[type, ...]] = RESET_TYPES) -> dict[str, Any]:
+    """Check the data of a reset, {} where there is none: each key of ``types_of`` has one of its types, or is null.
+    Raises WireError."""
     if data is None:
         return {}
-    data = _checked_object(data, "reset data must be an object")
-    for key, types in _RESET_TYPES.items():
+    data = checked_object(data, "reset data must be an object")
+    for key, types in types_of.items():
         value = data.get(key)
         mistaken = isinstance(value, bool) and bool not in types
         if value is not None and (mistaken or not isinstance(value, types)):
@@ -205,8 +191,10 @@ def finite(reward: float | None) -> float | None:
 
 
 def encode_error(error: WireError) -> str:
-    """Return an error frame: ``{"type":"error","data":{"message","code","errors"?,"retryable"?}}``."""
+    """Return an error frame: ``{"type":"error","data":{"message","code","kind"?,"errors"?,"retryable"?}}``."""
     data: dict[str, Any] = {"message": error.message, "code": error.code}
+    if error.kind:
+        data["kind"] = error.kind
     if error.retryable:
         data["retryable"] = True
     if error.errors:

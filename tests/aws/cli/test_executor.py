@@ -11,11 +11,11 @@ import pytest
 
 from realhf.aws.cli.executor import SentRequest
 from realhf.aws.cli.worker import CappedSink
+from realhf.aws.server.config import AwsServerConfig
+from realhf.aws.service.program import make_pool
 from realhf.aws.simulator.configured_pool import output_limits
 from realhf.aws.simulator.pool import MiniStackPool, Slot
-from realhf.env.server.config import ServerConfig
 from tests.process_family import freeze
-from workers.env_worker import make_pool
 
 pytestmark = pytest.mark.sim
 
@@ -177,7 +177,7 @@ def test_one_command_writes_only_so_many_files(slot: Slot) -> None:
 
 def test_the_length_of_a_command_is_the_configured_one(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the default too, and the pool is made with it."""
-    config = ServerConfig(max_command_bytes=30_000, ministack_base_port=0)
+    config = AwsServerConfig(max_command_bytes=30_000, ministack_base_port=0)
     made = make_pool(config)
     assert isinstance(made, MiniStackPool) and made._limits.command_bytes == 30_000
     monkeypatch.setattr(slot.executor, "_limits", output_limits(config))

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from realhf.api.aws_models import AwsAction, AwsObservation, AwsState
 from realhf.api.environment import AssistantMessage
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
+from realhf.aws.models import AwsAction, AwsObservation, AwsState
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.client.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
 from realhf.env.client.server_metadata import fetch_metadata
-from realhf.env.server.process import EnvServerProcess
 from realhf.rollout.players.slot_environment import SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
 

@@ -17,8 +17,8 @@ from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.client.failures import PoolClosed
 from realhf.aws.client.grpo_pool import GrpoPool
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
+from realhf.aws.server.process import EnvServerProcess
 from realhf.base.loop_thread import LoopThread
-from realhf.env.server.process import EnvServerProcess
 from tests.rollout.fake_env_server import FakeEnvServer
 
 pytestmark = pytest.mark.sim

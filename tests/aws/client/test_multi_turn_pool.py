@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool, PoolClosed
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.client.openenv_client import CapacityError, ConnectError
-from realhf.env.server.process import EnvServerProcess
 from tests.rollout.scripted import END, LossyChat, ScriptedPolicy
 
 pytestmark = pytest.mark.sim

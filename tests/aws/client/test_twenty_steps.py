@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import solve
 from realhf.aws.tasks.task import Task
 from realhf.aws.tasks.task_set import AwsTaskSet
 from realhf.env.curriculum.base import Curriculum
 from realhf.env.curriculum.factory import make_curriculum
-from realhf.env.server.process import EnvServerProcess
 from tests.rollout.scripted import ScriptedPolicy
 
 pytestmark = pytest.mark.sim

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from realhf.env.server.process import EnvServerProcess
+from realhf.aws.server.process import EnvServerProcess
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import instantiate, solve
-from realhf.env.server.process import EnvServerProcess
 from tests.chromium import Chromium
 
 IMAGES = Path(__file__).resolve().parents[3] / "docs" / "images"

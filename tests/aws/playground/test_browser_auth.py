@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from realhf.aws.playground.playground import Playground
 from realhf.aws.playground.routes import mount
-from realhf.env.server.config import ServerConfig
+from realhf.aws.server.config import AwsServerConfig
 
 ORIGIN = "http://127.0.0.1:8000"
 STATIC = resources.files("realhf.aws.playground").joinpath("static")
@@ -30,7 +30,7 @@ def browse() -> Iterator[Browse]:
         key = repr(settings)
         if key not in apps:
             apps[key] = FastAPI()
-            mounted.append(mount(apps[key], ServerConfig(**settings)))  # pyright: ignore[reportArgumentType]
+            mounted.append(mount(apps[key], AwsServerConfig(**settings)))  # pyright: ignore[reportArgumentType]
         return TestClient(apps[key], base_url=url, client=(peer, 40000), headers={"Origin": url})
 
     yield make

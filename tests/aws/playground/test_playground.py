@@ -16,10 +16,10 @@ from websockets.sync.client import connect
 from realhf.aws.episode.player import EpisodePlayer
 from realhf.aws.playground.playground import Playground
 from realhf.aws.playground.playground_session import PlaygroundSession
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
 from realhf.env.server.browser_auth import Refused
-from realhf.env.server.process import EnvServerProcess
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim

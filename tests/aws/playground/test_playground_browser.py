@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
-from realhf.env.server.process import EnvServerProcess
 from tests.chromium import ABSENT, PROGRAM, Chromium
 
 pytestmark = [pytest.mark.sim, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]

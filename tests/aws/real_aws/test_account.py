@@ -21,10 +21,10 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.account import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
 from realhf.aws.real_aws.permissions import DEFAULT_READS, Permissions, RealAwsRefused, read_allow_file
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task, TaskError
-from realhf.env.server.process import EnvServerProcess
 
 pytestmark = pytest.mark.sim
 TOKEN = "only-for-tests"

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.aws.episode.player import EpisodePlayer
+from realhf.aws.server.config import AwsServerConfig
+from realhf.aws.server.served import AwsServed
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.env.server.config import ServerConfig
 from realhf.env.server.server import EnvServer, listen
 
 WEB_ROWS = {20: "web pages"}
@@ -83,9 +84,9 @@ class WebRange:
         self._slot = pool.acquire()
         self._slot.reset()
         self._slot.state.call("s3", "CreateBucket", {"Bucket": "survivor"})
-        config = ServerConfig(port=0, pool_size=1, web="off")
+        config = AwsServerConfig(port=0, pool_size=1, web="off")
         self._listener = listen("127.0.0.1", 0)
-        self._server = EnvServer(pool, lambda slot: EpisodePlayer(slot, 5), config, self._listener)
+        self._server = EnvServer(AwsServed(config, pool, lambda slot: EpisodePlayer(slot, 5)), config, self._listener)
         self._server.start()
         self._leases = pool.metrics()["acquired"]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.aws.trl.aws_tool import AwsToolEnv
 from realhf.env.client.openenv_client import CapacityError, ConnectionLost
-from realhf.env.server.process import EnvServerProcess
 from tests.rollout.fake_env_server import FakeEnvServer
 
 pytestmark = pytest.mark.sim

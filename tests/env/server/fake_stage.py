@@ -9,7 +9,8 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.env.server.config import ServerConfig
+from realhf.aws.server.config import AwsServerConfig
+from realhf.aws.server.served import AwsServed
 from realhf.env.server.server import EnvServer, listen
 
 
@@ -71,8 +72,8 @@ class Stage:
     def __init__(self, size: int = 1, scrub_s: float = 0.0, **settings: Any) -> None:
         self.pool = FakePool(size, scrub_s)
         self.players: list[FakeBlockingPlayer] = []
-        config = ServerConfig(port=0, pool_size=size, **settings)
-        self.server = EnvServer(self.pool, self._player, config, listen("127.0.0.1", 0))
+        config = AwsServerConfig(port=0, pool_size=size, **settings)
+        self.server = EnvServer(AwsServed(config, self.pool, self._player), config, listen("127.0.0.1", 0))
         self.server.start()
 
     def _player(self, slot: int) -> FakeBlockingPlayer:

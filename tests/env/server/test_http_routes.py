@@ -11,9 +11,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from realhf.aws.server.command_tool import CommandTool
+from realhf.aws.server.process import EnvServerProcess
 from realhf.env.server import mcp
 from realhf.env.server.access import authorized
-from realhf.env.server.process import EnvServerProcess
 
 TOKEN = "only-for-tests"
 
@@ -141,7 +142,7 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
     ],
 )
 def test_a_wrong_rpc_request_is_answered_with_its_code(message: Any, code: int) -> None:
-    answer = mcp.checked(message, max_command_bytes=64)
+    answer = mcp.checked(message, CommandTool(64))
     assert answer is not None and answer["error"]["code"] == code
 
 

@@ -15,8 +15,10 @@ import pytest
 from realhf.api.environment import AssistantMessage
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
+from realhf.aws.server.config import AwsServerConfig
+from realhf.aws.server.served import AwsServed
 from realhf.env.client.openenv_client import ConnectionLost, EnvError, MessageTimeout
-from realhf.env.server.config import ConfigError, ServerConfig, parse
+from realhf.env.server.config import ConfigError, parse
 from realhf.env.server.injected_faults import InjectedFaults, parse_kinds
 from realhf.env.server.server import EnvServer, listen
 from realhf.rollout.players.slot_environment import SlotEnvironment
@@ -61,8 +63,10 @@ class FakeSlots:
 
 @contextmanager
 def served(executed: list[str], **settings: Any) -> Iterator[str]:
-    config = ServerConfig(port=0, pool_size=4, **settings)
-    server = EnvServer(FakeSlots(), lambda slot: FakeQuickPlayer(executed), config, listen("127.0.0.1", 0))
+    config = AwsServerConfig(port=0, pool_size=4, **settings)
+    server = EnvServer(
+        AwsServed(config, FakeSlots(), lambda slot: FakeQuickPlayer(executed)), config, listen("127.0.0.1", 0)
+    )
     server.start()
     try:
         yield server.url
@@ -163,7 +167,7 @@ async def test_nothing_is_injected_unless_asked_for() -> None:
 )
 def test_a_bad_setting_is_named(argv: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        parse(argv, {})
+        parse(argv, AwsServerConfig, {})
 
 
 def test_weights_and_rate_are_what_was_asked_for() -> None:

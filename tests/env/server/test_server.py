@@ -17,9 +17,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.aws.tasks.task import Task
-from realhf.env.server.process import EnvServerProcess
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 
+from realhf.aws.server.requests import checked_action, checked_reset
 from realhf.env.server.wire import (
     Request,
     WireError,
@@ -19,7 +21,7 @@ from realhf.env.server.wire import (
 
 def parse(message: object) -> Request:
     text = message if isinstance(message, str) else json.dumps(message)
-    return parse_request(text, max_command_bytes=64)
+    return parse_request(text, checked_reset, partial(checked_action, max_command_bytes=64))
 
 
 @pytest.mark.parametrize(

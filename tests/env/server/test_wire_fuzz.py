@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from realhf.aws.server.command_tool import CommandTool
+from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.requests import checked_action, checked_reset
 from realhf.env.server import mcp, wire
-from realhf.env.server.process import EnvServerProcess
 
 MAX_COMMAND = 8192
+CHECK_ACTION = partial(checked_action, max_command_bytes=MAX_COMMAND)
 CODES = {wire.INVALID_JSON, wire.UNKNOWN_TYPE, wire.VALIDATION_ERROR, wire.EXECUTION_ERROR}
 
 COUNT = 10_000
@@ -79,7 +83,7 @@ def test_ten_thousand_frames_are_requests_or_error_frames() -> None:
 def check_frame(text: str) -> bool:
     """Whether it was taken for a request."""
     try:
-        request = wire.parse_request(text, max_command_bytes=MAX_COMMAND)
+        request = wire.parse_request(text, checked_reset, CHECK_ACTION)
     except wire.WireError as error:
         frame = json.loads(wire.encode_error(error))
         assert frame["type"] == "error" and frame["data"]["code"] in CODES and frame["data"]["message"]
@@ -87,7 +91,7 @@ def check_frame(text: str) -> bool:
         return False
     assert request.kind in ("reset", "step", "state", "close", "mcp") and isinstance(request.data, dict)
     if request.kind == "mcp":
-        answer = mcp.checked(request.data, MAX_COMMAND)
+        answer = mcp.checked(request.data, CommandTool(MAX_COMMAND))
         assert answer is None or answer["jsonrpc"] == "2.0"
     return True
 
@@ -167,6 +171,6 @@ def _is_text(text: str) -> bool:
 
 def _ends_the_session(text: str) -> bool:
     try:
-        return wire.parse_request(text, max_command_bytes=MAX_COMMAND).kind == "close"
+        return wire.parse_request(text, checked_reset, CHECK_ACTION).kind == "close"
     except wire.WireError:
         return False

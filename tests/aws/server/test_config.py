@@ -1,15 +1,21 @@
-"""Settings of the environment server: variables, flags and their errors."""
+"""Settings of the AWS environment's server: variables, flags and their errors."""
 
 from __future__ import annotations
 
 import pytest
 
-from realhf.env.server.config import ConfigError, ServerConfig, parse
+from realhf.aws.server.config import AwsServerConfig
+from realhf.env.server.config import ConfigError
+from realhf.env.server.config import parse as parse_any
+
+
+def parse(argv: list[str], environ: dict[str, str]) -> AwsServerConfig:
+    return parse_any(argv, AwsServerConfig, environ)
 
 
 def test_flags_win_over_variables_and_variables_over_defaults() -> None:
     config = parse(["--port", "0"], {"AWS_RL_ENV_PORT": "9000", "AWS_RL_ENV_POOL_SIZE": "4", "HOME": "/"})
-    assert config == ServerConfig(port=0, pool_size=4)
+    assert config == AwsServerConfig(port=0, pool_size=4)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def test_a_bad_setting_is_named(argv: list[str], environ: dict[str, str], named:
 
 
 def test_the_client_variable_is_not_a_server_setting() -> None:
-    assert parse([], {"AWS_RL_ENV_URL": "http://localhost:1"}) == ServerConfig()
+    assert parse([], {"AWS_RL_ENV_URL": "http://localhost:1"}) == AwsServerConfig()
 
 
 def test_defaults_of_the_design() -> None:

@@ -1,0 +1,139 @@
+"""Configures the server of the AWS environment: ``AWS_RL_ENV_*`` variables and BACKEND_TYPE, overridden by flags.
+
+Beside the settings of every environment server (``realhf.env.server.config``) these say what simulators and commands
+may do. Source: docs/reference/environment.md 1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+from realhf.base.loopback import is_loopback_host
+from realhf.env.containment.process_guard import LAYERS
+from realhf.env.server.config import ConfigError, ServerConfig, setting
+
+
+@dataclass(frozen=True)
+class AwsServerConfig(ServerConfig):
+    """Holds the settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
+
+    PREFIX: ClassVar[str] = "AWS_RL_ENV_"
+    UNPREFIXED: ClassVar[Mapping[str, str]] = MappingProxyType({"backend_type": "BACKEND_TYPE"})
+    FLAGS: ClassVar[Mapping[str, str]] = MappingProxyType({"lambda_mode": "lambda"})
+    FOREIGN: ClassVar[frozenset[str]] = frozenset({"URL"})
+
+    host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token and bubblewrap")
+    pool_size: int = setting(
+        1, "sessions, each with a simulator of its own (GRPO: at least num_generations)", limits=(1, 1024)
+    )
+    ministack_base_port: int = setting(
+        4566, "first port of the simulators, pool_size in a row; 0: any free ports", limits=(0, 65535)
+    )
+    backend_type: str = setting(
+        "simulator", "simulator, or aws: a real account (see docs/environment.md)", choices=("simulator", "aws")
+    )
+    max_steps: int = setting(15, "commands of one episode", limits=(1, 10_000))
+    max_command_bytes: int = setting(8192, "length of a command, in bytes", limits=(16, 65536))
+    max_stdout_bytes: int = setting(16384, "kept of a command's output", limits=(64, 8 << 20))
+    max_stderr_bytes: int = setting(4096, "kept of a command's error text", limits=(64, 8 << 20))
+    cmd_timeout_s: float = setting(10.0, "seconds a command may take", limits=(0.1, 600))
+    reward_mode: str = setting(
+        "potential",
+        "potential (rewards of an episode sum to its final score) or level (each reward is the score so far)",
+        choices=("potential", "level"),
+    )
+    enable_chaos: bool = setting(True, "disturb episodes of the higher tiers, unless a reset says chaos=false")
+    lambda_mode: str = setting(
+        "stub",
+        "Lambda code: stub (a fixed answer, nothing runs) or sandbox (in bubblewrap)",
+        choices=("stub", "sandbox"),
+    )
+    sandbox: str = setting(
+        "auto",
+        "containment of the simulators: auto, bwrap (or no start) or plain",
+        choices=("auto", "bwrap", "plain"),
+    )
+    may_lack: str = setting(
+        "",
+        "layers of containment (with commas: hooks, filter, limits, network, bubblewrap) "
+        "without which the server starts all the same",
+    )
+    web: str = setting(
+        "auto",
+        "playground at /web: auto (with pool_size 1 only), dedicated (always) or off",
+        choices=("auto", "dedicated", "off"),
+    )
+    web_ministack_port: int = setting(
+        4565, "port of the playground's own simulator; 0: any free port", limits=(0, 65535)
+    )
+    web_solutions: bool = setting(False, "the playground shows canonical solutions")
+    allow_real_aws: str = setting("", "backend_type aws: the account id, as confirmation")
+    allow_file: str = setting("", "backend_type aws: file with operations that are allowed beside the default reads")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_ports()
+        if self.may_lack and self.backend_type == "aws":
+            raise ConfigError(f"{self.named('may_lack')} has no effect with {self.named('backend_type')} aws")
+        if unknown := self.missing_layers - set(LAYERS):
+            known = ", ".join(LAYERS)
+            raise ConfigError(f"{self.named('may_lack')} names {', '.join(sorted(unknown))}; known: {known}")
+        if not is_loopback_host(self.host):
+            self._check_open_host()
+        if (simulated := self.injected.described()) and self.backend_type == "aws":
+            trouble = self.named(min(simulated))
+            raise ConfigError(f"{trouble} is simulated trouble; not with {self.named('backend_type')} aws")
+        if self.backend_type == "aws" and not (self.token and self.allow_real_aws and self.pool_size == 1):
+            raise ConfigError(
+                f"{self.named('backend_type')} is aws; it needs {self.named('token')}, the account id in "
+                f"{self.named('allow_real_aws')} and {self.named('pool_size')} 1"
+            )
+
+    def _check_ports(self) -> None:
+        last = self.ministack_base_port + self.pool_size - 1
+        if self.ministack_base_port and last > 65535:
+            raise ConfigError(
+                f"{self.named('ministack_base_port')} is {self.ministack_base_port}; there are no "
+                f"{self.pool_size} ports from there on"
+            )
+        ours = self.web_ministack_port
+        if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
+            raise ConfigError(
+                f"{self.named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
+                f"({self.ministack_base_port} to {last})"
+            )
+
+    def _check_open_host(self) -> None:
+        where = f"{self.named('host')} is {self.host!r}, not a loopback address"
+        if self.sandbox == "plain":
+            raise ConfigError(f"{where}; it needs {self.named('sandbox')} auto or bwrap")
+        if self.may_lack:
+            raise ConfigError(f"{where}; no layer may be missing then ({self.named('may_lack')})")
+
+    @property
+    def missing_layers(self) -> frozenset[str]:
+        """Layers of containment that may be missing."""
+        return frozenset(filter(None, (name.strip() for name in self.may_lack.split(","))))
+
+    @property
+    def web_mounted(self) -> bool:
+        """Whether the playground is served."""
+        if self.backend_type == "aws" or self.web == "off":
+            return False
+        return self.web == "dedicated" or self.pool_size == 1
+
+    @property
+    def containment(self) -> str:
+        """The containment that the pool is asked for: an open address never goes without bubblewrap."""
+        return self.sandbox if is_loopback_host(self.host) else "bwrap"
+
+
+def aws_endpoints(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of botocore that name endpoints, for ``backend_type`` aws: the commands of agents obey the
+    same ones as the server's own clients."""
+    variables = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if name.startswith("AWS_ENDPOINT_URL")}

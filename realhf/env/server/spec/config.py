@@ -1,0 +1,16 @@
+"""Configures the server of any registered environment: ``REALHF_ENV_*`` variables, overridden by flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from realhf.env.server.config import ServerConfig, setting
+
+
+@dataclass(frozen=True)
+class SpecServerConfig(ServerConfig):
+    """Holds the settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
+
+    call_timeout_s: float = setting(
+        30.0, "seconds that the environment may take for a reset or a step", limits=(0.01, 3600)
+    )

@@ -1,0 +1,136 @@
+"""Holds the environment of one session, on an event loop and a thread of its own, and ends its calls by a deadline.
+
+So an environment that hangs or blocks its loop costs its own session alone. A thread cannot be killed: one that is
+still in the environment's code after its deadline is asked to end by an exception, and is left behind and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from realhf.api.environment import Environment, EnvironmentFailure
+from realhf.base.loop_thread import LoopThread
+from realhf.env.doors.author import raised
+from realhf.env.doors.checks import BrokenContract
+
+T = TypeVar("T")
+GRACE_S = 1.0
+"""A call that was cancelled at its deadline has this long to return."""
+CLOSE_S = 5.0
+_END_S = 2.0
+_LOG = logging.getLogger(__name__)
+
+
+class Place:
+    """Runs an environment's calls for threads that block. One call at a time; ``kill`` from anywhere.
+
+    Args:
+        name: of the environment, for messages. make: returns a new instance, on the loop. timeout_s: of one call.
+        on_stuck: is given every thread that is left behind.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Environment],
+        timeout_s: float,
+        on_stuck: Callable[[LoopThread], None],
+    ) -> None:
+        self._name, self._make, self._timeout_s = name, make, timeout_s
+        self._on_stuck = on_stuck
+        self._thread: LoopThread | None = None
+        self._env: Environment | None = None
+        self._call: Future[Any] | None = None
+
+    def run(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
+        """Return what ``call`` returns for the instance, which is made when there is none. Raises EnvironmentFailure;
+        unless that is of the kind ``unavailable`` the instance is gone, and the next call makes another one."""
+        if self._thread is None:
+            self._thread = LoopThread(f"{self._name} session", instead="the environment itself")
+        try:
+            return self._wait(self._thread, what, self._guarded(what, call), self._timeout_s)
+        except EnvironmentFailure as failure:
+            if failure.kind != "unavailable":
+                self._drop()
+            raise
+
+    def kill(self) -> None:
+        """Break off the call in flight; its caller gets EnvironmentFailure (lost)."""
+        if (call := self._call) is not None:
+            call.cancel()
+
+    def close(self) -> None:
+        """Close the instance and end the thread, within seconds. Harmless when repeated."""
+        self._drop()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop(_END_S)
+            if thread.alive:
+                self._on_stuck(thread)
+
+    def _drop(self) -> None:
+        env, self._env = self._env, None
+        if env is None or self._thread is None:
+            return
+        try:
+            self._wait(self._thread, "close", _closed(env), CLOSE_S)
+        except EnvironmentFailure as failure:
+            _LOG.warning("%s", failure)
+        except Exception as error:
+            _LOG.warning("environment %s: close: %s", self._name, raised(error, type(env)))
+
+    def _wait(self, thread: LoopThread, what: str, work: Any, timeout_s: float) -> Any:
+        """Wait for a coroutine on the loop. One that does not even end when it is cancelled loses its thread."""
+        self._call = asyncio.run_coroutine_threadsafe(_within(self._name, what, work, timeout_s), thread.loop)
+        try:
+            return self._call.result(timeout_s + GRACE_S)
+        except CancelledError:
+            raise EnvironmentFailure("lost", f"environment {self._name}: {what}: broken off") from None
+        except TimeoutError:
+            where = thread.watch().place()
+            self._leave(thread)
+            text = f"{what}: no end within {timeout_s:g} s, nor when it was cancelled; its thread is at {where}"
+            text = f"environment {self._name}: {text}"
+            raise EnvironmentFailure("timeout", text) from None
+        finally:
+            self._call = None
+
+    def _leave(self, thread: LoopThread) -> None:
+        self._thread = self._env = None
+        thread.interrupt()
+        thread.stop(0.1)
+        self._on_stuck(thread)
+
+    async def _guarded(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
+        """Call the environment; whatever it raises becomes an EnvironmentFailure."""
+        try:
+            if self._env is None:
+                self._env = self._make()
+            return await call(self._env)
+        except (EnvironmentFailure, asyncio.CancelledError):
+            raise
+        except BrokenContract as error:
+            raise EnvironmentFailure("internal", f"environment {self._name}: {what}: {error}") from None
+        except BaseException as error:
+            text = f"environment {self._name}: {what}: {raised(error, type(self._env))}"
+            raise EnvironmentFailure("internal", text) from error
+
+
+async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) -> T:
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await work
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        text = f"environment {name}: {what}: no answer within {timeout_s:g} s"
+        raise EnvironmentFailure("timeout", text) from error
+
+
+async def _closed(env: Environment) -> None:
+    await env.close()

@@ -1,0 +1,106 @@
+"""Checks what a client sends to any environment: which task it wants, and what the policy said.
+
+A frame that is wrong is refused. A tool call that is wrong is the policy's mistake: it reaches the environment with its
+problem, and is answered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from realhf.api.chat.call_json import CallProblem, broken_call, call_of, read_json
+from realhf.api.chat.turn_parser import MAX_CALLS
+from realhf.api.environment import SPLITS, AssistantMessage, ToolCall
+from realhf.env.server import wire
+from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
+
+_TEXTS = ("content", "text", "reasoning")
+_ACTION_KEYS = frozenset({*_TEXTS, "tool_calls", "token_count", "metadata"})
+_NEEDED = "step needs data: an object with content, tool_calls or both"
+
+
+def checked_reset(data: Any) -> dict[str, Any]:
+    """Return the data of a reset without what is null. Raises WireError, also for a key that is not known: a wrong name
+    must not become another task."""
+    given = {key: value for key, value in wire.checked_reset(data).items() if value is not None}
+    if extra := given.keys() - wire.RESET_TYPES.keys():
+        name = min(extra)[:64]
+        raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in reset data", field=f"data.{name}")
+    if given.get("split", SPLITS[0]) not in SPLITS:
+        raise WireError(VALIDATION_ERROR, f"split is one of {', '.join(SPLITS)}", field="data.split")
+    if "task" in given and (both := given.keys() & {"task_id", "split"}):
+        name = min(both)
+        raise WireError(VALIDATION_ERROR, f"a whole task needs no {name}", field=f"data.{name}")
+    return given
+
+
+def checked_action(data: Any) -> dict[str, Any]:
+    """Return an action, the data of a step, without what is null. Raises WireError."""
+    given = {key: value for key, value in checked_object(data, _NEEDED).items() if value is not None}
+    if extra := given.keys() - _ACTION_KEYS:
+        name = min(extra)[:64]
+        raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}")
+    if not given.keys() & {"content", "text", "tool_calls"}:
+        raise WireError(VALIDATION_ERROR, _NEEDED, field="data.content")
+    for key in _TEXTS:
+        _check_text(key, given.get(key, ""))
+    if not isinstance(given.get("tool_calls", []), list):
+        raise WireError(VALIDATION_ERROR, "tool_calls must be a list", field="data.tool_calls")
+    count = given.get("token_count", 0)
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= wire.MAX_NUMBER:
+        raise WireError(VALIDATION_ERROR, "token_count must be a whole number from 0", field="data.token_count")
+    if not isinstance(given.get("metadata", {}), dict):
+        raise WireError(VALIDATION_ERROR, "metadata must be an object or null", field="data.metadata")
+    return given
+
+
+def message_of(action: Mapping[str, Any]) -> AssistantMessage:
+    """Return what the policy said by a checked action. ``text`` is the content where it is not given."""
+    content = action.get("content", action.get("text", ""))
+    calls = action.get("tool_calls", [])
+    read = [_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
+    if len(calls) > MAX_CALLS:
+        read.append(broken_call(f"a turn has at most {MAX_CALLS} calls", "", MAX_CALLS))
+    return AssistantMessage(
+        content, tuple(read), action.get("reasoning", ""), action.get("text", content), action.get("token_count", 0)
+    )
+
+
+def _check_text(key: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise WireError(VALIDATION_ERROR, f"{key} must be a string", field=f"data.{key}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise WireError(VALIDATION_ERROR, f"{key} is not valid Unicode text", field=f"data.{key}") from None
+
+
+def _call(entry: Any, position: int) -> ToolCall:
+    """Return a call in the short form, ``{"name", "arguments"}``, or in that of the OpenAI API, whose arguments are
+    JSON text. What is neither has a ``problem``."""
+    text = json.dumps(entry, separators=(",", ":"))
+    inner = entry.get("function", entry) if isinstance(entry, dict) else entry
+    try:
+        value, _ = read_json(json.dumps(inner), 0)
+        if isinstance(value, dict) and isinstance(value.get("arguments"), str):
+            value["arguments"] = _whole(value["arguments"])
+    except CallProblem as problem:
+        name = inner.get("name") if isinstance(inner, dict) else None
+        return broken_call(str(problem), text, position, name=name if isinstance(name, str) and name.isascii() else "")
+    call = call_of(value, text, position, arguments_key="arguments")
+    given = entry.get("id") if isinstance(entry, dict) else None
+    if isinstance(given, str) and given and not wire.size_problem(given):
+        return replace(call, id=given)
+    return call
+
+
+def _whole(text: str) -> Any:
+    """Return the JSON value that a text is. Raises CallProblem."""
+    start = len(text) - len(text.lstrip())
+    value, end = read_json(text, start)
+    if text[end:].strip():
+        raise CallProblem(f"arguments are JSON and then {text[end:].strip()[:32]!a}")
+    return value
