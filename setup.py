@@ -87,5 +87,7 @@ setup(
         "ray": ["ray>=2.40"],
         "redis": ["redis>=5"],
         "wandb": ["wandb"],
+        "verifiers": ["verifiers>=0.4,<0.5"],
+        "gymnasium": ["gymnasium>=1.0,<2"],
     },
 )

@@ -50,8 +50,10 @@ environments = Registry(
         "aws": "realhf.aws.environment:DEFINITION",
         "countdown": "realhf.environments.countdown:DEFINITION",
         "files": "realhf.environments.files:DEFINITION",
+        "gymnasium": "realhf.env.adapters.gymnasium_text:DEFINITION",
         "openenv": "realhf.env.adapters.openenv:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",
+        "verifiers": "realhf.env.adapters.verifiers_environment:DEFINITION",
     },
 )
 policy_losses = Registry(

@@ -45,7 +45,7 @@ ROOMS: dict[str, str] = {
     "env/server": "base",
     "env/server/spec": "api api/chat base env/doors env/server",
     "env/client": "api",
-    "env/adapters": "api api/config env/client env/doors",
+    "env/adapters": "api api/config base env/client env/doors",
     "environments/countdown": "api api/config env/doors",
     "environments/sql": "api api/config",
     "environments/files": "api api/config env/doors",

@@ -18,7 +18,8 @@ def test_every_registered_environment_is_listed(capsys: pytest.CaptureFixture[st
     assert not [row["error"] for row in rows.values() if row["error"]]
     assert rows["countdown"]["interface"] == "text" and rows["countdown"]["solver"] is True
     assert rows["countdown"]["groups"]["train"].keys() == rows["countdown"]["groups"]["heldout"].keys()
-    assert rows["openenv"]["interface"] == "needs env.url"
+    needed = {name: rows[name]["interface"] for name in ("openenv", "verifiers", "gymnasium")}
+    assert needed == {"openenv": "needs env.url", "verifiers": "needs env.name", "gymnasium": "needs env.id"}
     assert all(row["about"].endswith(".") for row in rows.values())
 
 

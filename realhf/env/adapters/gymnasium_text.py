@@ -1,0 +1,298 @@
+"""Plays Gymnasium environments in words: ``env.path=gymnasium env.id=ID``.
+
+The policy's text is the action: the text itself where the action space is Text, or the name of an action where it is
+Discrete. The policy reads the observation, or what the environment renders as text. Source: Gymnasium 1.4, ``Env``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, ClassVar
+
+from realhf.api.config.option import option
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    Turn,
+)
+from realhf.base.plugin import located
+from realhf.env.adapters.extras import needed
+from realhf.env.adapters.instance_thread import InstanceThread, StuckThreads
+from realhf.env.doors.checks import BrokenContract, checked_number, whole_text
+from realhf.env.doors.tasks import SeedTaskSet
+from realhf.env.doors.values import shown
+
+EXTRA = "gymnasium"
+_MOST_ACTIONS = 1000
+_SUCCESS = ("success", "is_success")
+_SOLVED = 1e-9
+
+
+@dataclass
+class GymnasiumOptions:
+    """A Gymnasium environment whose actions are text, or a few that have names. Every seed is a task."""
+
+    needs: ClassVar[str] = "id"
+
+    id: str = option("", "The environment; package.module:ID imports the module first, which registers it.")
+    kwargs: dict[str, Any] = option({}, "What gymnasium.make is given besides, such as env.kwargs.map_name=4x4.")
+    reset_options: dict[str, Any] = option({}, "The options that each reset is given.")
+    actions: list[str] = option([], "The names of the actions of a Discrete space, the first one's first.")
+    render: bool = option(False, "The policy reads what the environment renders (render mode ansi), not observations.")
+    observation_chars: int = option(4000, "The policy reads at most this much of an observation.", at_least=1)
+    system_prompt: str = option("", "This text precedes every episode; without it, the names of the actions do.")
+    success_reward: float = option(
+        1.0, "An episode that terminates with at least this reward is a success, where the environment does not say."
+    )
+    instances: int = option(32, "At most this many instances live in one process, each with a thread.", at_least=1)
+    deterministic: bool = option(
+        True, "The same seed and actions bring the same answers, so that a lost episode is resumed by replay."
+    )
+    timeout_s: float = option(60.0, "A reset or a step returns within this time (s).", above=0, at_most=3600)
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What the policy may do: ``names`` of a Discrete space that begins at ``start``, or () for text of at most
+    ``most`` characters (``least`` at least) of a ``charset`` ("" for any)."""
+
+    names: tuple[str, ...] = ()
+    start: int = 0
+    least: int = 0
+    most: int = 0
+    charset: frozenset[str] = frozenset()
+
+    def of(self, text: str) -> int | str:
+        """The action that a turn means. Raises ValueError for the policy when it means none."""
+        if not self.names:
+            return self._text(text)
+        word = text.strip().lower()
+        exact = [place for place, name in enumerate(self.names) if name.lower() == word]
+        places = exact or [place for place, name in enumerate(self.names) if _names(word, name.lower())]
+        if len(places) != 1:
+            raise ValueError(f"Answer with one of: {', '.join(self.names)}.")
+        return self.start + places[0]
+
+    def _text(self, text: str) -> str:
+        text = whole_text(text)
+        if not self.least <= len(text) <= self.most:
+            raise ValueError(f"Answer with {self.least} to {self.most} characters, not {len(text)}.")
+        if self.charset and (wrong := sorted({*text} - self.charset)):
+            raise ValueError(f"These characters cannot be used: {' '.join(map(repr, wrong[:20]))}.")
+        return text
+
+
+def build(options: GymnasiumOptions) -> EnvironmentSpec:
+    """Return the specification. Raises ValueError that names the option for a package that is missing, an environment
+    that is not registered or cannot be made, spaces that have no words, and names that do not fit the actions."""
+    if not options.id:
+        raise ValueError("env.id is missing: the id of a Gymnasium environment, such as env.id=FrozenLake-v1")
+    gymnasium = needed("gymnasium", EXTRA)
+    make = partial(_made, gymnasium, options)
+    instance = make()
+    try:
+        actions = actions_of(gymnasium, instance.action_space, options.actions)
+    finally:
+        instance.close()
+    stuck = StuckThreads()
+    reading = Reading(options.render, options.observation_chars, options.success_reward, options.timeout_s)
+    prompt = options.system_prompt or (f"Answer with one of: {', '.join(actions.names)}." if actions.names else "")
+    return EnvironmentSpec(
+        f"gymnasium {options.id}",
+        lambda _: GymnasiumEnvironment(options.id, make, actions, reading, dict(options.reset_options), stuck),
+        partial(SeedTaskSet, options.id),
+        system_prompt=prompt,
+        concurrency=options.instances,
+        deterministic=options.deterministic,
+    )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How answers are read: whether what is rendered is shown, how many characters, what a success is worth, and how
+    long a call may take (s)."""
+
+    render: bool
+    most: int
+    success_reward: float
+    timeout_s: float
+
+
+class GymnasiumEnvironment:
+    """Plays one episode after another on an instance that ``make`` returns; all its calls are made by one thread. After
+    a call that did not return in time, a new instance is made."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Any,
+        actions: Actions,
+        reading: Reading,
+        reset_options: Mapping[str, Any],
+        stuck: StuckThreads,
+    ) -> None:
+        self._name, self._make, self._actions, self._reading = name, make, actions, reading
+        self._reset_options, self._stuck = reset_options, stuck
+        self._played: _Instance | None = None
+        self._thread: InstanceThread | None = None
+        self._done = True
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Begin the episode of a seed. Raises EnvironmentFailure."""
+        del task
+        if self._thread is None or self._thread.lost:
+            self._played = _Instance(self._make, self._reading)
+            self._thread = InstanceThread(self._name, self._stuck, self._played.close)
+        text = await self._run(partial(self._instance().reset, seed, self._reset_options), "reset")
+        self._done = False
+        return Opening([{"role": "user", "content": text}])
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Take the action that the text means; text that means none is answered. Raises EnvironmentFailure."""
+        if self._done or self._thread is None:
+            raise EnvironmentFailure("lost", f"{self._name}: there is no episode: reset comes first")
+        try:
+            action = self._actions.of(message.content)
+        except ValueError as error:
+            return Turn([{"role": "user", "content": str(error)}])
+        turn = await self._run(partial(self._instance().step, action), "step")
+        self._done = turn.done
+        return turn
+
+    async def close(self) -> None:
+        """Close the instance, on its thread."""
+        thread, self._thread, played, self._played = self._thread, None, self._played, None
+        self._done = True
+        if thread is not None and played is not None and not thread.lost:
+            try:
+                await thread.run(played.close, "close", self._reading.timeout_s)
+            finally:
+                thread.stop()
+
+    def _instance(self) -> _Instance:
+        assert self._played is not None
+        return self._played
+
+    async def _run(self, work: Any, what: str) -> Any:
+        assert self._thread is not None
+        try:
+            return await self._thread.run(work, what, self._reading.timeout_s)
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise EnvironmentFailure("internal", f"{self._name}: {what}: {_located(error)}") from error
+
+
+class _Instance:
+    """One instance of the environment; used by its thread alone."""
+
+    def __init__(self, make: Any, reading: Reading) -> None:
+        self._make, self._reading = make, reading
+        self._env: Any = None
+        self._return = 0.0
+
+    def reset(self, seed: int, reset_options: Mapping[str, Any]) -> str:
+        """Begin an episode; returns what the policy reads."""
+        if self._env is None:
+            self._env = self._make()
+        self._return = 0.0
+        observation, _ = self._env.reset(seed=seed, options=dict(reset_options) or None)
+        return self._shown(observation)
+
+    def step(self, action: int | str) -> Turn:
+        """Take an action. Raises BrokenContract for a reward that is not finite."""
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        number = checked_number(reward, "the reward")
+        self._return += number
+        done = bool(terminated or truncated)
+        told = next((info[key] for key in _SUCCESS if isinstance(info, Mapping) and key in info), None)
+        enough = bool(terminated) and self._return >= self._reading.success_reward - _SOLVED
+        success = float(done and (enough if told is None else bool(told)))
+        return Turn([{"role": "user", "content": self._shown(observation)}], done, number, metrics={"success": success})
+
+    def close(self) -> None:
+        """Close the instance if it was made."""
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+    def _shown(self, observation: Any) -> str:
+        seen = self._env.render() if self._reading.render else observation
+        if self._reading.render and not isinstance(seen, str):
+            raise BrokenContract(f"render returned no text but {shown(seen)}; env.render=false shows observations")
+        text = whole_text(seen if isinstance(seen, str) else _plain(seen))
+        most = self._reading.most
+        return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+
+
+def actions_of(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actions:
+    """What the policy may do in an action space. Raises ValueError for a space without words, and for names that do
+    not fit it."""
+    spaces = gymnasium.spaces
+    if isinstance(space, spaces.Text):
+        if names:
+            raise ValueError("env.actions has no effect: the actions of this environment are text")
+        return Actions((), 0, int(space.min_length), int(space.max_length), frozenset(space.character_set))
+    if not isinstance(space, spaces.Discrete):
+        raise ValueError(f"its action space is {space}; only Text and Discrete ones can be said in words")
+    count = int(space.n)
+    if count > _MOST_ACTIONS:
+        raise ValueError(f"it has {count} actions; at most {_MOST_ACTIONS} can be named")
+    if names and len(names) != count:
+        raise ValueError(f"env.actions names {len(names)} actions, the environment has {count}")
+    given = tuple(name.strip() for name in names) or tuple(str(int(space.start) + place) for place in range(count))
+    if not all(given) or len({name.lower() for name in given}) < count:
+        raise ValueError(f"env.actions must be {count} different words, not {', '.join(map(repr, names))}")
+    return Actions(given, int(space.start))
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether a text holds a name as words of its own."""
+    place = text.find(name)
+    while place >= 0:
+        around = text[place - 1 : place] + text[place + len(name) : place + len(name) + 1]
+        if not any(character.isalnum() or character == "_" for character in around):
+            return True
+        place = text.find(name, place + 1)
+    return False
+
+
+def _made(gymnasium: ModuleType, options: GymnasiumOptions) -> Any:
+    """An instance. Raises ValueError that names the option."""
+    more = {"render_mode": "ansi"} if options.render else {}
+    try:
+        return gymnasium.make(options.id, **{**options.kwargs, **more})
+    except Exception as error:
+        line = " ".join(str(error).split())[:600]
+        raise ValueError(f"env.id={options.id}: it cannot be made: {type(error).__name__}: {line}") from error
+
+
+def _plain(observation: Any) -> str:
+    """An observation as JSON; arrays are lists."""
+
+    def listed(value: Any) -> Any:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise TypeError(type(value).__name__)
+
+    try:
+        return json.dumps(observation, default=listed, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BrokenContract(f"the observation has no plain form: {error}: {shown(observation)}") from None
+
+
+def _located(error: BaseException) -> str:
+    trace, file = error.__traceback__, ""
+    while trace is not None:
+        trace, file = trace.tb_next, trace.tb_frame.f_code.co_filename
+    return located(error, file)
+
+
+DEFINITION = EnvironmentDefinition(GymnasiumOptions, build)
