@@ -24,8 +24,8 @@ from realhf.api.environment import (
 from realhf.aws.extraction import extract_command
 from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS, observation_text
 from realhf.aws.options import AwsOptions, environment_server
-from realhf.aws.tasks.loader import instantiate, load_templates, training_tags
-from realhf.aws.tasks.task import TIERS
+from realhf.aws.tasks.loader import instantiate, training_tags
+from realhf.aws.tasks.task_set import TrainingTasks
 from realhf.base.paths import PACKAGE
 from realhf.base.source_files import matching_files
 from realhf.base.text import shorten
@@ -47,10 +47,9 @@ class AwsTaskSet:
     ``realhf.api.environment.TaskSet``. ``chaos``: whether their episodes may be perturbed."""
 
     def __init__(self, options: AwsOptions, split: str) -> None:
-        tags = training_tags(options.tiers, options.tags)
-        templates = load_templates(options.tiers, tags=tags, split="train")
-        self.group_of: Mapping[str, str] = {str(template.task_id): template.tier for template in templates}
-        self.groups: Sequence[str] = TIERS
+        tasks = TrainingTasks(options.tiers, training_tags(options.tiers, options.tags))
+        self.group_of: Mapping[str, str] = {str(number): tier for number, tier in tasks.group_of.items()}
+        self.groups: Sequence[str] = tasks.groups
         self._split, self._chaos = split, options.chaos
 
     def instantiate(self, template_id: str, seed: int) -> Task:

@@ -23,6 +23,7 @@ from trl.chat_template_utils import get_training_chat_template, qwen3_chat_templ
 from realhf.api.chat import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
+from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.observation_text import observation_text
 from realhf.aws.trl.aws_tool import AwsToolEnv
 from realhf.aws.trl.trl_rollout import PoolRollouts, episode_reward
@@ -83,7 +84,7 @@ def text_lessons(rows: list[dict[str, Any]]) -> tuple[Any, list[tuple[list[int],
     """The same for a policy that answers with the bare command."""
     texts = [row[key] for row in rows for key in ("text", "solution", "wrong")]
     tokenizer = train_tokenizer(texts, CONFIG.vocab_size, CONFIG.max_positions)
-    chat = TemplateChat(tokenizer)
+    chat = TemplateChat(tokenizer, system_prompt=SYSTEM_PROMPT)
     lessons = []
     for row in rows:
         for command in (row["solution"], row["wrong"]):

@@ -2,12 +2,11 @@
 
 from realhf.api.chat.call_json import CallProblem, read_json
 from realhf.api.chat.families import FAMILIES, family_of, reads_tools, unread_variables
-from realhf.api.chat.template_chat import SYSTEM_PROMPT, ChatTemplateError, TemplateChat
+from realhf.api.chat.template_chat import ChatTemplateError, TemplateChat
 from realhf.api.chat.turn_parser import parse_turn
 
 __all__ = [
     "FAMILIES",
-    "SYSTEM_PROMPT",
     "CallProblem",
     "ChatTemplateError",
     "TemplateChat",

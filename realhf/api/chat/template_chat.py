@@ -19,10 +19,6 @@ from realhf.api.chat.families import family_of, reads_tools, unread_variables
 from realhf.api.chat.turn_parser import parse_turn
 from realhf.api.environment import AssistantMessage
 
-SYSTEM_PROMPT = (
-    "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
-    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done."
-)
 _MARKER = "\u2e28policy-turn\u2e29"
 _PROBE = "probe0of0message"
 _CACHED = 512
@@ -37,7 +33,8 @@ class ChatTemplateError(ValueError):
 
 
 class TemplateChat:
-    """Implements ``realhf.api.env.ChatFormat`` with a Hugging Face tokenizer. ``template_kwargs`` are variables of the
+    """Implements ``realhf.api.env.ChatFormat`` with a Hugging Face tokenizer. ``system_prompt`` precedes what ``first``
+    opens. ``template_kwargs`` are variables of the
     template, e.g. ``enable_thinking``, for everything that is rendered; ``family`` says how its policy writes tool
     calls (``families.FAMILIES``). Raises ChatTemplateError, also for a variable that the template does not read."""
 
@@ -45,7 +42,7 @@ class TemplateChat:
         self,
         tokenizer: Any,
         *,
-        system_prompt: str | None = SYSTEM_PROMPT,
+        system_prompt: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -92,18 +89,13 @@ class TemplateChat:
         """Return what a policy turn says (``turn_parser.parse_turn``), counted with its stop id. Never raises."""
         return parse_turn(self.decode(token_ids), self.family, token_count=len(token_ids), tools=tools)
 
-    def first(self, task: str) -> list[int]:
-        """Return the ids up to the point where the policy speaks for the first time."""
-        return self.opening([*self._system, {"role": "user", "content": task}])
+    def first(self, text: str) -> list[int]:
+        """Return the ids of the system prompt and one message of the user, with the cue for the policy's turn."""
+        return self.opening([*self._system, {"role": "user", "content": text}])
 
-    def following(self, observation: str, *, ended: bool) -> list[int]:
-        """Return the ids between two policy turns. ``ended``: the policy itself sampled the end of its turn."""
-        return self.following_messages([{"role": "user", "content": observation}], ended=ended)
-
-    def conversation(self, messages: Messages) -> list[int]:
-        """Return the ids of a whole conversation, none of it sampled here, with the cue for the policy at its end. No
-        system prompt is added."""
-        return self.opening(messages)
+    def following(self, text: str, *, ended: bool) -> list[int]:
+        """Return what ``following_messages`` does for one message of the user."""
+        return self.following_messages([{"role": "user", "content": text}], ended=ended)
 
     def closing(self) -> list[int]:
         """Return the ids that end a policy turn in a demonstration; the first is a stop id."""

@@ -1,8 +1,8 @@
 """Configuration dataclasses, read by Hydra as structured configs: an unknown or mistyped option is an error.
 
 Defaults here are the library's; ``configs/experiment/*.yaml`` holds what an experiment changes. The sections of an
-algorithm or an environment lie beside it (``realhf/algorithms/policy_gradient/options.py``, ``realhf/aws/options.py``),
-and the experiments that use it add them. No torch.
+algorithm or an environment lie beside it (``realhf/algorithms/policy_gradient/options.py``,
+``realhf/environments/sql/definition.py``), and the experiments that use it add them. No torch.
 """
 
 from realhf.api.config.asynchronous import AsyncConfig

@@ -32,8 +32,8 @@ class RolloutConfig:
     message_timeout_s: float = option(60.0, "A message to the environment is answered within these seconds.", above=0)
     sessions: int = option(
         0,
-        "At most this many episodes are played at once; 0: as many as the environment allows (AWS: env.pool_size), and "
-        "32 where it sets no bound.",
+        "At most this many episodes are played at once; 0: as many as the environment allows, and 32 "
+        "where it sets no bound.",
         at_least=0,
     )
     agent: str = option(

@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 
-from realhf.api.chat import SYSTEM_PROMPT, TemplateChat
+from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.model import GenRequest
+from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.evaluation.agent import AgentError, Conversation, Reply
 from realhf.aws.extraction import extract_command
 from realhf.aws.observation_text import NO_COMMAND, observation_text
@@ -69,7 +70,7 @@ class LocalModelAgent:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = EmbeddedGenerator(load_causal_lm(self.path, "model", torch.float32).to(device))
         self._engine.threads = compute_threads(threads)
-        self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs)
+        self._chat = TemplateChat(tokenizer, system_prompt=SYSTEM_PROMPT, template_kwargs=self.chat_template_kwargs)
         return self
 
     def act(self, conversations: Sequence[Conversation]) -> list[Reply]:

@@ -1,4 +1,4 @@
-"""Offers the AWS tasks as a set that a curriculum draws from."""
+"""Offers the AWS tasks by their numbers, for the curriculum of a trainer of one's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task
 
 
-class AwsTaskSet:
+class TrainingTasks:
     """Holds the training templates of these ``tiers`` (None: of all) with any of these ``tags`` (none: whatever their
     tags). Held-out templates are never in it. Raises TaskError for an unknown tier or tag."""
 

@@ -19,13 +19,14 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from realhf.api.env import StepResult
+from realhf.api.environment import FAILURE_KINDS
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_REPLY_BYTES = 4 << 20
 _CLOSE_S = 2.0
 _ARITHMETIC = (
     "a trainer opens one session per episode of its generation batch (per-device batch x accumulation steps x "
-    "devices), and the server's AWS_RL_ENV_POOL_SIZE must be at least that"
+    "devices), and the server must have at least as many (--pool-size)"
 )
 T = TypeVar("T")
 
@@ -57,13 +58,17 @@ class MessageTimeout(TimeoutError):
 class EnvError(RuntimeError):
     """The server answered with an error frame; the session stays usable. ``code`` is the wire's error code;
     ``retryable``: the server reports that nothing was executed and the request may be sent again; ``details`` is what
-    a stock server says of each field of a message that it refuses, any JSON."""
+    a stock server says of each field of a message that it refuses, any JSON; ``kind`` is how the environment failed
+    (``realhf.api.environment.FAILURE_KINDS``), "" where the server does not say it."""
 
-    def __init__(self, code: str, message: str, *, retryable: bool = False, details: Any = None) -> None:
+    def __init__(
+        self, code: str, message: str, *, retryable: bool = False, details: Any = None, kind: str = ""
+    ) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.retryable = retryable
         self.details = details
+        self.kind = kind
 
 
 class OpenEnvClient:
@@ -255,7 +260,9 @@ class OpenEnvClient:
 
 def _said(data: Mapping[str, Any]) -> EnvError:
     retryable, details = data.get("retryable") is True, data.get("errors")
-    return EnvError(data["code"], data["message"], retryable=retryable, details=details)
+    kind = str(data.get("kind"))
+    kind = kind if kind in FAILURE_KINDS else ""
+    return EnvError(data["code"], data["message"], retryable=retryable, details=details, kind=kind)
 
 
 def websocket_url(base_url: str) -> str:

@@ -93,8 +93,8 @@ class Curriculum(Generic[T]):
         if not tasks.group_of:
             raise ValueError("the curriculum has no task in the groups and with the tags it was given")
         self._tasks = tasks
-        self._tier_of = dict(tasks.group_of)
-        self._tiers = [group for group in tasks.groups if group in self._tier_of.values()]
+        self._group_of = dict(tasks.group_of)
+        self._groups = [group for group in tasks.groups if group in self._group_of.values()]
         self._seed = seed
         self._any = group_success == "any"
         self._lock = threading.RLock()
@@ -104,7 +104,7 @@ class Curriculum(Generic[T]):
         """Go back to the first episode: forget all results."""
         with self._lock:
             self._rng = random.Random(f"curriculum:{self._seed}")
-            self._records = {template_id: TemplateRecord() for template_id in self._tier_of}
+            self._records = {template_id: TemplateRecord() for template_id in self._group_of}
             self._episodes = 0
             self._invalid_groups = 0
             self._rewards: list[float] = []
@@ -152,7 +152,7 @@ class Curriculum(Generic[T]):
             self._learn(task_id, record, float(achieved > 0) if self._any else float(achieved))
 
     def _check_known(self, template_id: Any) -> None:
-        if template_id not in self._tier_of:
+        if template_id not in self._group_of:
             raise LookupError(f"task {template_id} is not in this curriculum")
 
     def success_rate(self, template_id: Any) -> float:
@@ -168,16 +168,16 @@ class Curriculum(Generic[T]):
     def get_stats(self) -> dict[str, Any]:
         """Return what a person asks for: ``episode_count``, ``invalid_groups``, ``avg_reward_last_10``;
         ``skill_profile`` {task id: success rate} of what was tried; lists of task ids ``graduated_tasks``,
-        ``weak_spots`` (below 0.7, not graduated), ``spaced_rep_due``; ``tier``, ``tier_episodes``,
-        ``tier_success_rate``, ``promotions`` [(episode, tier)], which stay empty in a strategy without tiers."""
+        ``weak_spots`` (below 0.7, not graduated), ``spaced_rep_due``; ``group``, ``group_episodes``,
+        ``group_success_rate``, ``promotions`` [(episode, group)], empty in a strategy that takes all groups at once."""
         with self._lock:
             tried = {key: record for key, record in self._records.items() if record.attempts}
             rates = {key: self.success_rate(key) for key in tried}
             return {
                 "episode_count": self._episodes,
-                "tier": None,
-                "tier_episodes": 0,
-                "tier_success_rate": 0.0,
+                "group": None,
+                "group_episodes": 0,
+                "group_success_rate": 0.0,
                 "graduated_tasks": [key for key, record in tried.items() if record.graduated],
                 "weak_spots": [key for key, rate in rates.items() if rate < WEAK_RATE and not tried[key].graduated],
                 "skill_profile": rates,
@@ -188,7 +188,7 @@ class Curriculum(Generic[T]):
             }
 
     def stats(self) -> dict[str, float]:
-        """Return metrics for the step's log: episodes, invalid groups, mean reward, success rate by tier, untried."""
+        """Return metrics for the step's log: episodes, invalid groups, mean reward, success rate by group, untried."""
         with self._lock:
             figures = {
                 "episodes": float(self._episodes),
@@ -196,13 +196,13 @@ class Curriculum(Generic[T]):
                 "reward_last_10": sum(self._rewards) / len(self._rewards) if self._rewards else 0.0,
                 "untried": float(sum(not record.attempts for record in self._records.values())),
             }
-            for tier in self._tiers:
+            for group in self._groups:
                 rates = [
                     self.success_rate(t)
-                    for t, own in self._tier_of.items()
-                    if own == tier and self._records[t].attempts
+                    for t, own in self._group_of.items()
+                    if own == group and self._records[t].attempts
                 ]
-                figures[f"success/{tier}"] = sum(rates) / len(rates) if rates else 0.0
+                figures[f"success/{group}"] = sum(rates) / len(rates) if rates else 0.0
             return figures
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,4 +241,4 @@ class Curriculum(Generic[T]):
                 self._records[key] = TemplateRecord(**saved[str(key)]) if str(key) in saved else TemplateRecord()
 
     def _task_set(self) -> str:
-        return hashlib.sha256(json.dumps(sorted(self._tier_of.items())).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(sorted(self._group_of.items())).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Draws weak spots first, tier by tier, with mastery and spaced repetition: the classic rule.
+"""Draws weak spots first, group by group, with mastery and spaced repetition: the classic rule.
 
 Source: docs/reference/environment.md 8.
 """
@@ -6,7 +6,7 @@ Source: docs/reference/environment.md 8.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from realhf.env.curriculum.base import Curriculum, T, TaskSet, TemplateRecord
@@ -14,8 +14,9 @@ from realhf.env.curriculum.base import Curriculum, T, TaskSet, TemplateRecord
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """Holds the constants of the priority strategy. ``promotion``: tier -> (least episodes, success rate). ``untried``,
-    ``weak``, ``due`` and ``recent``: what they add to a template's score (``weak`` times 1 - rate)."""
+    """Holds the constants of the priority strategy. ``promotion``: least episodes and success rate that lead out of
+    the first group, the second, ...; the last pair holds for all further ones. ``untried``, ``weak``, ``due`` and
+    ``recent``: what they add to a template's score (``weak`` times 1 - rate)."""
 
     untried: float = 100.0
     weak: float = 50.0
@@ -30,14 +31,11 @@ class PriorityRule:
     recent_episodes: int = 2
     fast_track_episodes: int = 3
     fast_track_rate: float = 0.9
-    promotion: dict[str, tuple[int, float]] = field(
-        default_factory=lambda: {
-            "warmup": (5, 0.6),
-            "beginner": (5, 0.6),
-            "intermediate": (8, 0.65),
-            "advanced": (10, 0.7),
-        }
-    )
+    promotion: Sequence[tuple[int, float]] = ((5, 0.6), (5, 0.6), (8, 0.65), (10, 0.7))
+
+    def __post_init__(self) -> None:
+        if not self.promotion:
+            raise ValueError("promotion: at least one pair of episodes and success rate")
 
     @classmethod
     def of(cls, preset: str = "standard", **changes: Any) -> PriorityRule:
@@ -52,15 +50,7 @@ class PriorityRule:
 
 PRESETS: Mapping[str, PriorityRule] = {
     "standard": PriorityRule(),
-    "slow": PriorityRule(
-        promotion={
-            "warmup": (5, 0.6),
-            "beginner": (10, 0.65),
-            "intermediate": (15, 0.65),
-            "advanced": (15, 0.7),
-            "expert": (20, 0.7),
-        }
-    ),
+    "slow": PriorityRule(promotion=((5, 0.6), (10, 0.65), (15, 0.65), (15, 0.7), (20, 0.7))),
 }
 
 
@@ -71,7 +61,7 @@ def decayed_rate(results: Sequence[float], decay: float) -> float:
 
 
 class PriorityCurriculum(Curriculum[T]):
-    """Draws the template with the highest priority, among the current tier and what is due from the tiers before it."""
+    """Draws the template with the highest priority, among the current group and what is due from those before it."""
 
     strategy = "priority"
 
@@ -87,17 +77,17 @@ class PriorityCurriculum(Curriculum[T]):
         super().__init__(seed, tasks, group_success=group_success)
 
     def reset(self) -> None:
-        """See ``Curriculum``; the tier is the first again."""
+        """See ``Curriculum``; the group is the first again."""
         with self._lock:
             super().reset()
-            self._tier_index = 0
-            self._tier_results: list[float] = []
+            self._group_index = 0
+            self._group_results: list[float] = []
             self._promotions: list[tuple[int, str]] = []
 
     @property
-    def tier(self) -> str:
-        """Name of the current tier."""
-        return self._tiers[self._tier_index]
+    def group(self) -> str:
+        """Name of the current group."""
+        return self._groups[self._group_index]
 
     def success_rate(self, template_id: Any) -> float:
         """See ``Curriculum``."""
@@ -118,11 +108,11 @@ class PriorityCurriculum(Curriculum[T]):
         return record.graduated and self._episodes - before - record.reference >= record.interval
 
     def _choose(self, count: int) -> list[Any]:
-        earlier = set(self._tiers[: self._tier_index])
+        earlier = set(self._groups[: self._group_index])
         candidates = [
             template_id
-            for template_id, tier in self._tier_of.items()
-            if tier == self.tier or (tier in earlier and self._due(self._records[template_id]))
+            for template_id, group in self._group_of.items()
+            if group == self.group or (group in earlier and self._due(self._records[template_id]))
         ]
         ranked = sorted(candidates, key=lambda template_id: (-self.priority(template_id), self._rng.random()))
         return [ranked[index % len(ranked)] for index in range(count)]
@@ -139,58 +129,61 @@ class PriorityCurriculum(Curriculum[T]):
             passed = result >= rule.mastery_rate
             record.interval = min(2 * record.interval, rule.longest_interval) if passed else rule.first_interval
             record.reference = self._episodes
-        if self._tier_of[template_id] == self.tier:
-            self._tier_results.append(result)
+        if self._group_of[template_id] == self.group:
+            self._group_results.append(result)
             self._promote()
 
     def _promote(self) -> None:
-        """Move to the next tier when this one goes well; there is no way back."""
-        rule, count = self.rule, len(self._tier_results)
-        if self._tier_index + 1 == len(self._tiers):
+        """Move to the next group when this one goes well; there is no way back."""
+        rule, count = self.rule, len(self._group_results)
+        if self._group_index + 1 == len(self._groups):
             return
-        rate = decayed_rate(self._tier_results, rule.decay)
-        least, wanted = rule.promotion[self.tier]
+        rate = decayed_rate(self._group_results, rule.decay)
+        stage = list(self._tasks.groups).index(self.group)
+        least, wanted = rule.promotion[min(stage, len(rule.promotion) - 1)]
         fast = count >= rule.fast_track_episodes and rate >= rule.fast_track_rate
         if fast or (count >= least and rate >= wanted):
-            self._tier_index += 1
-            self._tier_results = []
-            self._promotions.append((self._episodes, self.tier))
+            self._group_index += 1
+            self._group_results = []
+            self._promotions.append((self._episodes, self.group))
 
     def get_stats(self) -> dict[str, Any]:
-        """See ``Curriculum``; adds the tier, its results, re-tests that are due, and promotions."""
+        """See ``Curriculum``; adds the group, its results, re-tests that are due, and promotions."""
         with self._lock:
             return super().get_stats() | {
-                "tier": self.tier,
-                "tier_episodes": len(self._tier_results),
-                "tier_success_rate": decayed_rate(self._tier_results, self.rule.decay),
+                "group": self.group,
+                "group_episodes": len(self._group_results),
+                "group_success_rate": decayed_rate(self._group_results, self.rule.decay),
                 "spaced_rep_due": [key for key, record in self._records.items() if self._due(record)],
                 "promotions": list(self._promotions),
             }
 
     def stats(self) -> dict[str, float]:
-        """See ``Curriculum``; adds the tier's number and episodes, and how many templates are graduated and due."""
+        """See ``Curriculum``; adds the group's number and episodes, and how many templates are graduated and due."""
         with self._lock:
             records = self._records.values()
             return super().stats() | {
-                "tier": float(list(self._tasks.groups).index(self.tier)),
-                "tier_episodes": float(len(self._tier_results)),
+                "group": float(list(self._tasks.groups).index(self.group)),
+                "group_episodes": float(len(self._group_results)),
                 "graduated": float(sum(record.graduated for record in records)),
                 "due": float(sum(self._due(record) for record in records)),
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Curriculum``; adds the tier, its results and the promotions."""
+        """See ``Curriculum``; adds the group, its results and the promotions."""
         with self._lock:
             return super().state_dict() | {
-                "tier": self.tier,
-                "tier_results": list(self._tier_results),
+                "group": self.group,
+                "group_results": list(self._group_results),
                 "promotions": [list(promotion) for promotion in self._promotions],
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Curriculum``. A tier that is not known starts at the first."""
+        """See ``Curriculum``. A group that is not known starts at the first."""
         with self._lock:
+            if state.get("strategy") == self.strategy and "group" not in state:
+                raise ValueError("the state of this priority curriculum was saved by an earlier release")
             super().load_state_dict(state)
-            self._tier_index = self._tiers.index(state["tier"]) if state["tier"] in self._tiers else 0
-            self._tier_results = list(state["tier_results"])
-            self._promotions = [(episode, tier) for episode, tier in state.get("promotions", [])]
+            self._group_index = self._groups.index(state["group"]) if state["group"] in self._groups else 0
+            self._group_results = list(state["group_results"])
+            self._promotions = [(episode, group) for episode, group in state.get("promotions", [])]

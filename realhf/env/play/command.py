@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     spec = build_environment(arguments.reference, parse_options(arguments.options))
     if spec.launch is not None:
         raise ValueError(
-            f"{spec.name} is played on a service ({spec.launch.module}), which `play` does not start"
-            + ("; its own playground does: aws-env, then the page /web" if spec.name == "aws" else "")
+            f"{spec.name} is played on a service ({spec.launch.module}), which `play` does not start; a service may "
+            "have a page of its own for that"
         )
     seed = random.randrange(_LARGEST_SEED) if arguments.seed is None else arguments.seed
     lines = TerminalLines() if sys.stdin.isatty() and sys.stdout.isatty() else PipedLines(console)

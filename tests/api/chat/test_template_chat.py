@@ -72,7 +72,7 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
         (quiet.first("x"), thinks.first("x")),
         (quiet.following("x", ended=True), thinks.following("x", ended=True)),
         (quiet.following_messages(said, ended=False), thinks.following_messages(said, ended=False)),
-        (quiet.conversation(said), thinks.conversation(said)),
+        (quiet.opening(said), thinks.opening(said)),
     ):
         assert tok.decode(rendered) == tok.decode(plain) + "<think>\n\n</think>\n\n"
     assert quiet.stop_ids == thinks.stop_ids

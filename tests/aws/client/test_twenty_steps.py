@@ -13,7 +13,7 @@ from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import solve
 from realhf.aws.tasks.task import Task
-from realhf.aws.tasks.task_set import AwsTaskSet
+from realhf.aws.tasks.task_set import TrainingTasks
 from realhf.env.curriculum.base import Curriculum
 from realhf.env.curriculum.factory import make_curriculum
 from tests.rollout.scripted import ScriptedPolicy
@@ -45,15 +45,15 @@ def test_the_oracle_earns_one_and_chance_earns_little(server: EnvServerProcess) 
     threads = set(threading.enumerate())
     children = len(psutil.Process(server.process.pid).children(recursive=True))
     tiers = ["warmup", "beginner", "intermediate"]
-    good = make_curriculum("priority", 1, AwsTaskSet(tiers, ["starter"]))
+    good = make_curriculum("priority", 1, TrainingTasks(tiers, ["starter"]))
     assert play(server, good, oracle=True) == pytest.approx([1.0] * STEPS)
     figures = good.get_stats()
     assert figures["episode_count"] == STEPS and figures["promotions"][0] == (3, "beginner")
     assert not figures["weak_spots"] and figures["avg_reward_last_10"] == pytest.approx(1.0)
-    poor = make_curriculum("priority", 1, AwsTaskSet(tiers, ["starter"]))
+    poor = make_curriculum("priority", 1, TrainingTasks(tiers, ["starter"]))
     rewards = play(server, poor, oracle=False)
     assert sum(rewards) / STEPS < 0.2
-    assert poor.get_stats()["tier"] == "warmup" and poor.get_stats()["promotions"] == []
+    assert poor.get_stats()["group"] == "warmup" and poor.get_stats()["promotions"] == []
     assert set(threading.enumerate()) <= threads
     with MultiTurnEnvPool(server.url, SESSIONS, retry_capacity_s=5) as pool:
         assert len(pool.reset_group({"task_id": 1}, seed=3)) == SESSIONS, "a slot leaked"

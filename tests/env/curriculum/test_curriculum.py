@@ -11,11 +11,12 @@ from realhf.aws.tasks import instantiate, load_templates
 from realhf.aws.tasks.loader import is_heldout_seed
 from realhf.aws.tasks.names import is_heldout_pair, is_name
 from realhf.aws.tasks.task import Task
-from realhf.aws.tasks.task_set import AwsTaskSet
+from realhf.aws.tasks.task_set import TrainingTasks
 from realhf.env.curriculum.base import Curriculum
 from realhf.env.curriculum.factory import make_curriculum
 from realhf.env.curriculum.learnability import LearnabilityCurriculum
 from realhf.env.curriculum.priority import PRESETS, PriorityCurriculum, PriorityRule, decayed_rate
+from realhf.env.doors.load import build_environment
 
 STRATEGIES = ("priority", "learnability")
 TRAIN = {template.task_id for template in load_templates(split="train")}
@@ -46,7 +47,7 @@ def test_decayed_rate() -> None:
 
 
 def test_priority_arithmetic() -> None:
-    curriculum = PriorityCurriculum(0, AwsTaskSet())
+    curriculum = PriorityCurriculum(0, TrainingTasks())
     assert curriculum.priority(1) == 100
     record(curriculum, 1, 0.0)
     assert curriculum.priority(1) == 50 - 20, "weak, but attempted just now"
@@ -56,7 +57,7 @@ def test_priority_arithmetic() -> None:
 
 
 def test_mastery_and_spaced_repetition() -> None:
-    curriculum = PriorityCurriculum(0, AwsTaskSet(["warmup"]))
+    curriculum = PriorityCurriculum(0, TrainingTasks(["warmup"]))
 
     def schedule() -> tuple[int, int]:
         return curriculum._records[1].interval, curriculum._records[1].reference
@@ -80,7 +81,7 @@ def test_mastery_and_spaced_repetition() -> None:
 
 
 def test_a_result_counts_as_a_re_test_only_where_one_was_due_when_the_task_was_chosen() -> None:
-    curriculum = PriorityCurriculum(0, AwsTaskSet())
+    curriculum = PriorityCurriculum(0, TrainingTasks())
     record(curriculum, 1, 1.0, 1.0, 1.0)
     record(curriculum, 2, 0.0, 0.0)
     assert curriculum.get_stats()["spaced_rep_due"] == []
@@ -93,34 +94,34 @@ def test_a_result_counts_as_a_re_test_only_where_one_was_due_when_the_task_was_c
 
 
 def test_window_of_ten() -> None:
-    curriculum = PriorityCurriculum(0, AwsTaskSet())
+    curriculum = PriorityCurriculum(0, TrainingTasks())
     record(curriculum, 1, *[1.0] * 5, *[0.0] * 10)
     assert curriculum.success_rate(1) == 0
 
 
 def test_promotion() -> None:
-    fast = PriorityCurriculum(0, AwsTaskSet())
+    fast = PriorityCurriculum(0, TrainingTasks())
     record(fast, 1, 1.0, 1.0)
-    assert fast.tier == "warmup"
+    assert fast.group == "warmup"
     record(fast, 1, 1.0)
-    assert fast.tier == "beginner"
-    slow = PriorityCurriculum(0, AwsTaskSet())
+    assert fast.group == "beginner"
+    slow = PriorityCurriculum(0, TrainingTasks())
     record(slow, 1, 0.0, 0.0, 1.0, 1.0)
-    assert slow.tier == "warmup"
+    assert slow.group == "warmup"
     record(slow, 1, 1.0)
-    assert slow.tier == "beginner"
+    assert slow.group == "beginner"
     record(slow, 1, 1.0, 1.0, 1.0)
-    assert slow.tier == "beginner", "results of an earlier tier do not promote"
-    failing = PriorityCurriculum(0, AwsTaskSet())
+    assert slow.group == "beginner", "results of an earlier group do not promote"
+    failing = PriorityCurriculum(0, TrainingTasks())
     record(failing, 1, 1.0, 1.0, 0.0)
-    assert failing.tier == "warmup", "a failure blocks the fast track"
-    last = PriorityCurriculum(0, AwsTaskSet(["beginner"]))
+    assert failing.group == "warmup", "a failure blocks the fast track"
+    last = PriorityCurriculum(0, TrainingTasks(["beginner"]))
     record(last, 101, *[1.0] * 20)
-    assert last.tier == "beginner"
+    assert last.group == "beginner"
 
 
-def test_candidates_are_the_tier_and_what_is_due() -> None:
-    curriculum = PriorityCurriculum(0, AwsTaskSet())
+def test_candidates_are_the_group_and_what_is_due() -> None:
+    curriculum = PriorityCurriculum(0, TrainingTasks())
     record(curriculum, 1, 1.0, 1.0, 1.0)
     assert {task.task_id for task in curriculum.next_tasks(len(BEGINNER))} == BEGINNER
     record(curriculum, 101, 0.0, 0.0, 0.0)
@@ -128,7 +129,7 @@ def test_candidates_are_the_tier_and_what_is_due() -> None:
 
 
 def test_learnability_weights() -> None:
-    curriculum = LearnabilityCurriculum(0, AwsTaskSet(), decay=0.5)
+    curriculum = LearnabilityCurriculum(0, TrainingTasks(), decay=0.5)
     record(curriculum, 1, 1.0, 0.0, 0.5)
     expected = (0.25 * 1.0 + 0.5 * 0.0 + 0.5) / 1.75
     assert curriculum.success_rate(1) == pytest.approx(expected)
@@ -136,7 +137,7 @@ def test_learnability_weights() -> None:
 
 
 def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> None:
-    curriculum = LearnabilityCurriculum(3, AwsTaskSet(tags=["starter"]))
+    curriculum = LearnabilityCurriculum(3, TrainingTasks(tags=["starter"]))
     starters = {template.task_id for template in load_templates(tags=["starter"])}
     first: list[int] = []
     for count in (16, 16, len(starters) - 32):
@@ -157,7 +158,7 @@ def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> N
 def test_heldout_is_never_served(strategy: str) -> None:
     """Neither held-out templates, nor held-out names, nor held-out seeds."""
     assert len(HELDOUT) >= 20 and not HELDOUT & TRAIN
-    curriculum = make_curriculum(strategy, 1, AwsTaskSet())
+    curriculum = make_curriculum(strategy, 1, TrainingTasks())
     for _ in range(120):
         for task in curriculum.next_tasks(8):
             curriculum.record_result(task, 1.0, 1.0)
@@ -174,33 +175,34 @@ def test_heldout_is_never_served(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tags_choose_the_templates(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 0, AwsTaskSet(tags=["starter"]))
+    curriculum = make_curriculum(strategy, 0, TrainingTasks(tags=["starter"]))
     starters = {template.task_id for template in load_templates(tags=["starter"], split="train")}
     assert set(curriculum._records) == starters and len(starters) == 39
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resume_continues_with_the_same_tasks(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 7, AwsTaskSet())
+    curriculum = make_curriculum(strategy, 7, TrainingTasks())
     drill(curriculum, 20)
     state = json.loads(json.dumps(curriculum.state_dict()))
-    other = make_curriculum(strategy, 99, AwsTaskSet())
+    other = make_curriculum(strategy, 99, TrainingTasks())
     other.load_state_dict(state)
     assert drill(other, 15) == drill(curriculum, 15)
     assert other.stats() == curriculum.stats()
-    assert drill(make_curriculum(strategy, 7, AwsTaskSet()), 3) == drill(make_curriculum(strategy, 7, AwsTaskSet()), 3)
-    assert drill(make_curriculum(strategy, 7, AwsTaskSet()), 3) != drill(make_curriculum(strategy, 8, AwsTaskSet()), 3)
+    same, again, other = (make_curriculum(strategy, seed, TrainingTasks()) for seed in (7, 7, 8))
+    first = drill(same, 3)
+    assert first == drill(again, 3) and first != drill(other, 3)
 
 
 def test_loading_minds_version_strategy_and_task_set(caplog: pytest.LogCaptureFixture) -> None:
-    curriculum = make_curriculum("learnability", 0, AwsTaskSet())
+    curriculum = make_curriculum("learnability", 0, TrainingTasks())
     record(curriculum, 1, 0.5)
     state = curriculum.state_dict()
     with pytest.raises(ValueError, match="strategy"):
-        make_curriculum("priority", 0, AwsTaskSet()).load_state_dict(state)
+        make_curriculum("priority", 0, TrainingTasks()).load_state_dict(state)
     with pytest.raises(ValueError, match="version"):
         curriculum.load_state_dict(state | {"version": 0})
-    smaller = LearnabilityCurriculum(0, AwsTaskSet(["warmup"]))
+    smaller = LearnabilityCurriculum(0, TrainingTasks(["warmup"]))
     smaller.load_state_dict(state)
     assert "another set of tasks" in caplog.text
     assert smaller.success_rate(1) == 0.5 and smaller.stats()["untried"] == len(WARMUP) - 1
@@ -208,7 +210,7 @@ def test_loading_minds_version_strategy_and_task_set(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_record_result_is_the_only_mutation(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 0, AwsTaskSet())
+    curriculum = make_curriculum(strategy, 0, TrainingTasks())
     drill(curriculum, 5)
     before = copy.deepcopy(curriculum.state_dict())
     curriculum.next_task()
@@ -226,7 +228,7 @@ def test_record_result_is_the_only_mutation(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) -> None:
-    curriculum = make_curriculum(strategy, 0, AwsTaskSet())
+    curriculum = make_curriculum(strategy, 0, TrainingTasks())
     curriculum.record_result(instantiate(1, 0), None)
     figures = curriculum.stats()
     assert (figures["invalid_groups"], figures["episodes"], figures["untried"]) == (1, 0, len(TRAIN))
@@ -237,7 +239,7 @@ def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) ->
 
 
 def test_wrong_arguments() -> None:
-    curriculum = make_curriculum("learnability", 0, AwsTaskSet(["warmup"]))
+    curriculum = make_curriculum("learnability", 0, TrainingTasks(["warmup"]))
     with pytest.raises(LookupError, match="101"):
         record(curriculum, 101, 1.0)
     with pytest.raises(ValueError, match="fraction"):
@@ -247,19 +249,19 @@ def test_wrong_arguments() -> None:
     with pytest.raises(LookupError, match="101"):
         curriculum.get_task_by_id(101)
     with pytest.raises(ValueError, match="learnability, priority"):
-        make_curriculum("greedy", 0, AwsTaskSet())
+        make_curriculum("greedy", 0, TrainingTasks())
     with pytest.raises(ValueError, match="fraction, any"):
-        make_curriculum("learnability", 0, AwsTaskSet(), group_success="most")
+        make_curriculum("learnability", 0, TrainingTasks(), group_success="most")
     with pytest.raises(ValueError, match="slow, standard"):
-        make_curriculum("priority", 0, AwsTaskSet(), priority={"preset": "quick"})
+        make_curriculum("priority", 0, TrainingTasks(), priority={"preset": "quick"})
     with pytest.raises(ValueError, match="patience"):
-        make_curriculum("priority", 0, AwsTaskSet(), priority={"patience": 3})
+        make_curriculum("priority", 0, TrainingTasks(), priority={"patience": 3})
     with pytest.raises(ValueError, match="no task"):
-        make_curriculum("priority", 0, AwsTaskSet(["expert"], ["starter"]))
+        make_curriculum("priority", 0, TrainingTasks(["expert"], ["starter"]))
 
 
 def test_concurrent_records_are_all_counted() -> None:
-    curriculum = make_curriculum("priority", 0, AwsTaskSet())
+    curriculum = make_curriculum("priority", 0, TrainingTasks())
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda n: record(curriculum, 1 + n % 13, 0.0), range(400)))
     assert curriculum.stats()["episodes"] == 400
@@ -268,14 +270,14 @@ def test_concurrent_records_are_all_counted() -> None:
 def test_a_group_counts_as_its_fraction_or_as_any() -> None:
     for group_success, expected in (("fraction", 0.25), ("any", 1.0)):
         for strategy in STRATEGIES:
-            curriculum = make_curriculum(strategy, 0, AwsTaskSet(), group_success=group_success)
+            curriculum = make_curriculum(strategy, 0, TrainingTasks(), group_success=group_success)
             curriculum.record_result(instantiate(1, 0), 0.25)
             curriculum.record_result(instantiate(2, 0), 0.0)
             assert curriculum.success_rate(1) == expected and curriculum.success_rate(2) == 0.0
 
 
 def test_get_stats_of_the_priority_strategy() -> None:
-    curriculum = PriorityCurriculum(0, AwsTaskSet())
+    curriculum = PriorityCurriculum(0, TrainingTasks())
     record(curriculum, 1, 1.0, 1.0, 0.0, 1.0)
     record(curriculum, 2, 0.5)
     curriculum.record_result(instantiate(3, 0), None)
@@ -285,20 +287,20 @@ def test_get_stats_of_the_priority_strategy() -> None:
     assert (figures["episode_count"], figures["invalid_groups"]) == (5, 1)
     assert (figures["graduated_tasks"], figures["weak_spots"]) == ([1], [2])
     assert figures["avg_reward_last_10"] == pytest.approx(3.5 / 5)
-    assert (figures["tier"], figures["tier_episodes"], figures["promotions"]) == ("beginner", 0, [(5, "beginner")])
+    assert (figures["group"], figures["group_episodes"], figures["promotions"]) == ("beginner", 0, [(5, "beginner")])
     record(curriculum, 101, 1.0, 0.0)
     later = curriculum.get_stats()
-    assert (later["tier_episodes"], later["spaced_rep_due"]) == (2, [1])
-    assert later["tier_success_rate"] == pytest.approx(decayed_rate([1, 0], 0.85))
-    other = PriorityCurriculum(9, AwsTaskSet())
+    assert (later["group_episodes"], later["spaced_rep_due"]) == (2, [1])
+    assert later["group_success_rate"] == pytest.approx(decayed_rate([1, 0], 0.85))
+    other = PriorityCurriculum(9, TrainingTasks())
     other.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
     assert other.get_stats() == later
     other.reset()
-    assert other.get_stats()["promotions"] == [] and other.tier == "warmup"
+    assert other.get_stats()["promotions"] == [] and other.group == "warmup"
 
 
 def test_both_strategies_tell_the_same_figures() -> None:
-    kinds = [make_curriculum(strategy, 0, AwsTaskSet()) for strategy in STRATEGIES]
+    kinds = [make_curriculum(strategy, 0, TrainingTasks()) for strategy in STRATEGIES]
     for curriculum in kinds:
         record(curriculum, 1, 0.0)
     first, second = (curriculum.get_stats() for curriculum in kinds)
@@ -307,15 +309,32 @@ def test_both_strategies_tell_the_same_figures() -> None:
 
 def test_the_slow_preset_and_changed_constants() -> None:
     assert PRESETS["standard"] == PriorityRule()
-    slow = make_curriculum("priority", 0, AwsTaskSet(), priority={"preset": "slow", "fast_track_rate": 2.0})
+    slow = make_curriculum("priority", 0, TrainingTasks(), priority={"preset": "slow", "fast_track_rate": 2.0})
     assert isinstance(slow, PriorityCurriculum)
     record(slow, 1, *[1.0] * 5)
-    assert slow.tier == "beginner"
+    assert slow.group == "beginner"
     record(slow, 101, *[1.0] * 9)
-    assert slow.tier == "beginner", "the standard rule would have promoted after five"
+    assert slow.group == "beginner", "the standard rule would have promoted after five"
     record(slow, 101, 1.0)
-    assert slow.tier == "intermediate"
-    bold = PriorityCurriculum(0, AwsTaskSet(), rule=PriorityRule.of(weak=10.0, due=1.0, recent=0.0, untried=7.0))
+    assert slow.group == "intermediate"
+    bold = PriorityCurriculum(0, TrainingTasks(), rule=PriorityRule.of(weak=10.0, due=1.0, recent=0.0, untried=7.0))
     assert bold.priority(1) == 7.0
     record(bold, 1, 0.0)
     assert bold.priority(1) == 10.0
+
+
+def test_the_classic_rule_leads_through_the_groups_of_any_environment() -> None:
+    """The pairs of the rule hold for the first, the second and the further groups, whatever they are called."""
+    tasks = build_environment("sql", {}).tasks("train")
+    curriculum = PriorityCurriculum(0, tasks, rule=PriorityRule(promotion=((2, 0.5), (3, 0.5)), fast_track_rate=2.0))
+    reached = []
+    for _ in range(20):
+        template, _ = curriculum.draw(1)[0]
+        curriculum.record_template(template, 1.0, 1.0)
+        reached.append(curriculum.group)
+    assert curriculum.get_stats()["promotions"] == [(2, "aggregate"), (5, "join"), (8, "change"), (11, "steps")]
+    assert reached[-1] == "steps" and curriculum.stats()["group"] == 4.0
+    with pytest.raises(ValueError, match="at least one pair"):
+        PriorityRule.of(promotion=())
+    with pytest.raises(ValueError, match="earlier release"):
+        curriculum.load_state_dict({key: value for key, value in curriculum.state_dict().items() if key != "group"})

@@ -154,7 +154,7 @@ async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: E
         edited = {"role": "assistant", "content": first["content"] + " "}
         await say(client, [USER, edited, told])
         assert len(session.ledger.branches) == 3
-        assert session.ledger.branches[2].tokens.prompt_ids == chat().conversation([USER, edited, told])
+        assert session.ledger.branches[2].tokens.prompt_ids == chat().opening([USER, edited, told])
         await say(client, [USER, first])
         assert len({request.slot for request in tokens.requests}) == 4
         assert len({request.seed for request in tokens.requests}) == 4
