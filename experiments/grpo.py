@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments import sft
@@ -20,6 +20,7 @@ from realhf.api.config import run_folder
 from realhf.api.config.option import section
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
+from realhf.api.keys import TURN_KEYS
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
@@ -148,6 +149,7 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         "seq_no_eos_mask",
         "outcome",
         *ppo.scored_keys,
+        *ppo.turn_keys,
     )
     return _call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
 
@@ -208,7 +210,7 @@ def on_tasks(
     return ExperimentSpec(
         name=name,
         models=models,
-        mfcs=tuple(mfcs),
+        mfcs=tuple(with_turns(mfcs)),
         source=SourceSpec("tasks", tasks, worker=models["actor"].workers[0]),
         n_seqs=config.dataset.train_bs_n_seqs,
         total_train_steps=config.total_train_steps,
@@ -221,6 +223,22 @@ def on_tasks(
         export_role="actor",
         log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask"),
     )
+
+
+def with_turns(mfcs: list[MFCDef]) -> list[MFCDef]:
+    """The same calls; where one has rewards per turn among its inputs, the call that plays episodes makes them."""
+    if not any(key in TURN_KEYS for call in mfcs for key in call.input_keys):
+        return mfcs
+    return [
+        replace(
+            call,
+            output_keys=(*call.output_keys, *TURN_KEYS),
+            interface_args={**call.interface_args, "turn_rewards": True},
+        )
+        if call.interface == "env_rollout"
+        else call
+        for call in mfcs
+    ]
 
 
 def held_out(config: Config) -> EvaluationSpec:

@@ -14,6 +14,7 @@ from experiments.grpo import Config
 from realhf.api.config import AsyncConfig, ConfigError
 from realhf.api.experiment import ExperimentSpec, RolloutSpec
 from realhf.api.graph import to_async
+from realhf.api.rollout import RolloutOptions
 from realhf.env.doors.section import absolute, with_environment
 
 
@@ -30,8 +31,8 @@ def build(config: Config) -> ExperimentSpec:
 def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group,
     or for an option that does nothing."""
-    options, episodes = config.async_rl, grpo.rollout_options(config)
     staying, leaving = to_async(spec.mfcs)
+    options, episodes = config.async_rl, RolloutOptions.from_args(leaving[0].interface_args)
     sessions = episodes.sessions // options.n_rollout_workers
     if sessions < config.ppo.group_size:
         raise ConfigError(

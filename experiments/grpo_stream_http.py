@@ -23,6 +23,8 @@ def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     # Who samples is not known here, and neither is how much: the longest sequence bounds it.
     ppo = resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens)
+    if ppo.turn_keys:
+        raise ConfigError("ppo.credit=turn: groups that others push to a trajectory server have no rewards per turn")
     first = first_weights(config)
     actor = actor_model(config, first.path)
     models, mfcs = {"actor": actor}, [stream_gen(config), rew_inf(config)]

@@ -44,7 +44,9 @@ def test_an_environment_that_ships_is_trained_on_after_a_warm_start(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_file_of_ones_own_is_trained_on_untrained_and_asynchronously(tmp_path: Path) -> None:
-    rows = trained(tmp_path, "experiment=grpo_async", f"env.path={EXAMPLE}:Lock", "actor.path=builtin_tiny")
+    rows = trained(
+        tmp_path, "experiment=grpo_async", f"env.path={EXAMPLE}:Lock", "actor.path=builtin_tiny", "ppo.credit=turn"
+    )
     assert len(rows) == 2 and all(row["actor_train/n_tokens"] > 0 for row in rows)
 
 

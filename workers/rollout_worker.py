@@ -169,6 +169,7 @@ class RolloutWorker:
             min_group_size=options.min_group_size,
             transcripts=options.transcripts,
             batch_size=spec.n_seqs,
+            turns=options.turn_rewards,
         )
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:

@@ -11,6 +11,14 @@ import torch
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
 
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def scored(values: FloatArray, scaling: float, bias: float, clip: float) -> FloatArray:
+    """Return clip((value + bias) * scaling, +-clip) in fp32; NaN stays NaN."""
+    rewards = (values + np.float32(bias)) * np.float32(scaling)
+    return np.minimum(np.maximum(rewards, np.float32(-clip)), np.float32(clip))
+
 
 class OutcomeRewardInterface:
     """Computes ``rewards`` from ``env_rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32,
@@ -30,9 +38,8 @@ class OutcomeRewardInterface:
         scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
             scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
-        rewards = (scores + np.float32(self._bias)) * np.float32(self._scaling)
-        rewards = np.minimum(np.maximum(rewards, np.float32(-self._clip)), np.float32(self._clip))
-        scored = [reward for reward in rewards.tolist() if not math.isnan(reward)]
+        rewards = scored(scores, self._scaling, self._bias, self._clip)
+        finite = [reward for reward in rewards.tolist() if not math.isnan(reward)]
         out = SequenceSample.from_lengths(
             sample.ids,
             {"rewards": sample.lengths("env_rewards")},
@@ -41,8 +48,8 @@ class OutcomeRewardInterface:
             {"rewards": torch.from_numpy(rewards)},
             {},
         )
-        mean = sum(scored) / len(scored) if scored else 0.0
-        return out, {"reward_mean": mean, "n_scored": float(len(scored))}
+        mean = sum(finite) / len(finite) if finite else 0.0
+        return out, {"reward_mean": mean, "n_scored": float(len(finite))}
 
     def state_dict(self) -> dict[str, Any]:
         """Return {}: the interface has no state."""

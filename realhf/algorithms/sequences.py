@@ -39,11 +39,17 @@ class PredictedTokens:
         group = torch.from_numpy(np.asarray(sample.group_index("packed_input_ids")))
         if "loss_mask" not in sample.keys:
             return PredictedTokens(torch.ones(len(sequence), dtype=torch.bool), sequence, group)
-        starts = np.cumsum(lengths) - lengths
-        later = np.ones(int(lengths.sum()), dtype=bool)
-        later[starts[lengths > 0]] = False
-        mask = sample["loss_mask"].cpu().bool()[torch.from_numpy(later)]
-        return PredictedTokens(mask, sequence, group)
+        return PredictedTokens(predicted(sample, "loss_mask").bool(), sequence, group)
+
+
+def predicted(sample: SequenceSample, key: str) -> Tensor:
+    """Return the entries of a per-token key for the predicted tokens, all but the first of each sequence: (n,) in the
+    L-1 layout."""
+    lengths = np.asarray(sample.lengths(key).values)
+    starts = np.cumsum(lengths) - lengths
+    later = np.ones(int(lengths.sum()), dtype=bool)
+    later[starts[lengths > 0]] = False
+    return sample[key].cpu()[torch.from_numpy(later)]
 
 
 def replace_keys(

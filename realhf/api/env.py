@@ -86,6 +86,8 @@ class RolloutOutcome:
     ``reward is None``: a failure is never a reward of 0. ``last_turn_cut``: a limit of tokens ended the last policy
     turn. ``rewards`` are the named components of the reward, ``metrics`` the environment's numbers. ``branches`` are
     further trajectories of the episode, where an agent held several conversations; each trains as a row of its own.
+    ``turn_starts`` are the places of the completion where policy turns begin, the first of them the turn number
+    ``first_turn`` of ``turn_rewards``, which sum to ``reward``.
     """
 
     status: str
@@ -108,6 +110,9 @@ class RolloutOutcome:
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     branches: tuple[RolloutOutcome, ...] = ()
+    turn_starts: Sequence[int] = ()
+    turn_rewards: Sequence[float] = ()
+    first_turn: int = 0
 
     @property
     def truncated(self) -> bool:

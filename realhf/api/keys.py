@@ -91,8 +91,13 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("returns", "f32", "L-1"),
     KeySpec("kl_rewards", "f32", "L-1"),
     KeySpec("outcome", "u8", "1"),
+    KeySpec("turn_ids", "i32", "L"),
+    KeySpec("turn_rewards", "f32", "free"),
 )
 """The keys of docs/reference/dataflow.md 2."""
+
+TURN_KEYS = ("turn_ids", "turn_rewards")
+"""Made by rollouts where a call of the graph has them among its inputs."""
 
 
 class KeyTable:

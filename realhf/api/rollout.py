@@ -20,8 +20,9 @@ class RolloutOptions:
     ``environment`` is a registered name or ``file.py:Name``, ``environment_options`` are its own options as plain
     values. ``group_size`` rollouts G play one task; ``sessions`` episodes are played at once. ``max_turns``,
     ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds), ``on_failure`` and ``retries``: see
-    ``RolloutConfig``. ``transcripts``: how many episodes of a step are returned as text. ``seed`` is the run's; with a
-    sample's id it decides the random numbers of its rollouts.
+    ``RolloutConfig``. ``turn_rewards``: samples have the keys ``TURN_KEYS``. ``transcripts``:
+    how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it decides the random
+    numbers of its rollouts.
     """
 
     environment: str
@@ -37,6 +38,7 @@ class RolloutOptions:
     retries: int = 2
     transcripts: int = 2
     seed: int = 0
+    turn_rewards: bool = False
 
     def to_args(self) -> dict[str, Any]:
         """Return the keyword arguments of the interface ``env_rollout``, as JSON can hold them."""

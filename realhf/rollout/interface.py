@@ -87,7 +87,9 @@ class EnvRolloutInterface:
             transcript(group[0], header=f"step {context.step}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
         ]
-        return outcomes_to_sample(sample.ids, groups, min_group_size=options.min_group_size), stats
+        return outcomes_to_sample(
+            sample.ids, groups, min_group_size=options.min_group_size, turns=options.turn_rewards
+        ), stats
 
     def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
         """Measure success on held-out instances, sampled and greedy.

@@ -17,14 +17,14 @@ def test_length_rules():
 
 def test_register():
     table = KeyTable()
-    table.register(KeySpec("turn_rewards", "f32", "free"))
-    assert table["turn_rewards"].dtype == "f32"
-    table.register(KeySpec("turn_rewards", "f32", "free"))
+    table.register(KeySpec("step_marks", "f32", "free"))
+    assert table["step_marks"].dtype == "f32"
+    table.register(KeySpec("step_marks", "f32", "free"))
     with pytest.raises(ValueError, match="already registered"):
-        table.register(KeySpec("turn_rewards", "f64", "free"))
-    assert "turn_rewards" not in KeyTable()
+        table.register(KeySpec("step_marks", "f64", "free"))
+    assert "step_marks" not in KeyTable()
     with pytest.raises(KeyError, match="not registered"):
-        table["turn_reward"]
+        table["step_mark"]
 
 
 @pytest.mark.parametrize(("dtype", "rule"), [("c64", "L"), ("f32", "L+1")])

@@ -11,6 +11,7 @@ from experiments import sft
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RunPlan
+from realhf.api.keys import TURN_KEYS
 from realhf.aws import environment
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
@@ -49,6 +50,24 @@ def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
     assert spec("experiment=reinforce_aws", "ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute").mfcs
     with pytest.raises(ConfigError, match="actor_inf"):
         built("experiment=reinforce_aws", "ppo.use_decoupled_loss=true")
+
+
+@pytest.mark.parametrize("experiment", ["grpo_aws", "reinforce_aws"])
+def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(experiment: str) -> None:
+    plain, asked = built(f"experiment={experiment}"), built(f"experiment={experiment}", "ppo.credit=turn")
+    assert not plain.graph["actor_gen"].interface_args["turn_rewards"]
+    assert asked.graph["actor_gen"].interface_args["turn_rewards"]
+    more = set(asked.graph["actor_gen"].output_keys) - set(plain.graph["actor_gen"].output_keys)
+    assert more == set(TURN_KEYS) <= set(asked.graph["actor_train"].input_keys)
+
+
+def test_rewards_per_turn_are_streamed_where_they_are_asked_for() -> None:
+    rollout = spec("experiment=grpo_aws_async", "ppo.credit=turn").rollout
+    assert rollout is not None and rollout.episodes.turn_rewards and set(TURN_KEYS) <= set(rollout.keys)
+    plain = spec("experiment=grpo_aws_async").rollout
+    assert plain is not None and not plain.episodes.turn_rewards and not set(TURN_KEYS) & set(plain.keys)
+    with pytest.raises(ConfigError, match=r"ppo.credit=turn"):
+        built("experiment=grpo_stream_http", "ppo.credit=turn")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,10 @@ from realhf.algorithms.policy_gradient.off_policy_statistics import mismatch_sta
 from realhf.algorithms.policy_gradient.option_checks import RETURN_TO_GO
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient.resolve import resolve
-from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
+from realhf.algorithms.policy_gradient.turn_credit import Estimator, of_tokens, returns_by_turn, turn_advantages
+from realhf.algorithms.reward import scored
+from realhf.algorithms.sequences import PredictedTokens, predicted, replace_keys, select_sequences
+from realhf.api.keys import TURN_KEYS
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 from realhf.builtins import advantage_estimators
@@ -28,7 +32,8 @@ from realhf.builtins import advantage_estimators
 
 class PolicyGradientInterface:
     """Trains one step on ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present, ``outcome`` (0:
-    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs`` and ``proximal_logprobs``.
+    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs`` and ``proximal_logprobs``; with
+    ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``.
 
     Advantages are computed once per step from the groups (the sequences of one sample); then follow ``sample_reuse``
     passes of ``ppo_n_minibatches`` optimizer steps, over sequences shuffled by seed, step and pass. ``temperature`` is
@@ -87,7 +92,7 @@ class PolicyGradientInterface:
     def _needed_keys(self) -> tuple[str, ...]:
         versions = ("packed_versions",) if self.options.prox_logp_method == "loglinear" else ()
         truncated = ("seq_no_eos_mask",) if self.options.mask_too_long else ()
-        return (*self.options.scored_keys, *versions, *truncated)
+        return (*self.options.scored_keys, *versions, *truncated, *self.options.turn_keys)
 
     def _staleness(self, sample: SequenceSample, step: int) -> dict[str, float]:
         if "packed_versions" not in sample.keys:
@@ -127,11 +132,9 @@ class PolicyGradientInterface:
         ``mask_too_long``, truncated) sequences; and statistics of the batch."""
         valid = _valid(sample)
         scores, tokens = sample["rewards"].cpu().float(), PredictedTokens.of(sample)
-        estimator = advantage_estimators.get(self.options.adv_estimator)
-        per_sequence = estimator(scores, valid, tokens.group)
         trainable = valid & ~_truncated(sample) if self.options.mask_too_long else valid
         mask = tokens.mask & trainable[tokens.sequence]
-        advantages = self._token_advantages(sample, per_sequence, replace(tokens, mask=mask))
+        advantages = self._token_advantages(sample, scores, valid, replace(tokens, mask=mask))
         if self.options.adv_norm:
             advantages = normalise(advantages, mask)
         lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
@@ -165,19 +168,38 @@ class PolicyGradientInterface:
             keys.append("packed_versions")
         return [key for key in keys if key in sample.keys]
 
-    def _token_advantages(self, sample: SequenceSample, per_sequence: Tensor, tokens: PredictedTokens) -> Tensor:
-        """Return the advantage of every token, f32 (L-1), 0 outside the mask: the estimate of its sequence plus what
-        the KL terms from there on earn; or, for the estimators that tell tokens apart, the discounted return-to-go of
-        both."""
+    def _token_advantages(
+        self, sample: SequenceSample, scores: Tensor, valid: Tensor, tokens: PredictedTokens
+    ) -> Tensor:
+        """Return the advantage of every token, f32 (L-1), 0 outside the mask: the estimate of its sequence (or of its
+        turn) plus what the KL terms from there on earn; or, for the estimators that tell tokens apart, the discounted
+        return-to-go of both."""
         options, mask = self.options, tokens.mask
+        estimator = advantage_estimators.get(options.adv_estimator)
+        if options.credit == "turn":
+            advantages = self._turn_advantages(sample, valid, tokens, estimator)
+        else:
+            per_sequence = estimator(scores, valid, tokens.group)
+            advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
         rewards = self._kl_rewards(sample, mask) if options.kl_ctl != 0 else torch.zeros(len(mask))
         if options.adv_estimator in RETURN_TO_GO:
             rewards = rewards + at_last_token(per_sequence, mask, tokens.sequence)
             return return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences, options.discount)
-        advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
         if options.kl_ctl == 0:
             return advantages
         return advantages + return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences)
+
+    def _turn_advantages(
+        self, sample: SequenceSample, valid: Tensor, tokens: PredictedTokens, estimator: Estimator
+    ) -> Tensor:
+        """Return the advantage of every token's turn, f32 (L-1), 0 outside the mask. The return from a turn on is
+        scaled, moved and clipped as the reward of an episode is."""
+        options = self.options
+        counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
+        returns = returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
+        scores = scored(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)
+        advantages = turn_advantages(torch.from_numpy(scores), valid, tokens.group, estimator)
+        return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
 
     def _kl_rewards(self, sample: SequenceSample, mask: Tensor) -> Tensor:
         """Return -kl_ctl * KL(old, ref) at every trainable token, 0 elsewhere, f32 (L-1)."""
@@ -243,6 +265,7 @@ _WHY = MappingProxyType(
         "seq_no_eos_mask": "ppo.mask_too_long",
         "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
         "packed_versions": "ppo.prox_logp_method=loglinear",
+        **dict.fromkeys(TURN_KEYS, "ppo.credit=turn"),
     }
 )
 

@@ -39,7 +39,12 @@ def _check_effect(value: Mapping[str, Any], config: PolicyGradientOptions) -> No
             f"ppo.kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 "
             "or k3, or kl_loss_coef=0 and kl_ctl"
         )
-    if config.discount != 1.0 and value["adv_estimator"] not in RETURN_TO_GO:
+    if config.credit == "turn" and value["adv_estimator"] in RETURN_TO_GO:
+        raise ValueError(
+            f"ppo.credit=turn: adv_estimator {value['adv_estimator']!r} has a return-to-go of its own; use grpo, "
+            "grpo_nostd, rloo or reinforce"
+        )
+    if config.discount != 1.0 and value["adv_estimator"] not in RETURN_TO_GO and config.credit != "turn":
         raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
     if config.loss_scale_len is not None and value["loss_agg"] != "constant":
         raise ValueError(f"ppo.loss_scale_len has no effect with loss_agg {value['loss_agg']!r}: remove it")

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from realhf.algorithms.policy_gradient.presets import PRESETS
 from realhf.api.config import ExperimentConfig
 from realhf.api.config.option import option
+from realhf.api.keys import TURN_KEYS
 
 LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
 WEIGHT_MODES = ("mask", "truncate", "none")
+CREDITS = ("episode", "turn")
 LEVELS = ("token", "sequence")
 """Levels at which the policy ratio and the behaviour weight are taken."""
 
@@ -55,8 +57,16 @@ class PolicyGradientOptions:
     )
     entropy_coef: float = option(0.0, "The loss contains the entropy times minus this.", at_least=0)
     adv_norm: bool | None = option(None, "Advantages are normalised over the batch.")
+    credit: str = option(
+        "episode",
+        "A token gets the advantage of its episode, or that of the return from its turn on.",
+        choices=CREDITS,
+    )
     discount: float = option(
-        1.0, "The return-to-go of reinforce_pp is discounted by this per sampled token.", above=0, at_most=1
+        1.0,
+        "The return-to-go is discounted by this: of reinforce_pp per sampled token, of ppo.credit=turn per turn.",
+        above=0,
+        at_most=1,
     )
     use_decoupled_loss: bool = option(
         False, "The ratio is taken against the proximal policy, and tokens carry a behaviour weight."
@@ -136,6 +146,11 @@ class ResolvedOptions(PolicyGradientOptions):
     def needs_actor_inf(self) -> bool:
         """Whether ``proximal_logprobs`` is an input, hence ``actor_inf`` in the graph."""
         return self.prox_logp_method == "actor_inf"
+
+    @property
+    def turn_keys(self) -> tuple[str, ...]:
+        """Inputs of the train call that rollouts make only where they are asked for."""
+        return TURN_KEYS if self.credit == "turn" else ()
 
     @property
     def scored_keys(self) -> tuple[str, ...]:

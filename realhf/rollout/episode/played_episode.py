@@ -25,6 +25,7 @@ class Progress:
     task_text: str = ""
     turns: list[PlayedTurn] = field(default_factory=list)
     reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     _began: float = field(default_factory=time.perf_counter)
@@ -57,8 +58,11 @@ class Progress:
                 raise EnvironmentFailure("internal", f"{name} is {value}, not a finite number")
         shown = "\n".join(str(message.get("content") or "") for message in turn.messages)
         self.turns.append(PlayedTurn(said.text or said.content, shown, turn.reward or 0.0))
+        before = self.reward
         if turn.reward is not None:
             self.reward = turn.reward if turn.final else self.reward + turn.reward
+        # A final reward replaces the sum, so that its turn has changed it by the difference.
+        self.turn_rewards.append(self.reward - before if turn.final else turn.reward or 0.0)
         for name, value in turn.rewards.items():
             self.rewards[name] = value if turn.final else self.rewards.get(name, 0.0) + value
         self.metrics.update(turn.metrics)
@@ -95,6 +99,8 @@ class Progress:
             last_turn_cut=speaker.cut,
             rewards=self.rewards,
             metrics=self.metrics,
+            turn_starts=tokens.turn_starts if tokens else (),
+            turn_rewards=self.turn_rewards,
         )
 
 

@@ -16,6 +16,7 @@ from realhf.api.sample import SequenceSample
 OUTCOME_CODES = {"internal": 3, "unavailable": 3, "lost": 3, "capacity": 3, "policy": 5, "timeout": 6, "agent": 7}
 """Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
 FILTERED = 2
+Array = np.ndarray[Any, Any]
 
 _KEYS = {
     "packed_input_ids": ("i64", "L"),
@@ -28,11 +29,13 @@ _KEYS = {
     "outcome": ("u8", "1"),
 }
 """Dtype and length rule of every key."""
+_TURN_KEYS = {"turn_ids": ("i32", "L"), "turn_rewards": ("f32", "turns")}
+"""Those that are made where they are asked for."""
 _ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
 
 
 def outcomes_to_sample(
-    ids: Sequence[str], groups: Sequence[Sequence[RolloutOutcome]], *, min_group_size: int = 1
+    ids: Sequence[str], groups: Sequence[Sequence[RolloutOutcome]], *, min_group_size: int = 1, turns: bool = False
 ) -> SequenceSample:
     """Return one sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains
     nothing.
@@ -40,8 +43,9 @@ def outcomes_to_sample(
     Keys, one inner sequence of L tokens per rollout, and after it one for each of its branches: ``packed_input_ids``
     i64 [L], ``prompt_mask`` and ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1],
     ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8
-    [1]. A failed rollout keeps its tokens but has no loss mask. Metadata ``rewards`` and ``achieved`` are JSON lists,
-    an entry per rollout, with null where a rollout failed.
+    [1]. With ``turns`` also ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and
+    ``turn_rewards`` f32 [turns of the episode, at least one]. A failed rollout keeps its tokens but has no loss mask.
+    Metadata ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
     """
     import torch
 
@@ -52,7 +56,7 @@ def outcomes_to_sample(
             packed.add(outcome, code)
     rollouts = [outcome for rows in coded for outcome, _ in rows]
     cut = [outcome.truncated for outcome in rollouts]
-    arrays: dict[str, np.ndarray[Any, Any]] = {
+    arrays: dict[str, Array] = {
         "packed_input_ids": np.asarray(packed.ids),
         "prompt_mask": np.frombuffer(packed.prompt_mask, dtype=np.bool_),
         "loss_mask": np.frombuffer(packed.loss_mask, dtype=np.bool_),
@@ -69,6 +73,12 @@ def outcomes_to_sample(
         "L-1": Lengths(values - 1, offsets),
         "1": Lengths(np.ones_like(values), offsets),
     }
+    keys = _KEYS
+    if turns:
+        keys = _KEYS | _TURN_KEYS
+        more, counts = _turns([row for rows in coded for row in rows], packed)
+        arrays |= more
+        by_rule["turns"] = Lengths(counts, offsets)
     metadata = {
         "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
         "achieved": [
@@ -77,9 +87,9 @@ def outcomes_to_sample(
     }
     return SequenceSample.from_lengths(
         tuple(ids),
-        {key: by_rule[rule] for key, (_, rule) in _KEYS.items()},
-        {key: dtype for key, (dtype, _) in _KEYS.items()},
-        dict.fromkeys(_KEYS, ()),
+        {key: by_rule[rule] for key, (_, rule) in keys.items()},
+        {key: dtype for key, (dtype, _) in keys.items()},
+        dict.fromkeys(keys, ()),
         {key: torch.from_numpy(array) for key, array in arrays.items()},
         metadata,
     )
@@ -118,6 +128,27 @@ class _Packed:
             self.versions += array("i", outcome.versions[first:])
         self.codes.append(code)
         self.lengths.append(length)
+
+
+def _turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> tuple[dict[str, Array], Array]:
+    """Return ``turn_ids`` and ``turn_rewards`` of all rows, and how many rewards each has. A row that does not train
+    has no turn; it has one reward of 0, so that none is empty."""
+    ids = np.full(len(packed.ids), -1, dtype=np.int32)
+    rewards = array("f")
+    counts = []
+    end = 0
+    for (outcome, code), length in zip(rows, packed.lengths, strict=True):
+        end += length
+        own = list(outcome.turn_rewards) if code == 0 else []
+        if own:
+            begins = np.zeros(len(outcome.completion_ids) + 1, dtype=np.int32)
+            np.add.at(begins, np.asarray(outcome.turn_starts, dtype=np.int64), 1)
+            turn = begins[:-1].cumsum() - 1 + outcome.first_turn
+            ids[end - len(turn) : end] = np.where(np.asarray(outcome.loss_mask, dtype=np.bool_), turn, -1)
+        rewards += array("f", own or [0.0])
+        counts.append(len(own) or 1)
+    arrays: dict[str, Array] = {"turn_ids": ids, "turn_rewards": np.asarray(rewards)}
+    return arrays, np.array(counts, dtype=np.int64)
 
 
 def _rows(group: Sequence[RolloutOutcome], min_group_size: int) -> list[tuple[RolloutOutcome, int]]:

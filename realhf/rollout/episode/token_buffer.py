@@ -12,7 +12,8 @@ from realhf.api.model import GenOutput
 
 
 class TokenBuffer:
-    """Holds the prompt ids and, of the completion, ids, logprobs, versions and mask of equal lengths."""
+    """Holds the prompt ids and, of the completion, ids, logprobs, versions and mask of equal lengths. ``turn_starts``
+    are the places in the completion where policy turns begin."""
 
     def __init__(self, prompt_ids: Sequence[int], max_total_tokens: int) -> None:
         if not prompt_ids:
@@ -22,6 +23,7 @@ class TokenBuffer:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.loss_mask: list[bool] = []
+        self.turn_starts: list[int] = []
         self._max_total = max_total_tokens
         self._generated = 0
         self._policy_spoke_last = False
@@ -50,6 +52,8 @@ class TokenBuffer:
                 f"policy turn of {count} tokens where max_total_tokens={self._max_total} leaves {self.room}; "
                 "the pool's turn_tokens must be at least the engine's max_new_tokens"
             )
+        if not continues:
+            self.turn_starts.append(len(self.completion_ids))
         self.completion_ids += output.token_ids
         self.logprobs += output.logprobs
         self.versions += output.versions

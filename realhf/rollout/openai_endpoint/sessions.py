@@ -16,6 +16,7 @@ from realhf.api.chat import TemplateChat
 from realhf.api.env import AGENT_FAILED, VALID_STATUSES, RolloutOutcome
 from realhf.api.environment import Task
 from realhf.api.generation import GenerationFailed, TokenSource
+from realhf.rollout.episode.token_buffer import TokenBuffer
 from realhf.rollout.openai_endpoint.chat_request import ApiError
 from realhf.rollout.openai_endpoint.messages import NO_TOOLS, Message, Tools
 from realhf.rollout.openai_endpoint.token_ledger import Branch, OpenTurn, TokenLedger
@@ -150,6 +151,8 @@ class Session:
             message=message,
             timings={"branches": float(len(self.ledger.branches))},
             last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),
+            turn_starts=tokens.turn_starts if tokens else (),
+            turn_rewards=_at_last(reward if valid else None, tokens),
         )
 
     async def _sample(self, turn: OpenTurn) -> None:
@@ -217,6 +220,12 @@ def _unknown_reply(reward: Reward, branches: Sequence[Branch]) -> str:
 
 def _named_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
     return next((rewards[mark.reply] for mark in reversed(branch.marks) if mark.reply in rewards), None)
+
+
+def _at_last(reward: float | None, tokens: TokenBuffer | None) -> list[float]:
+    """The rewards of a trajectory's turns: an agent's is known at the end."""
+    turns = len(tokens.turn_starts) if tokens else 0
+    return [0.0] * (turns - 1) + [reward or 0.0] if turns else []
 
 
 def _gone(message: str) -> ApiError:

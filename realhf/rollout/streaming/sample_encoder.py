@@ -21,20 +21,30 @@ class SampleEncoder:
     """Encodes played groups. ``calls`` are run on every sample, in order: inferences that need no weights, such as the
     reward.
 
-    ``transcripts``: of every ``batch_size`` samples this many carry the text of their first rollout.
+    ``turns``: with the keys ``TURN_KEYS``. ``transcripts``: of every ``batch_size`` samples this many carry the
+    text of their first rollout.
     """
 
     def __init__(
-        self, calls: Sequence[MFCDef], context: CallContext, *, min_group_size: int, transcripts: int, batch_size: int
+        self,
+        calls: Sequence[MFCDef],
+        context: CallContext,
+        *,
+        min_group_size: int,
+        transcripts: int,
+        batch_size: int,
+        turns: bool = False,
     ) -> None:
         self._calls = [(call, interfaces.get(call.interface)(**call.interface_args)) for call in calls]
         self._context = context
-        self._min_group_size = min_group_size
+        self._min_group_size, self._turns = min_group_size, turns
         self._transcripts, self._batch_size = transcripts, batch_size
 
     def __call__(self, lease: RolloutLease, played: PlayedGroup) -> list[Any]:
         """Return the frames of the sample; metadata ``rollout`` is JSON of ``PlayedGroup.statistics``."""
-        sample = outcomes_to_sample([lease.id], [played.outcomes], min_group_size=self._min_group_size)
+        sample = outcomes_to_sample(
+            [lease.id], [played.outcomes], min_group_size=self._min_group_size, turns=self._turns
+        )
         for call, interface in self._calls:
             outputs, _ = interface.inference(None, sample.select(call.input_keys), self._context)
             sample = sample.update(outputs)

@@ -156,3 +156,21 @@ async def test_what_is_no_turn_is_a_failure_that_names_the_environment() -> None
     world = World(lambda env, message: {"messages": []})
     outcome = await play(Engine(said("go")), world)
     assert outcome.status == "internal" and outcome.message.startswith("environment scripted: step returned")
+
+
+@pytest.mark.parametrize(
+    ("turns", "rewards"),
+    [
+        ([{"reward": 0.5}, {}, {"reward": 0.25, "done": True}], [0.5, 0.0, 0.25]),
+        ([{"reward": 0.5}, {"reward": 0.25, "final": True, "done": True}], [0.5, -0.25]),
+        ([{"reward": 1.0, "final": True}, {"final": True}, {"reward": 3.0, "final": True}], [1.0, 0.0, 2.0]),
+    ],
+)
+async def test_rewards_of_turns_sum_to_that_of_the_episode(turns: list[dict[str, Any]], rewards: list[float]) -> None:
+    """One that is final counts as its difference to those before it. Every turn has its place among the tokens."""
+    answers = World(lambda env, message: Turn([{"role": "user", "content": "on"}], **turns[len(env.said) - 1]))
+    outcome = await play(Engine(said("go")), answers)
+    assert outcome.turn_rewards == rewards and sum(outcome.turn_rewards) == outcome.reward
+    length = len(said("go").token_ids)
+    assert len(outcome.turn_starts) == len(rewards)
+    assert all(outcome.completion_ids[start : start + length] == said("go").token_ids for start in outcome.turn_starts)

@@ -81,3 +81,34 @@ def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(status: str, l
     sample = outcomes_to_sample(["a"], [[replace(outcome(status), last_turn_cut=last_turn_cut)]])
     assert sample["outcome"].tolist() == [0]
     assert sample["seq_no_eos_mask"].tolist() == [cut]
+
+
+def played(status: str = "achieved", **more: object) -> RolloutOutcome:
+    """Two turns of two tokens, with two of the environment between, and a reward of each."""
+    return replace(outcome(status), turn_starts=[0, 4], turn_rewards=[0.25, 0.75], **more)
+
+
+def test_turns_are_numbered_where_the_policy_spoke() -> None:
+    """-1 on the prompt and the environment's tokens; what does not train has no turn, and one reward of 0."""
+    branch = replace(outcome(sampled=1, env=0), turn_starts=[0], turn_rewards=[0.5, 0.0, 1.0], first_turn=2)
+    groups = [[played(), played("internal")], [played(branches=(replace(branch, completion_ids=[1, 2]),))]]
+    sample = outcomes_to_sample(["a", "b"], groups, turns=True)
+    none = [-1] * 9
+    one = [-1, -1, -1, 0, 0, -1, -1, 1, 1]
+    assert sample["turn_ids"].tolist() == [*one, *none, *one, -1, -1, -1, 2, 2]
+    assert sample.seqlens["turn_rewards"] == [[2, 1], [2, 3]]
+    assert sample["turn_rewards"].tolist() == [0.25, 0.75, 0.0, 0.25, 0.75, 0.5, 0.0, 1.0]
+    assert torch.equal(sample["turn_ids"] >= 0, sample["loss_mask"])
+    assert (sample["turn_ids"].dtype, sample["turn_rewards"].dtype) == (torch.int32, torch.float32)
+
+
+def test_turns_are_made_only_where_they_are_asked_for_and_change_nothing_else() -> None:
+    plain, more = (outcomes_to_sample(["a"], [[played(), played()]], turns=turns) for turns in (False, True))
+    assert more.keys - plain.keys == {"turn_ids", "turn_rewards"}
+    assert all(torch.equal(plain[key], more[key]) for key in plain.keys)
+
+
+def test_two_turns_without_a_token_between_them_stay_two() -> None:
+    row = replace(outcome(sampled=2, env=0), turn_starts=[0, 1, 3], turn_rewards=[1.0, 2.0, 3.0])
+    sample = outcomes_to_sample(["a"], [[row]], turns=True)
+    assert sample["turn_ids"].tolist() == [-1, -1, -1, 0, 1, 1, 2]
