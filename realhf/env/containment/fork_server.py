@@ -193,24 +193,34 @@ def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) 
         if not data:
             return
         number, request = json.loads(data)
+        # The child begins when there is a descriptor of it: nobody collects it, so one that ended before would be gone.
+        wait, go = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _become_child(control, zygote, request, fds, child)
+            os.close(go)
+            _become_child(control, zygote, request, fds, child, wait)
+        os.close(wait)
         for fd in fds:
             os.close(fd)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            control.send(json.dumps({"number": number, "error": f"the child ended at once: {error}"}).encode())
+            control.send(json.dumps({"number": number, "error": f"the child cannot be watched: {error}"}).encode())
             continue
+        finally:
+            os.close(go)
         socket.send_fds(control, [json.dumps({"number": number}).encode()], [pidfd])
         os.close(pidfd)
 
 
-def _become_child(control: socket.socket, zygote: int, request: dict[str, Any], fds: list[int], child: Child) -> None:
+def _become_child(
+    control: socket.socket, zygote: int, request: dict[str, Any], fds: list[int], child: Child, wait: int
+) -> None:
     code = 1
     try:
         sandbox.die_with_parent()
+        os.read(wait, 1)
+        os.close(wait)
         if os.getppid() == zygote:
             os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,5 @@
-"""A zygote that imports next to nothing; its children write their pid to their descriptor, and wait to be killed."""
+"""A zygote that imports next to nothing; its children write their pid to their descriptor, and wait to be
+killed, but for the ``brief`` ones."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from realhf.env.containment.fork_server import serve_forks
 
 def child(request: dict[str, Any], fds: list[int]) -> None:
     os.write(fds[0], f"{request['word']} {os.getpid()}\n".encode())
-    signal.pause()
+    if request["word"] != "brief":
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -47,3 +47,14 @@ def test_a_reply_that_came_too_late_belongs_to_nobody_else(server: ForkServer) -
         assert child.alive()
         child.kill()
         assert written.read() == ""
+
+
+def test_a_child_that_ends_at_once_has_a_handle_too(server: ForkServer) -> None:
+    """Nobody collects the children, so one that ended before its descriptor was opened could not be told from none."""
+    for _ in range(30):
+        read, write = os.pipe()
+        child = fork(server, "brief", write)
+        with open(read) as written:
+            word, pid = written.read().split()
+        assert word == "brief" and child.pid in (int(pid), -1), "-1: it has ended"
+        child.kill()

@@ -222,7 +222,7 @@ async def test_hundreds_at_once_leave_nothing_behind():
     before, sizes = files(), []
     for _ in range(4):
         await asyncio.gather(*(hold(number) for number in range(300)))
-        assert files() == before and len(held) == 300
+        assert files() <= before and len(held) == 300
         await asyncio.gather(*(environment.close() for environment in held))
         held.clear()
         gc.collect()
