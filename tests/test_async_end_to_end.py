@@ -84,8 +84,15 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, strea
         "env.pool_size=4",
         "async_rl.weights=disk",
     )
-    list(trained(root, "grpo_aws_async", "eta2", *options, steps=3))
-    rows = list(trained(root, "grpo_aws_async", "eta2", *options, steps=6))
+    evaluated = ("evaluation.episodes_per_task=2", "evaluation.greedy_episodes_per_task=1", "evaluation.every_steps=2")
+    list(trained(root, "grpo_aws_async", "eta2", *options, *evaluated, steps=3))
+    rows = list(trained(root, "grpo_aws_async", "eta2", *options, *evaluated, steps=6))
+    reports = json.loads((root / "grpo_aws_async" / "eta2" / "evaluations.json").read_text())
+    assert list(reports) == ["0", "2", "3", "4", "6"]
+    for step, report in reports.items():
+        overall, greedy = report["sampled"]["overall"], report["greedy"]["overall"]
+        assert overall["episodes"] == 2 * greedy["episodes"] > 0 and overall["failed"] == greedy["failed"] == 0
+        assert overall["version"] == greedy["version"] == int(step), "played beside training, by one version"
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert 0 < max(row["staleness/head_max"] for row in rows) <= 2
     fresh = [row for row in rows if row["staleness/head_max"] == 0]

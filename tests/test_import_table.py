@@ -54,7 +54,7 @@ ROOMS: dict[str, str] = {
     "rollout/openai_endpoint": "api api/chat rollout/episode",
     "rollout/players": "api api/config base rollout/client rollout/episode",
     "rollout/agents": "api api/chat api/config base rollout/episode rollout/openai_endpoint rollout/players",
-    "rollout": "api api/chat api/config base env/doors rollout/agents rollout/episode rollout/players",
+    "rollout": "api api/chat api/config env/doors rollout/agents rollout/episode rollout/players",
     "rollout/streaming": "api builtins rollout/episode rollout/players transport transport/service",
     "aws/tasks": "",
     "aws": "api api/config aws/tasks base env/client env/server",

@@ -11,21 +11,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from realhf.api.calls import (
     FREE,
     GENERATE,
+    PIN_WEIGHTS,
     STATUS,
+    UNPIN_WEIGHTS,
     UPDATE_WEIGHTS,
     Nothing,
+    PinAnswer,
     StatusAnswer,
     UpdateWeightsAnswer,
     UpdateWeightsRequest,
 )
 from realhf.api.chat import TemplateChat
+from realhf.api.config import GenConfig
 from realhf.api.experiment import RolloutSpec, RunPlan
-from realhf.api.generation import StreamingGenerator
-from realhf.api.model import GenOutput
+from realhf.api.generation import Done, StreamingGenerator
+from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
@@ -104,6 +109,47 @@ class VersionGate:
             give_up()
 
 
+class KeptWeights:
+    """Keeps a version of the weights for an evaluation while ``engine`` takes newer ones: in a replica of the engine.
+    Where there cannot be one, the version is there until the engine takes another."""
+
+    def __init__(self, engine: StreamingGenerator) -> None:
+        self._engine = engine
+        self._replica: StreamingGenerator | None = None
+        self._lock = threading.Lock()
+
+    def pin(self, request: Nothing) -> PinAnswer:
+        """Keep the weights of now, and no others."""
+        self.unpin(request)
+        replica = self._engine.replica()
+        with self._lock:
+            self._replica = replica
+        return PinAnswer(self._engine.version, replica is not None)
+
+    def unpin(self, request: Nothing) -> Nothing:
+        """Keep nothing; requests in play fail."""
+        with self._lock:
+            replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.close()
+        return request
+
+    def submit(self, wanted: GenRequest, gen: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
+        """Sample with the weights of ``wanted.pinned_version``. Raises ValueError when they are not here."""
+        with self._lock:
+            engine = self._replica or self._engine
+            if engine.version != wanted.pinned_version:
+                raise ValueError(f"weights of version {wanted.pinned_version} are not kept here")
+            engine.submit(wanted, replace(gen, temperature=0.0) if wanted.greedy else gen, stop_ids, done)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """End the requests of these slots, and forget what is cached for them."""
+        with self._lock:
+            if self._replica is not None:
+                self._replica.abort(slots)
+                self._replica.free(slots)
+
+
 class GenerationWorker:
     """Answers ``generate`` and ``free`` of rollout workers, ``update_weights`` and ``status`` of the master."""
 
@@ -128,6 +174,8 @@ class GenerationWorker:
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)
+        self._kept = KeptWeights(self._engine)
+        self._stack.callback(self._kept.unpin, Nothing())
         self._service = ServiceServer(name, run_id, self._on_request)
         self._stack.callback(self._service.close)
         self._rpc = RpcWorker(
@@ -136,7 +184,13 @@ class GenerationWorker:
             index,
             run_id,
             master,
-            ordered=dict([UPDATE_WEIGHTS.served_by(self._update_weights)]),
+            ordered=dict(
+                [
+                    UPDATE_WEIGHTS.served_by(self._update_weights),
+                    PIN_WEIGHTS.served_by(self._kept.pin),
+                    UNPIN_WEIGHTS.served_by(self._kept.unpin),
+                ]
+            ),
             immediate=dict([STATUS.served_by(self._status)]),
             endpoints={"generation": self._service.endpoint},
             connect_timeout_s=plan.rpc.connect_timeout_s,
@@ -167,6 +221,9 @@ class GenerationWorker:
                     request.reply(GENERATE.pack_answer(answer_of(output)))
 
             wanted = request_of(asked, slot)
+            if wanted.pinned_version >= 0:
+                self._kept.submit(wanted, self._gen, self._stop_ids, done)
+                return
             self._gate.submit(
                 slot,
                 wanted.min_version,
@@ -208,6 +265,7 @@ class GenerationWorker:
         self._gate.drop(slots)
         self._engine.abort(slots)  # an episode that was given up may have a request in play
         self._engine.free(slots)
+        self._kept.forget(slots)
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ from realhf.api.calls import (
     Nothing,
 )
 from realhf.api.config import RecoverMode
+from realhf.api.evaluation import Report
 from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
@@ -210,19 +211,28 @@ class MasterWorker:
 
     async def _train(self, stack: contextlib.AsyncExitStack) -> None:
         done, total = self._executor.next_step, self._spec.total_train_steps
-        if done == 0:
-            await self._evaluate(0)
-        elif done < total:
-            self._log.phase(f"resumed after step {done}")
-        else:
-            self._log.phase(f"nothing to train: {done} of {total} steps are done")
-        if done >= total:
+        if done > 0:
+            text = (
+                f"resumed after step {done}" if done < total else f"nothing to train: {done} of {total} steps are done"
+            )
+            self._log.phase(text)
+        if done >= total and not self._evaluation_is_due(done, last=True):
             return
-        self._log.phase("training")
+        await self._steps.start()
+        await self._evaluate(done)
+        if done < total:
+            self._log.phase("training")
         await stack.enter_async_context(self._executor)
         watcher = asyncio.create_task(self._show_activity())
         stack.callback(watcher.cancel)
-        await self._steps.start()
+        await self._train_steps(done, total)
+        await self._steps.evaluated()
+        await self._evaluate(self._executor.next_step, last=True)
+        await self._steps.evaluated()
+        await self._steps.pause()
+
+    async def _train_steps(self, done: int, total: int) -> None:
+        owed = False
         for step in range(done, total):
             try:
                 report = await self._executor.execute_step(step)
@@ -231,14 +241,15 @@ class MasterWorker:
                 break
             await self._steps.publish(step + 1)
             await self._report(report)
-            if (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0 or step + 1 == total:
+            owed = owed or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
+            if step + 1 == total:
+                await self._steps.evaluated()
+            # A run that goes on after a checkpoint does not repeat evaluations of the steps before it.
+            if step + 1 == total or (owed and not self._steps.evaluating):
                 await self._checkpoint(step + 1)
-            every = self._spec.evaluation.every_steps if self._spec.evaluation else 0
-            if every and (step + 1) % every == 0 and step + 1 < total:
-                await self._steps.pause()  # an evaluation needs the environment's sessions for itself
+                owed = False
+            if step + 1 < total:
                 await self._evaluate(step + 1)
-                await self._steps.resume()
-        await self._steps.pause()
 
     async def _data_ended(self, completed: int, end: EndOfData) -> None:
         """The source has no more: the run is complete with the steps it has. Raises RuntimeError where it has none."""
@@ -289,12 +300,25 @@ class MasterWorker:
                 shown = now
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
 
-    async def _evaluate(self, step: int) -> None:
+    def _evaluation_is_due(self, step: int, *, last: bool = False) -> bool:
+        """Whether there is an evaluation after ``step`` steps, the ``last`` ones perhaps, that was not made yet."""
         evaluation = self._spec.evaluation
         if evaluation is None or self._log.evaluations.at(step) is not None:
+            return False
+        return last or step == 0 or (evaluation.every_steps > 0 and step % evaluation.every_steps == 0)
+
+    async def _evaluate(self, step: int, *, last: bool = False) -> None:
+        evaluation = self._spec.evaluation
+        if evaluation is None or not self._evaluation_is_due(step, last=last):
             return
-        self._log.phase("held-out evaluation " + ("before training" if step == 0 else f"after step {step}"))
-        report = await self._evaluation_report(evaluation, step)
+        when = "before training" if step == 0 else f"after step {step}"
+        if await self._steps.evaluate(step, evaluation, lambda report: self._evaluated(step, report)):
+            self._log.phase(f"held-out evaluation {when}" + ("" if last else ", beside training"))
+            return
+        self._log.phase(f"held-out evaluation {when}")
+        self._evaluated(step, await self._evaluation_report(evaluation, step))
+
+    def _evaluated(self, step: int, report: Report) -> None:
         if report:
             self._log.evaluation(step, report)
 
@@ -311,7 +335,6 @@ class MasterWorker:
             step=step,
             seed=self._spec.seed,
             endpoints=self._endpoints(),
-            release=self._steps.shares_environment,
         )
         return (await self._ask(worker, EVALUATE, request, step=step)).stats
 
@@ -376,7 +399,6 @@ class MasterWorker:
         await self._ask(worker, EXPORT, ExportRequest(role, str(target)))
 
     async def _finish(self) -> None:
-        await self._evaluate(self._executor.next_step)
         self._log.phase("exporting the policy")
         await self._export()
         if self._drawing is not None:

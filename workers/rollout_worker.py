@@ -26,7 +26,7 @@ from realhf.base.loop_watch import LoopWatch
 from realhf.env.doors.load import build_environment
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents.choice import make_agent
-from realhf.rollout.client.generation_client import GenerationClient
+from realhf.rollout.client.generation_client import GenerationClient, Pinned
 from realhf.rollout.players.failure_policy import failure_policy
 from realhf.rollout.players.group_player import GroupPlayer
 from realhf.rollout.players.player import Player
@@ -156,6 +156,8 @@ class RolloutWorker:
                 group_size=group,
                 run_seed=self._plan.spec.seed,
                 policy=policy,
+                held_out=environment,
+                pinned=lambda part: Pinned(generation, part.version, part.engines, greedy=part.greedy),
             )
             for number in range(max(1, self._spec.sessions // group))
         ]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, field
 
+from realhf.api.evaluation import EpisodeResult
 from realhf.api.generation import WeightsManifest
-from realhf.api.streaming import Arrival, PayloadRef, RolloutLease
+from realhf.api.streaming import Arrival, EvaluationPart, PayloadRef, RolloutLease
 from realhf.base.messages import Call, Message
 
 Endpoints = dict[str, list[str]]
@@ -94,7 +95,7 @@ HELD = Call("stats", Nothing, HeldAnswer)
 
 
 class EvaluateRequest(Message, frozen=True):
-    """Evaluate a role by an interface. ``release``: what the interface holds open is closed afterwards."""
+    """Evaluate a role by an interface."""
 
     role: str
     interface: str
@@ -103,7 +104,6 @@ class EvaluateRequest(Message, frozen=True):
     step: int
     seed: int
     endpoints: Endpoints
-    release: bool
 
 
 class EvaluateAnswer(Message, frozen=True):
@@ -216,6 +216,14 @@ class UpdateWeightsAnswer(Message, frozen=True):
     weight_pause_ms: float
 
 
+class PinAnswer(Message, frozen=True):
+    """``version``: of the weights in use. ``kept``: requests for this version are answered until ``unpin``, whatever
+    is loaded meanwhile; else only until the next weights are."""
+
+    version: int
+    kept: bool
+
+
 class StatusAnswer(Message, frozen=True):
     """A generation worker at the moment ``at_s`` of its clock: ``busy_s`` and ``generated_tokens`` since its start,
     requests ``running`` and ``waiting`` now."""
@@ -229,6 +237,8 @@ class StatusAnswer(Message, frozen=True):
 
 PLAY = Call("play", PlayRequest, Nothing)
 UPDATE_WEIGHTS = Call("update_weights", UpdateWeightsRequest, UpdateWeightsAnswer)
+PIN_WEIGHTS = Call("pin_weights", Nothing, PinAnswer)
+UNPIN_WEIGHTS = Call("unpin_weights", Nothing, Nothing)
 STATUS = Call("status", Nothing, StatusAnswer)
 
 # ---- rollout workers and the trainer to the master
@@ -242,9 +252,10 @@ class AllocateRequest(Message, frozen=True):
 
 
 class AllocateAnswer(Message, frozen=True):
-    """None: there is none yet, ask again. []: stop."""
+    """``leases``: None: there is none yet, ask again; []: stop, unless there are shares of an ``evaluation``."""
 
     leases: list[RolloutLease] | None
+    evaluation: list[EvaluationPart] = field(default_factory=list)
 
 
 class RejectedRequest(Message, frozen=True):
@@ -254,6 +265,16 @@ class RejectedRequest(Message, frozen=True):
     attempt: int
     outcome: str
     message: str
+
+
+class EvaluatedRequest(Message, frozen=True):
+    """The share ``(evaluation, part, greedy)`` was played; with ``error`` set it was not."""
+
+    evaluation: int
+    part: int
+    greedy: bool
+    results: list[EpisodeResult]
+    error: str = ""
 
 
 class ArrivedRequest(Message, frozen=True):
@@ -270,6 +291,7 @@ class ArrivedAnswer(Message, frozen=True):
 
 ALLOCATE = Call("allocate", AllocateRequest, AllocateAnswer)
 REJECTED = Call("rejected", RejectedRequest, Nothing)
+EVALUATED = Call("evaluated", EvaluatedRequest, Nothing)
 STOPPED = Call("stopped", Nothing, Nothing)
 ARRIVED = Call("arrived", ArrivedRequest, ArrivedAnswer)
 
@@ -284,6 +306,8 @@ class GenerateRequest(Message, frozen=True, array_like=True):
     sampled: int
     seed: int | None
     min_version: int
+    pinned_version: int = -1
+    greedy: bool = False
 
 
 class GenerateAnswer(Message, frozen=True, array_like=True):

@@ -54,6 +54,11 @@ class StreamingGenerator(Protocol):
         left alone; a lower one raises ValueError, so does a tensor that is missing or of another shape."""
         ...
 
+    def replica(self) -> StreamingGenerator | None:
+        """Return a second engine with a copy of the weights in use, which nobody updates; None where there cannot be a
+        second one. Call it while no weights are being loaded."""
+        ...
+
     def stats(self) -> dict[str, float]:
         """Return counters since the start: ``generated_tokens``, ``prefill_tokens``, ``reused_tokens``, ``busy_s``
         (seconds in forward passes), and the numbers of now: ``running``, ``waiting``."""

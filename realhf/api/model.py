@@ -30,7 +30,8 @@ class GenRequest:
     belong to the turn that goes on after an interruption; they count towards its minimum and maximum. ``seed`` starts
     the sequence's own stream of random numbers: its tokens then depend on this number and their positions, and not on
     the company it is sampled in. ``min_version``: a generation worker samples its tokens with weights of this policy
-    version or a later one.
+    version or a later one; ``pinned_version``: with weights of this version, which it keeps for an evaluation, and
+    ``greedy`` or as training does.
     """
 
     slot: int
@@ -38,6 +39,8 @@ class GenRequest:
     sampled: int = 0
     seed: int | None = None
     min_version: int = -1
+    pinned_version: int = -1
+    greedy: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,24 @@ class RolloutLease(Message, frozen=True):
     values: dict[str, list[int]] = field(default_factory=dict)
 
 
+class EvaluationPart(Message, frozen=True):
+    """Describes a share of a held-out evaluation, which a rollout worker plays beside its samples: of all instances
+    (see ``HeldOutOptions``) every ``parts``-th from ``part`` on, ``greedy`` or at the training temperature. All tokens
+    come from weights of ``version``, which the generation workers ``engines`` keep for it. ``(evaluation, part,
+    greedy)`` names the share; the worker has ``deadline_s`` seconds."""
+
+    evaluation: int
+    part: int
+    parts: int
+    greedy: bool
+    version: int
+    engines: list[str]
+    split: str
+    episodes_per_task: int
+    templates: int
+    deadline_s: float
+
+
 PayloadRef = list[int]
 """Where a payload lies in the payload log: [segment, offset, bytes]."""
 

@@ -267,11 +267,7 @@ class ModelHost:
         context = self._context(request, MicroBatchSpec())
         model = self._model(request.role)
         evaluator = self._evaluators[key]
-        try:
-            return EvaluateAnswer(evaluator.evaluate(model, request.args, context))
-        finally:
-            if request.release and hasattr(evaluator, "close"):
-                evaluator.close()
+        return EvaluateAnswer(evaluator.evaluate(model, request.args, context))
 
     def save(self, request: CheckpointRequest) -> Nothing:
         """Write the recovery state of the roles and of all interfaces below ``folder``."""

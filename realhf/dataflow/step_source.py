@@ -5,9 +5,11 @@ The master's step loop is the same for both: train step, publish, report, checkp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from realhf.api.evaluation import Report
+from realhf.api.experiment import EvaluationSpec
 from realhf.api.source import DataSource, ResultSink
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.caller import Caller
@@ -23,11 +25,6 @@ class StepSource(Protocol):
     @property
     def results(self) -> ResultSink:
         """Where the results of trained samples go."""
-        ...
-
-    @property
-    def shares_environment(self) -> bool:
-        """Whether an evaluation has to give back the environment sessions that it opened."""
         ...
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StepLoader:
@@ -50,12 +47,22 @@ class StepSource(Protocol):
         """Hand the policy of this version to whoever samples with it."""
         ...
 
-    async def pause(self) -> None:
-        """Let what is being made come to its end; an evaluation or the end of the run follows."""
+    async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]) -> bool:
+        """Begin a held-out evaluation with the weights of now, after ``step`` steps, and go on; ``deliver`` is called
+        with its report. Returns False when the trainer has to make it itself."""
         ...
 
-    async def resume(self) -> None:
-        """Go on after ``pause``."""
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation is in play beside training."""
+        ...
+
+    async def evaluated(self) -> None:
+        """Wait for the evaluation in play, if there is one."""
+        ...
+
+    async def pause(self) -> None:
+        """Let what is being made come to its end; the end of the run follows."""
         ...
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
@@ -91,7 +98,7 @@ class SynchronousSteps:
     """A ``StepSource`` whose samples are drawn from a data source, step by step; the calls of the graph do the rest, so
     there is nothing to publish, to pause or to report. ``worker`` stores the values of ``keys``."""
 
-    shares_environment = False
+    evaluating = False
 
     def __init__(
         self,
@@ -134,10 +141,15 @@ class SynchronousSteps:
     async def publish(self, completed_steps: int) -> None:
         """See ``StepSource``."""
 
-    async def pause(self) -> None:
+    async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]) -> bool:
+        """See ``StepSource``: the trainer has the only engine."""
+        del step, evaluation, deliver
+        return False
+
+    async def evaluated(self) -> None:
         """See ``StepSource``."""
 
-    async def resume(self) -> None:
+    async def pause(self) -> None:
         """See ``StepSource``."""
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:

@@ -73,6 +73,9 @@ class RunLog:
             },
         )
         when = "before training" if step == 0 else f"after step {step}"
+        versions = {int(entry.get("version", step)) for groups in report.values() for entry in groups.values()}
+        if versions != {step}:
+            when += f", with the weights of version {', '.join(map(str, sorted(versions)))}"
         self._events.emit("evaluation", when=when, report=report)
 
     def phase(self, text: str) -> None:

@@ -11,16 +11,17 @@ from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
 from realhf.api.environment import EnvironmentSpec, Task, task_of
+from realhf.api.evaluation import evaluation_report
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.env.doors.load import build_environment
 from realhf.rollout.agents.choice import check_whole_distribution
+from realhf.rollout.episode.held_out import episode_results, held_out_tasks
 from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.episode.rollout_sample import outcomes_to_sample
 from realhf.rollout.episode.sampling_seed import sampling_seed
 from realhf.rollout.episode.transcript import transcript
-from realhf.rollout.evaluation import evaluation_report, held_out_tasks
 from realhf.rollout.players.blocking_player import BlockingPlayer
 from realhf.rollout.players.failure_policy import FailurePolicy, failure_policy
 from realhf.rollout.players.player import Player, TurnAgent
@@ -107,7 +108,8 @@ class EnvRolloutInterface:
                 continue
             tasks = held_out_tasks(self._environment(), wanted.split, count, wanted.templates)
             groups, _ = self._play(model, tasks, replace(options.gen, temperature=temperature), 1, context)
-            report[name] = evaluation_report([outcome for group in groups for outcome in group])
+            results = episode_results([outcome for group in groups for outcome in group])
+            report[name] = evaluation_report(results, context.step)
         return report
 
     def close(self) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from realhf.api.calls import Nothing, PinAnswer
+from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput
 from realhf.base.messages import MessageError
 from realhf.transport.rpc.roster import WorkerInfo
-from workers.generation_worker import GenerationWorker, SlotTable, VersionGate
+from workers.generation_worker import GenerationWorker, KeptWeights, SlotTable, VersionGate
 
 
 def test_rows_of_different_clients_are_different_and_never_used_again() -> None:
@@ -30,8 +32,14 @@ class FakeStreamingEngine:
         self.version = 3
         self.told: list[tuple[str, Any]] = []
         self.done: list[Any] = []
+        self.configs: list[Any] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def submit(self, request: Any, config: Any, stop_ids: Sequence[int], done: Any) -> None:
+        self.configs.append(config)
         self.told.append(("submit", request.slot))
         self.done.append(done)
 
@@ -61,6 +69,7 @@ def worker() -> Any:
     made._slots, made._gen, made._stop_ids = SlotTable(), None, ()  # pyright: ignore[reportAttributeAccessIssue]
     made._engine = FakeStreamingEngine()  # pyright: ignore[reportAttributeAccessIssue]
     made._gate = VersionGate(lambda: made._engine.version)
+    made._kept = KeptWeights(made._engine)
     return made
 
 
@@ -120,3 +129,36 @@ def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker: Any,
     with pytest.raises(ValueError, match="no_such"):
         ask(worker, "a:1", "no_such", [])
     assert worker._engine.told == []
+
+
+def test_weights_that_are_kept_answer_for_their_version_alone(worker: Any) -> None:
+    """Whatever is loaded meanwhile, until they are not needed any more."""
+    worker._gen = GenConfig(temperature=0.7)
+    live, replica = worker._engine, FakeStreamingEngine()
+    live.replica = lambda: replica
+    assert ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False]).answers == [], "the engine has them"
+    assert worker._kept.pin(Nothing()) == PinAnswer(3, True)
+    live.version = 8
+    ask(worker, "a:1", "generate", [1, [5], 0, None, -1, 3, True])
+    assert [(slot, config.temperature) for (_, slot), config in zip(replica.told, replica.configs, strict=True)] == [
+        (1, 0.0)
+    ]
+    with pytest.raises(ValueError, match="weights of version 8 are not kept here"):
+        ask(worker, "a:1", "generate", [2, [5], 0, None, -1, 8, False])
+    ask(worker, "a:1", "generate", [3, [5], 0, None, 8])
+    assert live.told == [("submit", 0), ("submit", 3)] and live.configs[0].temperature == 0.7
+    assert ask(worker, "a:1", "free", [[1]]).answers == [{}] and replica.told[1:] == [("abort", [1]), ("free", [1])]
+    worker._kept.unpin(Nothing())
+    assert replica.closed
+    with pytest.raises(ValueError, match="weights of version 3"):
+        ask(worker, "a:1", "generate", [4, [5], 0, None, -1, 3, False])
+
+
+def test_where_no_second_engine_can_be_the_version_is_there_until_the_next(worker: Any) -> None:
+    worker._gen, worker._engine.replica = GenConfig(), lambda: None
+    assert worker._kept.pin(Nothing()) == PinAnswer(3, False)
+    ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False])
+    assert worker._engine.told == [("submit", 0)]
+    worker._engine.version = 4
+    with pytest.raises(ValueError, match="weights of version 3 are not kept here"):
+        ask(worker, "a:1", "generate", [1, [5], 0, None, -1, 3, False])

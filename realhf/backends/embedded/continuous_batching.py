@@ -6,6 +6,7 @@ new requests, a pause. All other threads only leave their wish under the lock.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -81,6 +82,7 @@ class ContinuousGenerator:
             raise ValueError(f"max_rows and threads must be at least 1, got {max_rows} and {threads}")
         self._model = model.eval()
         self._kv_policy = kv_policy
+        self._threads = threads
         self._compute = compute_threads(threads)
         self._tracer = tracer or NoTrace()
         self._core = DecodeCore(model, max_rows=max_rows)
@@ -167,6 +169,17 @@ class ContinuousGenerator:
             update.over.wait()  # the engine is copying, which needs no other thread
         if update.error is not None:
             raise update.error
+
+    def replica(self) -> ContinuousGenerator:
+        """See ``StreamingGenerator``. Its threads compete with this engine's for the cores."""
+        return ContinuousGenerator(
+            copy.deepcopy(self._model),
+            kv_policy=self._kv_policy,
+            max_rows=self._max_rows,
+            threads=self._threads,
+            version=self._version,
+            pause_timeout_s=self._pause_timeout_s,
+        )
 
     def stats(self) -> dict[str, float]:
         """See ``StreamingGenerator``; ``weight_pause_ms`` is how long the last update stopped generation: until the

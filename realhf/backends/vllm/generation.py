@@ -163,6 +163,9 @@ class VllmGenerator:
                 self._load(version, given)
             self._expected = {name: tuple(t.shape) for name, t in given.items()}
 
+    def replica(self) -> None:
+        """See ``StreamingGenerator``: the server has room for one policy."""
+
     def stats(self) -> dict[str, float]:
         """See ``StreamingGenerator``; ``busy_s`` counts while any request runs, ``weight_pause_ms`` is how long the
         last update stopped generation."""

@@ -26,7 +26,8 @@ from realhf.api.calls import (
     RestoreStreamRequest,
     StatusAnswer,
 )
-from realhf.api.experiment import RolloutSpec
+from realhf.api.experiment import EvaluationSpec, RolloutSpec
+from realhf.api.rollout import HeldOutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, ResultSink
 from realhf.base.messages import Call
@@ -36,6 +37,7 @@ from realhf.dataflow.journal.records import Admit, Draw, Drop
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.journal.state import Recovery
 from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutsFailed
+from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_of
 from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.staleness import StalenessManager
@@ -53,6 +55,8 @@ _log = logging.getLogger(__name__)
 ROLLOUT, GENERATION, TRAINER = "rollout_worker", "generation", "model_worker"
 STOP_TIMEOUT_S = 120.0
 WATCH_S = 2.0
+ROUNDS = 4
+"""A share of an evaluation may take as long as so many samples, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,12 @@ class RolloutPlan:
     @property
     def max_concurrent(self) -> int:
         """Samples admitted and not yet accepted: in play, or on their way to the trainer."""
-        options, sessions = self.spec.options, self.spec.sessions
-        played = options.n_rollout_workers * max(1, sessions // self.group_size)
-        return options.max_concurrent_rollouts or played + self.credits
+        return self.spec.options.max_concurrent_rollouts or self.players + self.credits
+
+    @property
+    def players(self) -> int:
+        """Samples that all rollout workers play at once."""
+        return self.spec.options.n_rollout_workers * max(1, self.spec.sessions // self.group_size)
 
     @property
     def credits(self) -> int:
@@ -93,8 +100,6 @@ class RolloutPlan:
 
 class AsyncRollouts:
     """The ``StepSource`` of an asynchronous run. Make it with ``open``, before the executor."""
-
-    shares_environment = True
 
     def __init__(
         self,
@@ -117,6 +122,24 @@ class AsyncRollouts:
             accepted=consumed,
             consumed=consumed,
         )
+        self._weights = WeightUpdates(
+            caller,
+            plan.trainer,
+            plan.spec.role,
+            on_version=lambda version: self.control.set_version(version),
+            on_failed=self._not_loaded,
+            timeout_s=plan.load_s,
+        )
+        self._held_out = HeldOutEvaluations(
+            caller,
+            self._weights,
+            players=plan.players,
+            deadline_s=ROUNDS * options.rollout_deadline_s,
+            timeout_s=plan.load_s,
+            wake=lambda: self.control.evaluate(),
+            warn=warn,
+            fail=lambda error: self.control.fail(error),
+        )
         drop = options.staleness_policy == "drop"
         rules = RolloutRules(
             plan.total_steps * plan.batch_size,
@@ -134,16 +157,9 @@ class AsyncRollouts:
             rules,
             discard=self._discard,
             warn=warn,
+            board=self._held_out.board,
         )
         self._service = RolloutService(self.control, plan.run_id)
-        self._weights = WeightUpdates(
-            caller,
-            plan.trainer,
-            plan.spec.role,
-            on_version=self.control.set_version,
-            on_failed=self._not_loaded,
-            timeout_s=plan.load_s,
-        )
         self._rollout_workers: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._playing = False
@@ -257,11 +273,8 @@ class AsyncRollouts:
 
     async def start(self) -> None:
         """Give the generation workers their weights and let the rollout workers play."""
-        await self._weights.publish(self._plan.completed_steps)
+        await self.publish(self._plan.completed_steps)
         self._spawn(self._watch())
-        await self._play_all()
-
-    async def _play_all(self) -> None:
         self._playing = True
         await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
 
@@ -289,11 +302,6 @@ class AsyncRollouts:
         except TimeoutError:
             raise RolloutsFailed(f"{', '.join(self.control.workers)} did not stop") from None
 
-    async def resume(self) -> None:
-        """After ``pause``."""
-        self.control.resume()
-        await self._play_all()
-
     def _not_loaded(self, worker: str, error: Exception) -> None:
         """Others go on without it until its successor has joined; without any other the run cannot."""
         if self._weights.versions.keys() == {worker}:
@@ -312,7 +320,29 @@ class AsyncRollouts:
 
     async def publish(self, completed_steps: int) -> None:
         """New weights for the generation workers."""
-        await self._weights.publish(completed_steps)
+        await self._held_out.publish(completed_steps)
+
+    async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Deliver) -> bool:
+        """Play it on the rollout workers while training goes on, with the weights of now; returns once they are kept
+        for it. An evaluation by another interface than the one that plays the samples is the trainer's."""
+        if evaluation.interface != self._plan.spec.calls[0].interface:
+            return False
+        when = "before training" if step == 0 else f"after step {step}"
+        await self._held_out.begin(when, HeldOutOptions.from_args(evaluation.args), deliver)
+        return True
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation is in play."""
+        return self._held_out.running
+
+    async def evaluated(self) -> None:
+        """Wait for the evaluation in play. Raises what went wrong with the rollouts meanwhile."""
+        waiting = asyncio.ensure_future(self._held_out.over())
+        try:
+            await self.control.unless_failed(waiting)
+        finally:
+            waiting.cancel()
 
     async def before_checkpoint(self) -> None:
         """What the checkpoint will cover has to be in the journal first."""
@@ -390,6 +420,7 @@ class AsyncRollouts:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._held_out.close()
         await self._weights.close()
         await self._service.close()
         await asyncio.to_thread(self._ledger.close)

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from realhf.api.calls import EvaluatedRequest
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
-from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
+from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, EvaluationPart, RolloutLease
 from realhf.dataflow.journal.records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
+from realhf.dataflow.rollouts.evaluation_board import EvaluationBoard
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_map
 from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
@@ -77,7 +79,9 @@ class RolloutControl:
         *,
         discard: Callable[[Sequence[str]], None],
         warn: Callable[[str], None] = _log.warning,
+        board: EvaluationBoard | None = None,
     ) -> None:
+        self.board = board or EvaluationBoard(1)
         self._queue, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
         self._warn = warn
         self.staleness, self._gate = staleness, gate
@@ -105,6 +109,7 @@ class RolloutControl:
         """Its samples are played again by others. This is no failure of theirs, but one of them may be the cause: those
         that the next death would end are not played together, so that one which kills again does so by itself."""
         self._workers.discard(worker)
+        self.board.worker_left(worker, reason)
         for sample_id in [i for i, entry in self._open.items() if entry.worker == worker]:
             self.lost_attempts += 1
             self._return(sample_id, "worker_died", f"{worker}: {reason}", died=True)
@@ -124,6 +129,15 @@ class RolloutControl:
         """Samples that a worker has; each has a deadline."""
         return len(self._open)
 
+    async def unless_failed(self, work: asyncio.Future[Any]) -> None:
+        """Wait for ``work``. Raises what ``fail`` was given before it is done."""
+        work.add_done_callback(lambda _: self._wake())
+        while not work.done():
+            if self._failure is not None:
+                raise self._failure
+            await self._change()
+        work.result()
+
     async def stopped(self) -> None:
         """Until no worker plays. Raises what ``fail`` was given."""
         while self._workers:
@@ -131,29 +145,39 @@ class RolloutControl:
                 raise self._failure
             await self._change()
 
-    async def allocate(self, worker: str, count: int, hold_s: float) -> list[RolloutLease] | None:
-        """Between one and ``count`` samples to play, in the journal before they are given: on the disk no later than
-        what comes of them, and lost only together with this process and all who heard of them. Waits for capacity up
-        to ``hold_s`` seconds, then None: ask again. [] when the worker is to stop: the run needs no more, pauses, or
-        has seen it leave."""
+    async def allocate(
+        self, worker: str, count: int, hold_s: float
+    ) -> tuple[list[RolloutLease] | None, list[EvaluationPart]]:
+        """Between one and ``count`` samples and shares of an evaluation to play. Samples are in the journal before they
+        are given: on the disk no later than what comes of them, and lost only together with this process and all who
+        heard of them. Waits for capacity up to ``hold_s`` seconds, then (None, []): ask again. ([], []) when the worker
+        is to stop: the run comes to its end, or has seen the worker leave."""
         until = time.monotonic() + hold_s
-        while worker in self._workers and self._failure is None and not (self.paused or self.complete):
-            leases = self._admit(worker, count)
-            if leases:
-                return leases
+        while worker in self._workers and self._failure is None and not self.paused:
+            parts = self.board.take(worker, count, alone=False)
+            leases = self._admit(worker, count - len(parts))
+            if len(parts) + len(leases) < count:  # there are no more samples to play at the moment
+                parts += self.board.take(worker, count - len(parts) - len(leases), alone=True)
+            if leases or parts:
+                return leases or None, parts
             if not await self._change(until - time.monotonic()):
-                return None
-        return []
+                return None, []
+        return [], []
 
     def pause(self) -> None:
         """Give no more samples; what is in play is played to its end."""
         self.paused = True
         self._wake()
 
-    def resume(self) -> None:
-        """Give samples again, after ``pause``."""
-        self.paused = False
+    def evaluate(self) -> None:
+        """Tell those who wait for samples that there is an evaluation to play."""
         self._wake()
+
+    def evaluated(self, worker: str, request: EvaluatedRequest) -> None:
+        """A worker has played a share of an evaluation, or failed to."""
+        self.board.evaluated(worker, request)
+        if self.board.waiting:
+            self._wake()
 
     @property
     def complete(self) -> bool:
@@ -226,6 +250,7 @@ class RolloutControl:
 
     def expire(self) -> None:
         """Take back what was not answered long after its deadline."""
+        self.board.expire()
         now = time.monotonic()
         for sample_id in [i for i, entry in self._open.items() if entry.expires < now]:
             self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}")

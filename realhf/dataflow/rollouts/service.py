@@ -1,4 +1,5 @@
-"""What rollout workers and the stream ask the master: ``allocate``, ``rejected``, ``arrived``, ``stopped``."""
+"""What rollout workers and the stream ask the master: ``allocate``, ``rejected``, ``evaluated``, ``arrived``,
+``stopped``."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from typing import Any
 from realhf.api.calls import (
     ALLOCATE,
     ARRIVED,
+    EVALUATED,
     REJECTED,
     STOPPED,
     AllocateAnswer,
     AllocateRequest,
     ArrivedAnswer,
     ArrivedRequest,
+    EvaluatedRequest,
     Nothing,
     RejectedRequest,
 )
@@ -69,14 +72,16 @@ class RolloutService:
             return partial(self._arrived, ARRIVED.unpack(payload))
         if method == REJECTED.name:
             return partial(self._rejected, client, REJECTED.unpack(payload))
+        if method == EVALUATED.name:
+            return partial(self._evaluated, client, EVALUATED.unpack(payload))
         if method == STOPPED.name:
             return partial(self._stopped, client)
         raise ValueError(f"there is no request {method!r}")
 
     async def _allocate(self, client: str, request: AllocateRequest) -> Any:
         count = max(1, min(request.count, MAX_LEASES))
-        leases = await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S))
-        return ALLOCATE.pack_answer(AllocateAnswer(leases))
+        leases, parts = await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S))
+        return ALLOCATE.pack_answer(AllocateAnswer(leases, parts))
 
     async def _arrived(self, request: ArrivedRequest) -> Any:
         return ARRIVED.pack_answer(ArrivedAnswer(await self._control.arrived(request.arrivals)))
@@ -84,6 +89,10 @@ class RolloutService:
     async def _rejected(self, client: str, request: RejectedRequest) -> Any:
         self._control.rejected(client, request.id, request.attempt, request.outcome, request.message)
         return REJECTED.pack_answer(Nothing())
+
+    async def _evaluated(self, client: str, request: EvaluatedRequest) -> Any:
+        self._control.evaluated(client, request)
+        return EVALUATED.pack_answer(Nothing())
 
     async def _stopped(self, client: str) -> Any:
         self._control.worker_stopped(client)

@@ -68,6 +68,11 @@ class WeightUpdates:
         return self._versions
 
     @property
+    def published(self) -> int:
+        """The newest version; -1 before the first."""
+        return -1 if self._manifest is None else self._manifest.version
+
+    @property
     def current(self) -> frozenset[str]:
         """The generation workers that are listed."""
         return frozenset(self._current)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from realhf.api.calls import FREE, GENERATE, FreeRequest, GenerateAnswer, GenerateRequest
@@ -59,15 +59,22 @@ class GenerationClient:
         for endpoint in self._registered:
             self._connect(endpoint)
 
-    async def generate(self, request: GenRequest) -> GenOutput:
-        """Return the rest of a turn. Raises GenerationFailed."""
+    async def generate(self, request: GenRequest, among: Collection[str] | None = None) -> GenOutput:
+        """Return the rest of a turn, from one of the generation workers with the names ``among``, where they are given.
+        Raises GenerationFailed."""
         deadline, failures = time.monotonic() + self._timeout_s, 0
         lost: set[str] = set()
         asked = GenerateRequest(
-            request.slot, list(request.token_ids), request.sampled, request.seed, request.min_version
+            request.slot,
+            list(request.token_ids),
+            request.sampled,
+            request.seed,
+            request.min_version,
+            request.pinned_version,
+            request.greedy,
         )
         while True:
-            endpoint = await self._endpoint(request.slot, deadline)
+            endpoint = await self._endpoint(request.slot, deadline, among)
             worker = self._workers[endpoint]
             worker.tokens += len(request.token_ids)
             try:
@@ -111,21 +118,28 @@ class GenerationClient:
         with contextlib.suppress(PeerLost, RpcTimeout, ServiceError):
             await client.ask(FREE, FreeRequest(list(slots)), timeout_s=self._timeout_s)
 
-    async def _endpoint(self, slot: int, deadline: float) -> str:
-        """Return the worker of a slot; waits for one to join where there is none."""
-        while not self._workers:
+    async def _endpoint(self, slot: int, deadline: float, among: Collection[str] | None) -> str:
+        """Return the worker of a slot; waits for one to join where there is none. Raises GenerationFailed, at once when
+        none of ``among`` is registered."""
+        while not (allowed := self._connected(among)):
             if self._closed:
                 raise GenerationFailed("the client of the generation workers is closed")
+            if among is not None and not set(among) & set(self._registered.values()):
+                raise GenerationFailed(f"no generation worker that keeps these weights is left of {', '.join(among)}")
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
                 raise GenerationFailed(f"no generation worker was there for {self._timeout_s:g} s") from None
         home = self._home.get(slot)
-        if home not in self._workers:
-            home = min(self._workers, key=self._load)
+        if home not in allowed:
+            home = min(allowed, key=self._load)
             self._home[slot] = home
         return home
+
+    def _connected(self, among: Collection[str] | None) -> list[str]:
+        """Return the endpoints of the workers that may be asked now."""
+        return [end for end in self._workers if among is None or self._registered.get(end) in among]
 
     def _load(self, endpoint: str) -> tuple[int, str]:
         return self._workers[endpoint].tokens, endpoint
@@ -166,6 +180,23 @@ class NewEnough:
         self._tokens.free(slots)
 
 
+class Pinned:
+    """Wraps a ``GenerationClient`` for an evaluation: all tokens come from weights of one ``version``, which the
+    workers ``names`` keep, ``greedy`` or as training samples."""
+
+    def __init__(self, client: GenerationClient, version: int, names: Collection[str], *, greedy: bool) -> None:
+        self._client, self._version, self._names, self._greedy = client, version, frozenset(names), greedy
+
+    async def generate(self, request: GenRequest) -> GenOutput:
+        """See ``TokenSource``."""
+        asked = replace(request, pinned_version=self._version, greedy=self._greedy)
+        return await self._client.generate(asked, self._names)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """See ``TokenSource``."""
+        self._client.free(slots)
+
+
 def answer_of(output: GenOutput) -> GenerateAnswer:
     """Return what a generation worker replies; the client goes on with an aborted turn."""
     reason = "interrupted" if output.finish_reason == "aborted" else output.finish_reason
@@ -174,4 +205,6 @@ def answer_of(output: GenOutput) -> GenerateAnswer:
 
 def request_of(asked: GenerateRequest, slot: int) -> GenRequest:
     """Return the request of a client, in a slot of the worker's own."""
-    return GenRequest(slot, asked.token_ids, asked.sampled, asked.seed, asked.min_version)
+    return GenRequest(
+        slot, asked.token_ids, asked.sampled, asked.seed, asked.min_version, asked.pinned_version, asked.greedy
+    )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from realhf.api.env import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
-from realhf.api.environment import task_of
+from realhf.api.environment import EnvironmentSpec, task_of
+from realhf.api.evaluation import EpisodeResult
 from realhf.api.generation import TokenSource
-from realhf.api.streaming import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, RolloutLease
+from realhf.api.streaming import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, EvaluationPart, RolloutLease
 from realhf.rollout.client.generation_client import NewEnough
+from realhf.rollout.episode.held_out import episode_results, held_out_tasks
 from realhf.rollout.episode.request import EpisodeRequest
 from realhf.rollout.episode.sampling_seed import sampling_seed
 from realhf.rollout.players.failure_policy import FailurePolicy, GroupFailed, shortfall
@@ -52,6 +55,10 @@ class SamplePlayer(Protocol):
         """Play one sample. Raises GroupFailed."""
         ...
 
+    async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
+        """Play a share of a held-out evaluation. Raises GroupFailed."""
+        ...
+
     async def close(self) -> None:
         """End what the player holds open."""
         ...
@@ -59,12 +66,21 @@ class SamplePlayer(Protocol):
 
 class GroupPlayer:
     """Plays samples on the slots of ``player``: ``group_size`` rollouts of each at once. ``run_seed`` decides, with the
-    sample's id, the random numbers of their tokens; ``policy`` decides what a failed rollout means."""
+    sample's id, the random numbers of their tokens; ``policy`` decides what a failed rollout means. ``held_out``: the
+    tasks of the environment, for evaluations, and ``pinned`` the tokens that a share of one is played with."""
 
     def __init__(
-        self, player: Player, tokens: TokenSource, *, group_size: int, run_seed: int, policy: FailurePolicy
+        self,
+        player: Player,
+        tokens: TokenSource,
+        *,
+        group_size: int,
+        run_seed: int,
+        policy: FailurePolicy,
+        held_out: EnvironmentSpec,
+        pinned: Callable[[EvaluationPart], TokenSource],
     ) -> None:
-        self._player, self._tokens = player, tokens
+        self._player, self._tokens, self._held_out, self._pinned = player, tokens, held_out, pinned
         self._group_size, self._run_seed, self._policy = group_size, run_seed, policy
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
@@ -82,6 +98,21 @@ class GroupPlayer:
             worst = next(outcome for outcome in group.outcomes if not outcome.valid)
             raise GroupFailed(_OUTCOMES.get(worst.status, ENV_ERROR), shortfall(group.outcomes))
         return group
+
+    async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
+        """Play a share of a held-out evaluation, each task once. An episode that its environment fails is a result;
+        GroupFailed is raised when there are no tokens of these weights any more."""
+        tasks = held_out_tasks(self._held_out, part.split, part.episodes_per_task, part.templates)
+        wanted = [
+            EpisodeRequest(
+                index, task, sampling_seed(self._run_seed, f"held out/{part.greedy:d}/{task.id}/{task.seed}", 0)
+            )
+            for index, task in enumerate(tasks[part.part :: part.parts])
+        ]
+        played = await self._player.play(wanted, self._pinned(part))
+        if lost := [outcome for outcome in played.outcomes if outcome.status == POLICY_FAILED]:
+            raise GroupFailed(ENGINE_ERROR, shortfall(lost))
+        return episode_results(played.outcomes)
 
     async def close(self) -> None:
         """Close the environments."""

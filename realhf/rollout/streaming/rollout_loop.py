@@ -1,4 +1,5 @@
-"""Runs a rollout worker: take a sample, play it, stream it, again (docs/reference/dataflow.md 9)."""
+"""Runs a rollout worker: take a sample, play it, stream it, again (docs/reference/dataflow.md 9). Shares of held-out
+evaluations are played in between; what came of them goes to the master."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from realhf.api.calls import ALLOCATE, REJECTED, AllocateRequest, RejectedRequest
-from realhf.api.streaming import RolloutLease
+from realhf.api.calls import ALLOCATE, EVALUATED, REJECTED, AllocateRequest, EvaluatedRequest, RejectedRequest
+from realhf.api.evaluation import EpisodeResult
+from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.api.trace import Tracer
 from realhf.rollout.players.failure_policy import GroupFailed
 from realhf.rollout.players.group_player import PlayedGroup, SamplePlayer, within
@@ -78,11 +80,12 @@ class RolloutLoop:
             await self._freed.wait()
         self._raise_failures()
         request = AllocateRequest(len(self._idle), HOLD_S)
-        leases = (await self._control.ask(ALLOCATE, request, timeout_s=HOLD_S + self._timeout_s)).leases
-        for lease in leases or ():
-            task = asyncio.create_task(self._one(self._idle.pop(), lease))
-            self._playing.add(task)
-        return leases is None or bool(leases)
+        answer = await self._control.ask(ALLOCATE, request, timeout_s=HOLD_S + self._timeout_s)
+        for lease in answer.leases or ():
+            self._playing.add(asyncio.create_task(self._one(self._idle.pop(), lease)))
+        for part in answer.evaluation:
+            self._playing.add(asyncio.create_task(self._share(self._idle.pop(), part)))
+        return answer.leases is None or bool(answer.leases)
 
     def _raise_failures(self) -> None:
         for task in [task for task in self._playing if task.done()]:
@@ -99,6 +102,26 @@ class RolloutLoop:
             self._tracer.record(
                 "sample", began, time.time_ns(), line=self._players[id(player)][1], id=lease.id, attempt=lease.attempt
             )
+            self._idle.append(player)
+            self._freed.set()
+
+    async def _share(self, player: SamplePlayer, part: EvaluationPart) -> None:
+        """Play a share of an evaluation and tell the master."""
+        began, results, error = time.time_ns(), list[EpisodeResult](), ""
+        try:
+            async with asyncio.timeout(part.deadline_s):
+                results = await player.evaluate(part)
+        except TimeoutError:
+            error = f"not over after {part.deadline_s:g} s"
+        except Exception as failure:
+            _log.warning("a share of an evaluation failed: %s", failure, exc_info=not isinstance(failure, GroupFailed))
+            error = f"{type(failure).__name__}: {failure}"
+        request = EvaluatedRequest(part.evaluation, part.part, part.greedy, results, error)
+        try:
+            await self._control.ask(EVALUATED, request, timeout_s=self._timeout_s)
+        finally:
+            line = self._players[id(player)][1]
+            self._tracer.record("evaluation", began, time.time_ns(), line=line, part=part.part, version=part.version)
             self._idle.append(player)
             self._freed.set()
 

@@ -290,3 +290,26 @@ def test_requests_without_a_seed_differ(tiny_model: Any) -> None:
         for slot in range(2):
             client.submit(GenRequest(slot, [5]), SHORT, stop_ids=())
         assert client.output(0).token_ids != client.output(1).token_ids
+
+
+def test_a_replica_keeps_the_weights_that_it_was_made_with(tiny_model: Any) -> None:
+    """Also while the engine itself is in the middle of a turn, takes others, and is closed."""
+    model, request, greedy = tiny_model(), GenRequest(0, [5, 6, 7], seed=1), GenConfig(max_new_tokens=12, temperature=0)
+    with running(model, version=4) as client:
+        client.submit(GenRequest(1, [5, 6], seed=2), SHORT, stop_ids=())
+        replica = Client(client.engine.replica())
+        client.engine.load_weights(5, changed(model))
+        assert (client.engine.version, replica.engine.version) == (5, 4)
+        replica.submit(request, greedy, stop_ids=())
+        kept = replica.output(0)
+        client.submit(request, greedy, stop_ids=())
+        assert client.output(0).logprobs != pytest.approx(kept.logprobs), "the engine has other weights"
+        client.output(1)
+    try:
+        replica.submit(GenRequest(3, [5, 6, 7], seed=1), greedy, stop_ids=())
+        assert replica.output(3).token_ids == kept.token_ids
+    finally:
+        replica.engine.close()
+    expected = alone(tiny_model(), request, greedy, stop_ids=())
+    assert kept.token_ids == expected.token_ids and kept.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert kept.versions == [4] * 12

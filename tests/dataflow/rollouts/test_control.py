@@ -25,6 +25,7 @@ from realhf.transport.service.client import ServiceClient, ServiceError
 from tests.dataflow.rollouts.toy_streamed_run import CountingSource, meta_of
 
 W0, W1 = "rollout_worker/0:11", "rollout_worker/1:12"
+STOP, AGAIN = ([], []), (None, [])
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +69,8 @@ async def make(tmp_path: Path) -> AsyncIterator[Any]:
 
 
 async def lease(control: RolloutControl, count: int = 1, worker: str = W0) -> list[RolloutLease]:
-    leases = await control.allocate(worker, count, 0.0)
-    assert leases
+    leases, parts = await control.allocate(worker, count, 0.0)
+    assert leases and not parts
     return leases
 
 
@@ -80,13 +81,13 @@ def arrival(given: RolloutLease, error: str = "") -> Arrival:
 async def test_capacity_bounds_what_is_given_and_new_weights_open_it(make: Any) -> None:
     control = make(batch=2, eta=1, concurrent=3, total=100)
     assert len(await lease(control, 10)) == 3
-    assert await control.allocate(W1, 1, 0.0) is None
+    assert await control.allocate(W1, 1, 0.0) == AGAIN
     waiting = asyncio.create_task(control.allocate(W1, 5, 60.0))
     await asyncio.sleep(0)
     for given in list(control._open):
         entry = control._open[given]
         await control.arrived([arrival(RolloutLease(given, entry.attempt, 0, 0, 1.0))])
-    (first,) = await asyncio.wait_for(waiting, 10) or []
+    (first,) = (await asyncio.wait_for(waiting, 10))[0]
     assert first.order == 3 and control.capacity == 0, "four samples are allowed at version 0 and staleness 1"
     control.set_version(1)
     assert control.capacity == 2 and len(await lease(control, 10, W1)) == 2
@@ -141,7 +142,7 @@ async def test_a_sample_that_kills_whoever_plays_it_is_given_up_aloud_and_those_
     deaths, played = 0, set()
     while len(played) < 8:
         for worker in (W0, W1):
-            leases = await control.allocate(worker, 3, 0.0) or []
+            leases = (await control.allocate(worker, 3, 0.0))[0] or []
             if any(given.id == "s0" for given in leases):
                 deaths += 1
                 control.worker_left(worker, "killed by SIGSEGV")
@@ -173,7 +174,7 @@ async def test_a_worker_that_stops_holds_nothing_back(make: Any) -> None:
     control = make()
     (given,) = await lease(control)
     control.worker_stopped(W0)
-    assert control.workers == [W1] and await control.allocate(W0, 1, 60.0) == []
+    assert control.workers == [W1] and await control.allocate(W0, 1, 60.0) == STOP
     assert [entry.id for entry in await lease(control, worker=W1)] == [given.id]
 
 
@@ -187,19 +188,20 @@ async def test_what_comes_back_is_played_in_the_order_of_admission(make: Any) ->
     assert len(mine) == 3 and len(other) == 1
 
 
-async def test_waiters_end_when_the_run_holds_is_complete_or_fails(make: Any) -> None:
+async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
     control = make(batch=1, total=1, concurrent=1)
     (given,) = await lease(control)
     for change in (control.pause, partial(control.worker_left, W1, "killed")):
-        control.resume()
+        control.paused = False
         waiting = asyncio.create_task(control.allocate(W1, 1, 60.0))
         await asyncio.sleep(0)
         change()
-        assert await asyncio.wait_for(waiting, 10) == []
+        assert await asyncio.wait_for(waiting, 10) == STOP
+    control.paused = False
     control.worker_joined(W1)
-    waiting = asyncio.create_task(control.allocate(W1, 1, 60.0))
     await control.arrived([arrival(given)])
-    assert await asyncio.wait_for(waiting, 10) == [] and control.complete
+    assert control.complete
+    assert await control.allocate(W1, 1, 0.0) == AGAIN, "an evaluation may follow"
     stopping = asyncio.create_task(control.stopped())
     assert len(await control.step_batch(0)) == 1
     assert await asyncio.wait_for(control.step_batch(1), 10) == []
@@ -240,7 +242,7 @@ async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any)
     assert await asyncio.wait_for(rest, 10) == []
     assert not any(task.done() for task in asking)
     control.fail(RolloutsFailed("over"))
-    assert await asyncio.wait_for(asyncio.gather(*asking), 10) == [[], []]
+    assert await asyncio.wait_for(asyncio.gather(*asking), 10) == [STOP, STOP]
 
 
 async def test_drawn_items_that_wait_for_capacity_are_not_the_end(make: Any) -> None:
@@ -273,7 +275,7 @@ async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(ma
     waiting = asyncio.create_task(control.allocate(W1, 8, 60.0))
     await asyncio.sleep(0)
     training = asyncio.create_task(control.step_batch(1))
-    given = await asyncio.wait_for(waiting, 10)
+    given, _ = await asyncio.wait_for(waiting, 10)
     assert make.discarded == [slow.id] and control.staleness.dropped == 1 and len(given or []) == 1
     assert not {entry.id for entry in [*more, *(given or [])]} & {slow.id}
     training.cancel()
@@ -285,7 +287,7 @@ async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_an
     control.rejected(W0, given.id, 0, "env_error", "no server")
     with pytest.raises(RolloutsFailed, match=f"sample {given.id}: env_error: no server"):
         await control.step_batch(0)
-    assert await control.allocate(W0, 1, 60.0) == []
+    assert await control.allocate(W0, 1, 60.0) == STOP
 
 
 async def test_a_run_in_which_nothing_works_ends(make: Any) -> None:

@@ -203,7 +203,7 @@ class FleetRun:
             del self.fleet.snapshots[:seen]
 
     async def _allocate(self) -> None:
-        leases = await self.control.allocate(PLAYER, self.random.randint(1, 3), 0.0)
+        leases, _ = await self.control.allocate(PLAYER, self.random.randint(1, 3), 0.0)
         self.playing += [Sample(lease, self.random.randint(1, 4)) for lease in leases or ()]
 
     def _token(self) -> None:

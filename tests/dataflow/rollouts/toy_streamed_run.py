@@ -54,7 +54,8 @@ class CountingSource:
 
 class FakeWorkers:
     """The master's end of the calls: a trainer whose payload log is ``payloads``, rollout and generation workers that
-    do as they are told. ``plays``: who was told to play; ``mute``: handlers that do not answer."""
+    do as they are told. ``plays``: who was told to play; ``mute``: handlers that do not answer; ``version``: of the
+    weights that were loaded last, which are kept for an evaluation beside newer ones where ``keeps``."""
 
     def __init__(self, payloads: dict[int, tuple[str, int, list[bytes]]] | None = None) -> None:
         self.roster: dict[str, WorkerInfo] = {}
@@ -65,6 +66,7 @@ class FakeWorkers:
         self.dismissed: list[str] = []
         self.fails_only = ""
         self.failing: dict[str, Exception] = {}
+        self.version, self.keeps = -1, True
 
     @property
     def plays(self) -> list[str]:
@@ -95,7 +97,10 @@ class FakeWorkers:
         if handler == "publish_weights":
             return {"manifest": to_payload(WeightsManifest(payload["version"], "shm", "nowhere", 0, ""))}
         if handler == "update_weights":
+            self.version = payload["manifest"]["version"]
             return {"weight_stage_ms": 1.0, "weight_pause_ms": 1.0}
+        if handler == "pin_weights":
+            return {"version": self.version, "kept": self.keeps}
         if handler == "status":
             return {"at_s": 0.0, "busy_s": 0.0, "generated_tokens": 0.0, "running": 0.0, "waiting": 0.0}
         return {}
@@ -242,7 +247,7 @@ class StreamedRun:
 
     async def _allocate(self) -> None:
         worker = self.random.choice(self.workers)
-        leases = await self.control.allocate(worker, self.random.randint(1, 4), 0.0)
+        leases, _ = await self.control.allocate(worker, self.random.randint(1, 4), 0.0)
         assert leases is None or leases or self.control.complete
         self.leases += [(worker, lease) for lease in leases or ()]
 

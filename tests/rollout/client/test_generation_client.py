@@ -15,7 +15,7 @@ from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.messages import MessageError
 from realhf.rollout.client import generation_client
-from realhf.rollout.client.generation_client import GenerationClient, answer_of, request_of
+from realhf.rollout.client.generation_client import GenerationClient, Pinned, answer_of, request_of
 from realhf.transport.service.server import Request, ServiceServer
 
 
@@ -95,9 +95,21 @@ async def test_requests_of_a_worker_that_dies_go_to_another(client: Any, engines
     await asyncio.to_thread(dying.server.close)
     moved = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 10)
     assert [output.token_ids for output in moved] == [[living.number]] * 2 and client.rerouted == 2
-    assert living.asked[-1][1:] == [[1] * 4, 0, 9, -1], "with everything that the request holds"
+    assert living.asked[-1][1:] == [[1] * 4, 0, 9, -1, -1, False], "with everything that the request holds"
     for task in tasks:
         task.cancel()
+
+
+async def test_an_evaluation_asks_only_those_who_keep_its_weights(client: Any, engines: list[FakeEngine]) -> None:
+    """And fails at once when none of them is left."""
+    pinned = Pinned(client, 4, ["generation/1"], greedy=True)
+    for slot in range(4):
+        assert (await pinned.generate(GenRequest(slot, [1, 2]))).token_ids == [1]
+    assert not engines[0].asked and {tuple(payload[5:]) for payload in engines[1].asked} == {(4, True)}
+    assert (await client.generate(GenRequest(9, [1]))).token_ids == [0], "others still ask everybody"
+    client.update({"generation/0": engines[0].endpoint})
+    with pytest.raises(GenerationFailed, match="no generation worker that keeps these weights is left of generation/1"):
+        await asyncio.wait_for(pinned.generate(GenRequest(0, [1, 2])), 10)
 
 
 async def test_a_request_that_loses_one_worker_after_another_is_given_up() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from realhf.api.environment import EnvironmentFailure
-from realhf.api.streaming import RolloutLease
+from realhf.api.environment import EnvironmentFailure, EnvironmentSpec, Task
+from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.rollout.episode.request import Limits
 from realhf.rollout.episode.sampling_seed import sampling_seed
-from realhf.rollout.players.failure_policy import GroupFailed, failure_policy
+from realhf.rollout.players.failure_policy import FailurePolicy, GroupFailed, failure_policy
 from realhf.rollout.players.group_player import GroupPlayer, within
 from realhf.rollout.players.player import Player, TurnAgent
 from tests.rollout.scripted_environment import Scripted, Words, World
@@ -28,12 +31,16 @@ def lease(deadline_s: float = 30.0) -> RolloutLease:
 def player(
     world: World, tokens: Any = None, name: str = "minimum_group", retries: int = 0, least: int = 2, **spec: Any
 ) -> GroupPlayer:
-    policy = failure_policy(name, retries, least)
+    policy, played = failure_policy(name, retries, least), world.spec(**spec)
     agent = TurnAgent(WordChat(), Limits(4, 500, 8), "")
-    own = Player(
-        world.spec(**spec), "", agent, N, first_slot=10, retries=policy.retries, message_timeout_s=5.0, patience_s=0.0
+    own = Player(played, "", agent, N, first_slot=10, retries=policy.retries, message_timeout_s=5.0, patience_s=0.0)
+    return group_player(own, tokens or Words(), policy, played)
+
+
+def group_player(own: Player, tokens: Any, policy: FailurePolicy, played: EnvironmentSpec) -> GroupPlayer:
+    return GroupPlayer(
+        own, tokens, group_size=N, run_seed=1, policy=policy, held_out=played, pinned=lambda part: tokens
     )
-    return GroupPlayer(own, tokens or Words(), group_size=N, run_seed=1, policy=policy)
 
 
 def fails(*members: int, kind: str = "internal") -> World:
@@ -102,9 +109,53 @@ async def test_a_service_that_comes_back_is_waited_for() -> None:
     world = World(on_reset=lambda env: None if away.is_set() else EnvironmentFailure("lost", "no server"))
     agent = TurnAgent(WordChat(), Limits(4, 500, 8), "")
     own = Player(world.spec(), "", agent, N, patience_s=20.0)
-    one = GroupPlayer(own, Words(), group_size=N, run_seed=1, policy=failure_policy("retry", 0, 1))
+    one = group_player(own, Words(), failure_policy("retry", 0, 1), world.spec())
     waiting = asyncio.create_task(one.play(lease()))
     await asyncio.sleep(0.2)
     assert not waiting.done(), "a sample in front of a dead server waits"
     away.set()
     assert [o.status for o in (await waiting).outcomes] == ["finished"] * N
+
+
+class TwoTasks:
+    """Two templates, each in as many instances as there are seeds."""
+
+    group_of: Mapping[str, str] = {"one": "easy", "two": "hard"}
+    groups: Sequence[str] = ("easy", "hard")
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        return Task(template_id, self.group_of[template_id], {"text": template_id}, seed=seed)
+
+
+def share(part: int, parts: int, *, greedy: bool = False) -> EvaluationPart:
+    return EvaluationPart(0, part, parts, greedy, 4, ["generation/0"], "heldout", 5, 10, 30.0)
+
+
+async def test_the_shares_of_an_evaluation_are_every_held_out_instance_once() -> None:
+    tokens, world = Words(), World()
+    played = replace(world.spec(), tasks=lambda split: TwoTasks())
+    own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
+    one = group_player(own, tokens, failure_policy("minimum_group", 0, 2), played)
+    results = [result for part in range(3) for result in await one.evaluate(share(part, 3))]
+    assert Counter(result.group for result in results) == {"easy": 5, "hard": 5}
+    assert all(result.valid and result.turns == 3 for result in results)
+    seeds = {request.seed for request in tokens.requests}
+    assert len(seeds) == 10, "each episode has its own random numbers"
+    again = Words()
+    other = group_player(own, again, failure_policy("minimum_group", 0, 2), played)
+    for part in range(2):
+        await other.evaluate(share(part, 2))
+    assert {request.seed for request in again.requests} == seeds, "however it is divided"
+    await one.close()
+
+
+async def test_an_episode_that_its_environment_fails_is_a_result_and_lost_weights_are_none() -> None:
+    world = fails(0, 1, 2)
+    played = replace(world.spec(), tasks=lambda split: TwoTasks())
+    own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
+    one = group_player(own, Words(), failure_policy("minimum_group", 0, 2), played)
+    results = await one.evaluate(share(0, 1))
+    assert Counter(result.valid for result in results) == {True: 7, False: 3}
+    with pytest.raises(GroupFailed, match="no generation worker"):
+        await group_player(own, Words(broken=True), failure_policy("retry", 0, 1), played).evaluate(share(0, 1))
+    await one.close()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from realhf.api.calls import ALLOCATE, AllocateAnswer
-from realhf.api.streaming import RolloutLease
+from realhf.api.calls import ALLOCATE, EVALUATED, AllocateAnswer, EvaluatedRequest
+from realhf.api.evaluation import EpisodeResult
+from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.api.trace import NoTrace
 from realhf.rollout.players.group_player import GroupFailed, PlayedGroup
 from realhf.rollout.streaming.rollout_loop import RolloutLoop
@@ -26,14 +27,20 @@ class FakeMaster:
         self.leases = [RolloutLease(id, 0, order, 0, deadline_s) for order, id in enumerate(ids)]
         self.rejected: dict[str, tuple[str, str]] = {}
         self.asked: list[int] = []
+        self.shares: list[EvaluationPart] = []
+        self.evaluated: list[EvaluatedRequest] = []
         self.server = ServiceServer("the master", "run", self._answer)
 
     def _answer(self, request: Request) -> None:
         if request.method == "allocate":
             count = request.payload["count"]
             self.asked.append(count)
-            given, self.leases = self.leases[:count], self.leases[count:]
-            request.reply(ALLOCATE.pack_answer(AllocateAnswer(given)))
+            shares, self.shares = self.shares[:count], self.shares[count:]
+            given, self.leases = self.leases[: count - len(shares)], self.leases[count - len(shares) :]
+            request.reply(ALLOCATE.pack_answer(AllocateAnswer(given or (None if shares else []), shares)))
+        elif request.method == "evaluated":
+            self.evaluated.append(EVALUATED.unpack(request.payload))
+            request.reply({})
         elif request.payload["id"] == "group refused":
             raise ValueError("refused")
         else:
@@ -62,6 +69,14 @@ class FakePlayer:
         finally:
             self.playing = False
         return PlayedGroup([])
+
+    async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
+        assert not self.playing, "one sample or share at a time"
+        if part.part == 1:
+            raise GroupFailed("engine_error", "the weights are lost")
+        if part.part == 2:
+            await asyncio.sleep(600)
+        return [EpisodeResult("easy", True, part.greedy, 1.0, 2)]
 
     async def close(self) -> None:
         self.closed = True
@@ -135,6 +150,21 @@ async def test_what_fails_ends_its_attempt_and_the_loop_goes_on(scene: Any) -> N
         "stuck": "rejected",
     }
     assert "too many keys" in run.master.rejected["odd"][1]
+
+
+async def test_shares_of_an_evaluation_are_played_beside_samples_and_the_master_is_told(scene: Any) -> None:
+    """What of them, and why one was not."""
+    run = scene("good", "better", players=2)
+    run.master.shares = [
+        EvaluationPart(7, part, 3, part == 0, 4, ["generation/0"], "heldout", 5, 10, 0.2 if part == 2 else 60.0)
+        for part in range(3)
+    ]
+    await run.run()
+    told = {request.part: request for request in run.master.evaluated}
+    assert set(told) == {0, 1, 2} and {request.evaluation for request in told.values()} == {7}
+    assert told[0].greedy and [result.achieved for result in told[0].results] == [True]
+    assert "the weights are lost" in told[1].error and told[2].error == "not over after 0.2 s"
+    assert sorted(run.stream.pushed) == ["better", "good"] and max(run.master.asked) == 2
 
 
 async def test_a_sample_has_a_deadline_and_its_player_plays_the_next_one(scene: Any) -> None:

@@ -1,0 +1,136 @@
+"""Evaluations beside training, in the master's own rollout code: which weights they are of, and what holds them up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.api.calls import EvaluatedRequest
+from realhf.api.evaluation import EpisodeResult
+from realhf.api.experiment import EvaluationSpec
+from realhf.api.rollout import HeldOutOptions
+from realhf.api.streaming import EvaluationPart
+from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
+from realhf.dataflow.rollouts.control import RolloutsFailed
+from realhf.dataflow.rollouts.held_out import ATTEMPTS
+from tests.dataflow.rollouts.test_async_rollouts import W0, Scene, breathe
+
+WANTED = EvaluationSpec("actor", "x", {}, HeldOutOptions("heldout", 2, 1, 10).to_args())
+Report = dict[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    await made.rollouts.close()
+
+
+async def shares_of(rollouts: AsyncRollouts, *, lost: tuple[int, ...] = ()) -> list[EvaluationPart]:
+    """Play until the evaluation is over; shares of the versions ``lost`` cannot be played."""
+    played = []
+    async with asyncio.timeout(10):
+        while rollouts.evaluating:
+            _, parts = await rollouts.control.allocate(W0, 8, 0.0)
+            for part in parts:
+                error = "the generation worker died" if part.version in lost else ""
+                results = [] if error else [EpisodeResult("easy", True, part.greedy, 1.0, 1)]
+                request = EvaluatedRequest(part.evaluation, part.part, part.greedy, results, error)
+                rollouts.control.evaluated(W0, request)
+            played += [part for part in parts if part.version not in lost]
+            await breathe()
+    return played
+
+
+async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scene: Scene) -> None:
+    rollouts, reports = await scene.open(), list[Report]()
+    await rollouts.start()
+    await breathe()
+    assert await rollouts.evaluate(0, WANTED, reports.append) and rollouts.evaluating
+    await asyncio.wait_for(rollouts.publish(1), 10)
+    await breathe()
+    assert rollouts.control.staleness.version == 1, "the next version does not wait"
+    played = await shares_of(rollouts)
+    await asyncio.wait_for(rollouts.evaluated(), 10)
+    assert {(part.version, tuple(part.engines)) for part in played} == {(0, ("generation/0",))}
+    assert {part.episodes_per_task for part in played if part.greedy} == {1}
+    (report,) = reports
+    assert report["sampled"]["overall"]["version"] == 0 and report["greedy"]["easy"]["success"] == 1.0
+    handlers = [handler for _, handler, _ in scene.workers.calls]
+    assert handlers.index("pin_weights") < handlers.index("unpin_weights") and not rollouts.evaluating
+
+
+async def test_where_no_second_engine_can_be_the_next_version_waits(scene: Scene) -> None:
+    scene.workers.keeps = False
+    rollouts, reports = await scene.open(), list[Report]()
+    await rollouts.start()
+    await breathe()
+    await rollouts.evaluate(0, WANTED, reports.append)
+    publishing = asyncio.create_task(rollouts.publish(1))
+    await breathe()
+    assert not publishing.done() and rollouts.control.staleness.version == 0
+    await shares_of(rollouts)
+    await asyncio.wait_for(publishing, 10)
+    await breathe()
+    assert len(reports) == 1 and rollouts.control.staleness.version == 1
+
+
+async def test_the_next_evaluation_waits_for_the_one_in_play(scene: Scene) -> None:
+    rollouts, reports = await scene.open(), list[Report]()
+    await rollouts.start()
+    await breathe()
+    await rollouts.evaluate(0, WANTED, reports.append)
+    second = asyncio.create_task(rollouts.evaluate(1, WANTED, reports.append))
+    await breathe()
+    assert not second.done()
+    await shares_of(rollouts)
+    await asyncio.wait_for(second, 10)
+    await shares_of(rollouts)
+    await asyncio.wait_for(rollouts.evaluated(), 10)
+    assert len(reports) == 2
+
+
+async def test_weights_that_are_lost_are_replaced_by_those_of_now_and_at_last_it_is_given_up(scene: Scene) -> None:
+    rollouts, reports, warned = await scene.open(), list[Report](), list[str]()
+    rollouts._held_out._warn = warned.append
+    await rollouts.start()
+    await breathe()
+    await rollouts.evaluate(0, WANTED, reports.append)
+    await rollouts.publish(1)
+    await breathe()
+    played = await shares_of(rollouts, lost=(0,))
+    await asyncio.wait_for(rollouts.evaluated(), 10)
+    assert {part.version for part in played} == {1} and reports[0]["greedy"]["overall"]["version"] == 1
+    assert "before training failed with the weights of version 0" in warned[0]
+
+    await rollouts.evaluate(1, WANTED, reports.append)
+    await shares_of(rollouts, lost=(1,))
+    await asyncio.wait_for(rollouts.evaluated(), 10)
+    assert len(reports) == 1 and f"given up after {ATTEMPTS} attempts" in warned[-1]
+
+
+async def test_an_evaluation_does_not_outlive_what_ends_the_run(scene: Scene) -> None:
+    rollouts = await scene.open()
+    await rollouts.start()
+    await breathe()
+    await rollouts.evaluate(0, WANTED, lambda report: None)
+    rollouts.control.fail(RolloutsFailed("the disk is full"))
+    with pytest.raises(RolloutsFailed, match="the disk is full"):
+        await asyncio.wait_for(rollouts.evaluated(), 10)
+
+
+async def test_an_evaluation_by_another_interface_is_the_trainers(scene: Scene) -> None:
+    rollouts = await scene.open()
+    other = EvaluationSpec("actor", "perplexity", {}, {})
+    assert not await rollouts.evaluate(0, other, lambda report: None) and not rollouts.evaluating
