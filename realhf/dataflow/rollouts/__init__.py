@@ -35,7 +35,10 @@ Who waits for whom, and until when:
   being loaded; else the executor's stall limit ends the run.
 - Publishing version k + 1 waits until every listed generation worker has loaded version k. A worker that fails or does
   not answer within ``rpc.call_timeout_s`` is sent away, and a successor joins.
-- ``AsyncRollouts.pause``, before an evaluation and at the end, waits for every sample in play, for
+- A held-out evaluation is played in shares beside the samples, with weights that the generation workers keep for it
+  (``HeldOutEvaluations``); nobody waits for it but the next evaluation, a checkpoint and the end of the run, and where
+  an engine cannot keep two versions, the next one.
+- ``AsyncRollouts.pause``, at the end, waits for every sample in play, for
   ``async_rl.rollout_deadline_s`` and 120 s.
 
 So the oldest token of a trained sequence is at most ``eta`` versions behind, and with ``eta`` = 0 the loop is the

@@ -106,7 +106,6 @@ async def test_an_evaluation_asks_only_those_who_keep_its_weights(client: Any, e
     for slot in range(4):
         assert (await pinned.generate(GenRequest(slot, [1, 2]))).token_ids == [1]
     assert not engines[0].asked and {tuple(payload[5:]) for payload in engines[1].asked} == {(4, True)}
-    assert (await client.generate(GenRequest(9, [1]))).token_ids == [0], "others still ask everybody"
     client.update({"generation/0": engines[0].endpoint})
     with pytest.raises(GenerationFailed, match="no generation worker that keeps these weights is left of generation/1"):
         await asyncio.wait_for(pinned.generate(GenRequest(0, [1, 2])), 10)
