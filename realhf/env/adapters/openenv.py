@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from realhf.api.config.option import option
-from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec, TaskSet
+from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec, TaskSet
 from realhf.env.adapters.openenv_action import form_of
 from realhf.env.adapters.openenv_episode import OpenEnvEnvironment, Reading
+from realhf.env.adapters.openenv_messages import MessagesEnvironment, ServedTaskSet, speaks_messages
 from realhf.env.client.openenv_client import OpenEnvClient, websocket_url
 from realhf.env.client.server_metadata import fetch_metadata, fetch_page
 from realhf.env.doors.rows import RowOptions, idle_options, tasks_of_data
@@ -40,8 +41,10 @@ class OpenEnvOptions(RowOptions):
     needs: ClassVar[str] = "url"
 
     url: Any = option("", "The server's address, http(s):// or ws(s)://; several, as a list, are used in turn.")
-    sessions: int = option(
-        1, "Each server serves this many sessions at once; stock servers serve 1 unless told otherwise.", at_least=1
+    sessions: int | None = option(
+        None,
+        "Each server serves this many sessions at once; without it what its metadata say, or 1, as stock servers do.",
+        at_least=1,
     )
     token_file: str = option("", "This file holds the bearer token of the server.")
     action: str = option(
@@ -69,21 +72,27 @@ class OpenEnvOptions(RowOptions):
         "it, for servers that raise when an action is wrong.",
         choices=("fail", "tell"),
     )
-    deterministic: bool = option(
-        False, "The same seed and actions bring the same answers, so that a lost episode is resumed by replay."
+    deterministic: bool | None = option(
+        None,
+        "The same seed and actions bring the same answers, so that a lost episode is resumed by replay; without it "
+        "what the server's metadata say, or not.",
     )
     connect_timeout_s: float = option(10.0, "A server opens a session within this time (s).", above=0, at_most=600)
     timeout_s: float = option(300.0, "A server answers a reset or a step within this time (s).", above=0, at_most=3600)
 
 
 class Served(NamedTuple):
-    """What a server says of itself: the schema of its action, whether replies carry request ids, whether a reward is
-    the score so far."""
+    """What a server says of itself: the schema of its action, and its metadata."""
 
     url: str
     action: Any
-    correlate: bool
-    level: bool
+    metadata: Mapping[str, Any]
+
+    @property
+    def sessions(self) -> int:
+        """How many sessions it has at once."""
+        found = self.metadata.get("max_concurrent_envs")
+        return found if type(found) is int and found > 0 else 1
 
 
 def build(options: OpenEnvOptions) -> EnvironmentSpec:
@@ -94,12 +103,8 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     if problem := idle_options(RowOptions(**{each.name: getattr(options, each.name) for each in fields(RowOptions)})):
         raise ValueError(problem)
     servers = _answered(partial(_described, urls, token, options.connect_timeout_s))
-    try:
-        form = form_of(servers[0].action, options.action, options.action_field)
-    except ValueError as error:
-        raise ValueError(f"env.url={urls[0]}: {error}") from None
-    level = options.reward == "last" or (options.reward == "auto" and servers[0].level)
-    reading = Reading(options.observation, options.observation_chars, level, options.success_reward, options.error)
+    messages = speaks_messages(servers[0].action, servers[0].metadata)
+    player = _player_of_messages(options) if messages else _player(servers[0], options)
     turns = itertools.count()
 
     def client(server: Served) -> OpenEnvClient:
@@ -108,22 +113,47 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
             connect_timeout_s=options.connect_timeout_s,
             message_timeout_s=options.timeout_s,
             token=token,
-            correlate=server.correlate,
+            correlate=server.metadata.get("correlation") is True,
         )
 
-    def make(_: str) -> OpenEnvEnvironment:
+    def make(_: str) -> Environment:
         first = next(turns) % len(servers)
-        in_turn = [partial(client, server) for server in (*servers[first:], *servers[:first])]
-        return OpenEnvEnvironment(in_turn, form, reading)
+        return player([partial(client, server) for server in (*servers[first:], *servers[:first])])
 
+    deterministic = options.deterministic
+    if deterministic is None:
+        deterministic = all(server.metadata.get("deterministic") is True for server in servers)
     return EnvironmentSpec(
         NAME,
         make,
-        _tasks(options),
+        partial(ServedTaskSet, NAME) if messages and not options.data else _tasks(options),
         system_prompt=options.system_prompt,
-        concurrency=options.sessions * len(servers),
-        deterministic=options.deterministic,
+        concurrency=sum(options.sessions or server.sessions for server in servers),
+        deterministic=deterministic,
     )
+
+
+Clients = Sequence[Callable[[], OpenEnvClient]]
+
+
+def _player(server: Served, options: OpenEnvOptions) -> Callable[[Clients], Environment]:
+    """What plays a server whose action is its own. Raises ValueError for options that do not fit the action."""
+    try:
+        form = form_of(server.action, options.action, options.action_field)
+    except ValueError as error:
+        raise ValueError(f"env.url={server.url}: {error}") from None
+    level = options.reward == "last" or (options.reward == "auto" and server.metadata.get("reward_mode") == "level")
+    reading = Reading(options.observation, options.observation_chars, level, options.success_reward, options.error)
+    return lambda clients: OpenEnvEnvironment(clients, form, reading)
+
+
+def _player_of_messages(options: OpenEnvOptions) -> Callable[[Clients], Environment]:
+    """What plays a server of messages, which says all this itself. Raises ValueError for options without effect."""
+    own = ("action", "action_field", "observation", "observation_chars", "reward", "success_reward", "error")
+    default = OpenEnvOptions()
+    if idle := [name for name in own if getattr(options, name) != getattr(default, name)]:
+        raise ValueError(f"env.{idle[0]} has no effect: the server at env.url serves messages")
+    return MessagesEnvironment
 
 
 def urls_of(given: Any) -> list[str]:
@@ -216,9 +246,7 @@ async def _ask(url: str, token: str | None, limit_s: float) -> Served:
         await asyncio.sleep(_PAUSE_S)
     if not isinstance(schema, Mapping) or "action" not in schema:
         raise ValueError(f"env.url={url}: this is no OpenEnv server: its page /schema names no action")
-    metadata = await fetch_metadata(url, token, limit_s)
-    level = metadata.get("reward_mode") == "level"
-    return Served(url, schema["action"], metadata.get("correlation") is True, level)
+    return Served(url, schema["action"], await fetch_metadata(url, token, limit_s))
 
 
 def _left(end: float) -> Iterator[float]:

@@ -3,17 +3,16 @@ observes becomes text."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from realhf.api.env import StepResult
 from realhf.api.environment import AssistantMessage, ChatMessage, EnvironmentFailure, Opening, ToolCall, Turn
 from realhf.env.adapters.openenv_action import LISTED, TEXT, ActionForm, Refused, listed_form
+from realhf.env.adapters.openenv_session import REFUSED, Session
 from realhf.env.adapters.openenv_text import cut, observation_text, refusal_text, result_text
-from realhf.env.client.openenv_client import CapacityError, EnvError, OpenEnvClient
-from realhf.env.doors.checks import BrokenContract, checked_number, whole_text
-from realhf.env.doors.values import shown
+from realhf.env.client.openenv_client import EnvError, OpenEnvClient
+from realhf.env.doors.checks import whole_text
 
 T = TypeVar("T")
 NO_CALL = "error: no tool was called; call one"
@@ -56,8 +55,8 @@ class OpenEnvEnvironment:
     def __init__(
         self, clients: Sequence[Callable[[], OpenEnvClient]], form: ActionForm | None, reading: Reading
     ) -> None:
-        self._clients, self._form, self._reading = clients, form, reading
-        self._client: OpenEnvClient | None = None
+        self._form, self._reading = form, reading
+        self._session = Session(clients, self._ask_tools)
         self._tools: ActionForm | None = form
         self._done = False
         self._return = 0.0
@@ -67,23 +66,17 @@ class OpenEnvEnvironment:
         """Begin an episode: the server's reset is given the seed and the columns of the row. Raises
         EnvironmentFailure."""
         self._done, self._return, self._answers = False, 0.0, None
-        kept = self._client is not None and self._client.usable
         wanted = {name: value for name, value in task.items() if name not in _OF_THE_ROW} | {"seed": seed}
-        try:
-            result = await self._begun(wanted)
-        except EnvironmentFailure as failure:
-            if failure.kind != "lost" or not kept:
-                raise
-            result = await self._begun(wanted)  # a server may have ended a session in which nothing was said for long
-        reward, self._done = self._checked(result)
-        self._return = reward or 0.0 if self._done else 0.0
+        result = await self._session.reset(wanted)
+        self._done = result.done
+        self._return = (result.reward or 0.0) if self._done else 0.0
         text = self._said(result.observation)
         return Opening([{"role": "user", "content": text}], self._tools.tools if self._tools else ())
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Take the actions of a turn, one after the other. What the policy did wrong it reads. Raises
         EnvironmentFailure."""
-        if self._client is None or self._tools is None:
+        if self._tools is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
         if self._done:
             return self._turn(_Answers(message, [{"role": "user", "content": OVER}], self._return))
@@ -91,12 +84,12 @@ class OpenEnvEnvironment:
             self._answers = _Answers(message)
         answers = self._answers
         if self._tools.kind == TEXT:
-            said, _ = await self._act(self._client, self._tools.text(message), answers)
+            said, _ = await self._act(self._tools.text(message), answers)
             answers.messages.append({"role": "user", "content": said})
         elif not message.tool_calls:
             answers.messages.append({"role": "user", "content": NO_CALL})
         for call in message.tool_calls[len(answers.messages) :] if self._tools.kind != TEXT else ():
-            answers.messages.append(await self._answer(self._client, self._tools, call, answers))
+            answers.messages.append(await self._answer(self._tools, call, answers))
         self._answers = None
         if answers.reward is not None:
             self._return = answers.reward if self._reading.level else self._return + answers.reward
@@ -104,9 +97,7 @@ class OpenEnvEnvironment:
 
     async def close(self) -> None:
         """End the session."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        await self._session.close()
 
     def _turn(self, answers: _Answers) -> Turn:
         solved = self._done and self._return >= self._reading.success_reward - _SOLVED
@@ -118,11 +109,11 @@ class OpenEnvEnvironment:
             final=self._reading.level,
         )
 
-    async def _answer(self, client: OpenEnvClient, form: ActionForm, call: ToolCall, answers: _Answers) -> ChatMessage:
+    async def _answer(self, form: ActionForm, call: ToolCall, answers: _Answers) -> ChatMessage:
         try:
             if self._done:
                 raise Refused(OVER)
-            said, observation = await self._act(client, form.action(call), answers)
+            said, observation = await self._act(form.action(call), answers)
             if form.kind == LISTED and observation is not None:
                 said = self._json(result_text, observation)
         except Refused as refused:
@@ -131,88 +122,31 @@ class OpenEnvEnvironment:
         answer = {"role": "tool", "name": name, "content": cut(said, self._reading.most)}
         return answer | {"tool_call_id": call.id} if call.id else answer
 
-    async def _act(
-        self, client: OpenEnvClient, action: Mapping[str, Any], answers: _Answers
-    ) -> tuple[str, Mapping[str, Any] | None]:
+    async def _act(self, action: Mapping[str, Any], answers: _Answers) -> tuple[str, Mapping[str, Any] | None]:
         """Take one action; returns what the policy reads, and the observation unless the server refused the action."""
         try:
-            result = await self._asked(_round_trip(client.send_step(action), client))
+            result = await self._session.step(action, self._told)
         except EnvError as error:
             return refusal_text(error, self._reading.most), None
-        reward, self._done = self._checked(result)
-        if reward is not None:
-            answers.reward = reward if self._reading.level else (answers.reward or 0.0) + reward
+        self._done = result.done
+        if result.reward is not None:
+            answers.reward = result.reward if self._reading.level else (answers.reward or 0.0) + result.reward
         return self._said(result.observation), result.observation
 
-    async def _begun(self, wanted: Mapping[str, Any]) -> StepResult:
-        """Send a reset on the session, or on a new one."""
-        client = await self._connected()
-        if self._tools is None:
-            self._tools = await self._listed(client)
-        return await self._asked(_round_trip(client.send_reset({**wanted}), client))
-
-    async def _listed(self, client: OpenEnvClient) -> ActionForm:
-        """Ask the server for its tools, which needs no episode."""
+    async def _ask_tools(self) -> None:
+        """Ask a new session for its tools, which needs no episode."""
+        if self._form is not None:
+            return
         try:
-            result = await self._asked(_round_trip(client.send_step({"type": "list_tools"}), client))
-            observation = result.observation if isinstance(result.observation, Mapping) else {}
-            return listed_form(observation.get("tools"))
-        except (EnvError, ValueError) as error:
-            raise EnvironmentFailure("internal", f"{client.url}: asked for its tools: {error}") from None
+            result = await self._session.step({"type": "list_tools"})
+            self._tools = listed_form(result.observation.get("tools"))
+        except ValueError as error:
+            raise EnvironmentFailure("internal", f"asked for its tools: {error}") from None
 
-    async def _connected(self) -> OpenEnvClient:
-        """The session, or a new one on the first server that has one."""
-        if self._client is not None and self._client.usable:
-            return self._client
-        await self.close()
-        self._tools = self._form
-        refusals: list[Exception] = []
-        for make in self._clients:
-            client = make()
-            try:
-                await client.connect()
-            except ConnectionError as error:
-                refusals.append(error)
-                continue
-            self._client = client
-            return client
-        full = [error for error in refusals if isinstance(error, CapacityError)]
-        if full:
-            raise EnvironmentFailure(
-                "capacity", f"{full[0]} (env.sessions says how many sessions a server has)"
-            ) from full[0]
-        raise EnvironmentFailure("lost", "; ".join(str(error) for error in refusals)) from refusals[0]
+    def _told(self, error: EnvError) -> bool:
+        return error.code == REFUSED or self._reading.error == "tell"
 
-    async def _asked(self, answer: Awaitable[T]) -> T:
-        """Await an answer. A refused action is EnvError; what went wrong otherwise is EnvironmentFailure."""
-        try:
-            return await answer
-        except EnvError as error:
-            if error.retryable:
-                raise EnvironmentFailure("unavailable", str(error)) from error
-            told = error.code == "VALIDATION_ERROR" or self._reading.error == "tell"
-            if told and self._answers is not None:
-                raise
-            raise EnvironmentFailure("internal", f"the server reported {error}") from error
-        except CapacityError as error:
-            raise EnvironmentFailure("capacity", str(error)) from error
-        except TimeoutError as error:
-            raise EnvironmentFailure("timeout", f"{error} (env.timeout_s)") from error
-        except ConnectionError as error:
-            raise EnvironmentFailure("lost", str(error)) from error
-
-    def _checked(self, result: StepResult) -> tuple[float | None, bool]:
-        """The reward and whether the episode is over. Raises EnvironmentFailure for what is neither."""
-        if not isinstance(result.done, bool):
-            raise EnvironmentFailure("internal", f"the server's done must be true or false, not {shown(result.done)}")
-        try:
-            return None if result.reward is None else checked_number(result.reward, "the server's reward"), result.done
-        except BrokenContract as error:
-            raise EnvironmentFailure("internal", str(error)) from None
-
-    def _said(self, observation: Any) -> str:
-        if not isinstance(observation, Mapping):
-            raise EnvironmentFailure("internal", f"the server's observation must be a map, not {shown(observation)}")
+    def _said(self, observation: Mapping[str, Any]) -> str:
         return self._json(lambda seen, most: observation_text(seen, self._reading.field, most), observation)
 
     def _json(self, read: Callable[[Mapping[str, Any], int], str], observation: Mapping[str, Any]) -> str:
@@ -220,8 +154,3 @@ class OpenEnvEnvironment:
             return read(observation, self._reading.most)
         except ValueError as error:
             raise EnvironmentFailure("internal", f"the server's observation: {error}") from None
-
-
-async def _round_trip(sent: Awaitable[None], client: OpenEnvClient) -> StepResult:
-    await sent
-    return await client.receive()
