@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from realhf.api.env import StepResult
-from realhf.api.environment import FAILURE_KINDS, EnvironmentFailure
+from realhf.api.environment import EnvironmentFailure
 from realhf.env.client.openenv_client import CapacityError, EnvError, OpenEnvClient
 from realhf.env.doors.checks import BrokenContract, checked_number
 from realhf.env.doors.values import shown
@@ -101,8 +101,7 @@ async def _asked(answer: Awaitable[StepResult], told: Callable[[EnvError], bool]
             raise EnvironmentFailure("unavailable", str(error)) from error
         if told(error):
             raise
-        kind = error.kind if error.kind in FAILURE_KINDS else "internal"
-        raise EnvironmentFailure(kind, f"the server reported {error}") from error
+        raise EnvironmentFailure(error.kind or "internal", f"the server reported {error}") from error
     except TimeoutError as error:
         raise EnvironmentFailure("timeout", f"{error} (env.timeout_s)") from error
     except ConnectionError as error:
