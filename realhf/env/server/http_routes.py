@@ -181,7 +181,8 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
     @app.exception_handler(wire.WireError)
     async def failed(request: Request, error: wire.WireError) -> Response:
         status = 422 if error.code == wire.VALIDATION_ERROR else 500
-        return JSONResponse({"detail": error.message, "code": error.code}, status)
+        kind = {"kind": error.kind} if error.kind else {}
+        return JSONResponse({"detail": error.message, "code": error.code, **kind}, status)
 
     @app.exception_handler(RequestValidationError)
     async def mistaken(request: Request, error: RequestValidationError) -> Response:

@@ -14,3 +14,4 @@ class SpecServerConfig(ServerConfig):
     call_timeout_s: float = setting(
         30.0, "seconds that the environment may take for a reset or a step", limits=(0.01, 3600)
     )
+    info: bool = setting(False, "observations carry info, which is for people and may hold the solution")

@@ -34,7 +34,7 @@ class SpecObservation(BaseModel):
     metrics: dict[str, float] = Field(default_factory=dict, description="numbers: success, progress and others")
     rewards: dict[str, float] | None = Field(default=None, description="named components of the reward")
     final: bool | None = Field(default=None, description="true: the reward replaces the sum of those before")
-    info: dict[str, Any] | None = Field(default=None, description="for people")
+    info: dict[str, Any] | None = Field(default=None, description="for people; with --info true")
 
 
 class SpecState(BaseModel):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from realhf.api.environment import Environment, EnvironmentFailure
 from realhf.base.loop_thread import LoopThread
-from realhf.env.doors.author import raised
 from realhf.env.doors.checks import BrokenContract
 
 T = TypeVar("T")
@@ -45,12 +45,13 @@ class Place:
         self._thread: LoopThread | None = None
         self._env: Environment | None = None
         self._call: Future[Any] | None = None
+        self._over = False
 
     def run(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
         """Return what ``call`` returns for the instance, which is made when there is none. Raises EnvironmentFailure;
         unless that is of the kind ``unavailable`` the instance is gone, and the next call makes another one."""
         if self._thread is None:
-            self._thread = LoopThread(f"{self._name} session", instead="the environment itself")
+            self._thread = self._started()
         try:
             return self._wait(self._thread, what, self._guarded(what, call), self._timeout_s)
         except EnvironmentFailure as failure:
@@ -58,8 +59,10 @@ class Place:
                 self._drop()
             raise
 
-    def kill(self) -> None:
-        """Break off the call in flight; its caller gets EnvironmentFailure (lost)."""
+    def kill(self, *, for_good: bool = False) -> None:
+        """Break off the call in flight; its caller gets EnvironmentFailure (lost). ``for_good``: the process ends, and
+        the environment is not even waited for when it is closed."""
+        self._over = self._over or for_good
         if (call := self._call) is not None:
             call.cancel()
 
@@ -68,20 +71,20 @@ class Place:
         self._drop()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.stop(_END_S)
+            thread.stop(0.0 if self._over else _END_S)
             if thread.alive:
                 self._on_stuck(thread)
 
     def _drop(self) -> None:
         env, self._env = self._env, None
-        if env is None or self._thread is None:
+        if env is None or self._thread is None or self._over:
             return
         try:
             self._wait(self._thread, "close", _closed(env), CLOSE_S)
         except EnvironmentFailure as failure:
             _LOG.warning("%s", failure)
         except Exception as error:
-            _LOG.warning("environment %s: close: %s", self._name, raised(error, type(env)))
+            _LOG.warning("environment %s: close: %s", self._name, told(error))
 
     def _wait(self, thread: LoopThread, what: str, work: Any, timeout_s: float) -> Any:
         """Wait for a coroutine on the loop. One that does not even end when it is cancelled loses its thread."""
@@ -98,6 +101,13 @@ class Place:
             raise EnvironmentFailure("timeout", text) from None
         finally:
             self._call = None
+
+    def _started(self) -> LoopThread:
+        try:
+            return LoopThread(f"{self._name} session", instead="the environment itself")
+        except (OSError, RuntimeError) as error:
+            text = f"environment {self._name}: no event loop and thread for the session: {error}"
+            raise EnvironmentFailure("capacity", text) from error
 
     def _leave(self, thread: LoopThread) -> None:
         self._thread = self._env = None
@@ -116,7 +126,7 @@ class Place:
         except BrokenContract as error:
             raise EnvironmentFailure("internal", f"environment {self._name}: {what}: {error}") from None
         except BaseException as error:
-            text = f"environment {self._name}: {what}: {raised(error, type(self._env))}"
+            text = f"environment {self._name}: {what}: {told(error)}"
             raise EnvironmentFailure("internal", text) from error
 
 
@@ -130,6 +140,15 @@ async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) ->
             raise
         text = f"environment {name}: {what}: no answer within {timeout_s:g} s"
         raise EnvironmentFailure("timeout", text) from error
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one line, with the innermost line that is not of a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if "/lib/python" not in each.filename and "/site-packages/" not in each.filename]
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    text = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
 
 
 async def _closed(env: Environment) -> None:

@@ -52,7 +52,7 @@ class Places:
         with self._lock:
             taken = list(self._taken)
         for place in taken:
-            place.kill()
+            place.kill(for_good=True)
 
     def count(self, failure: EnvironmentFailure) -> None:
         """Count and log a failure of the environment."""

@@ -22,10 +22,11 @@ _LONGEST_MESSAGE = 1000
 
 class SpecPlayer:
     """Implements ``realhf.env.server.served.Player`` on a ``place`` of ``places``. Use it from one thread at a time,
-    except ``kill``."""
+    except ``kill``. ``info``: whether observations carry it."""
 
-    def __init__(self, place: Place, places: Places, choice: TaskChoice, system_prompt: str) -> None:
+    def __init__(self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool) -> None:
         self._place, self._places, self._choice, self._system_prompt = place, places, choice, system_prompt
+        self._info = info
         self._episode_id: str | None = None
         self._chosen: ChosenTask | None = None
         self._steps = 0
@@ -45,7 +46,7 @@ class SpecPlayer:
 
         seen = self._run("reset", opened)
         self._playing, self._tools = True, seen["tools"]
-        return seen, None, False
+        return self._shown(seen), None, False
 
     def step(self, message: AssistantMessage) -> Reply:
         """Take a turn of the policy. Raises WireError."""
@@ -58,7 +59,7 @@ class SpecPlayer:
         seen, reward, done = self._run("step", taken)
         self._steps += 1
         self._playing = not done
-        return seen, reward, done
+        return self._shown(seen), reward, done
 
     def state(self) -> dict[str, Any]:
         """Return what ``SpecState`` describes; never the task itself, which may hold its solution."""
@@ -77,6 +78,11 @@ class SpecPlayer:
     def kill(self) -> None:
         """Break off the call in flight."""
         self._place.kill()
+
+    def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
+        if not self._info:
+            seen.pop("info", None)
+        return seen
 
     def _check_playing(self) -> None:
         if not self._playing:

@@ -57,7 +57,7 @@ class SpecServed:
 
     def make_player(self, slot: Place) -> SpecPlayer:
         """See ``ServedEnvironment``."""
-        return SpecPlayer(slot, self._places, self._choice, self._spec.system_prompt)
+        return SpecPlayer(slot, self._places, self._choice, self._spec.system_prompt, info=self._config.info)
 
     def check_reset(self, data: Any) -> dict[str, Any]:
         """See ``ServedEnvironment``."""

@@ -25,7 +25,7 @@ class FakeOddEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         self._task, self._steps = task, 0
         await self._misbehave(task.get("reset", ""))
-        return Opening([{"role": "user", "content": f"seed {seed}"}], [TOOL])
+        return Opening([{"role": "user", "content": f"seed {seed}"}], [TOOL], info={"solution": "end"})
 
     async def step(self, message: AssistantMessage) -> Turn:
         self._steps += 1

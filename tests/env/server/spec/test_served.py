@@ -274,6 +274,7 @@ async def test_calls_reach_the_environment_as_the_policy_wrote_them(odd: ServerP
         opened = (await ask("reset", {"seed": 4}))["data"]["observation"]
         assert opened["messages"][0] == {"role": "system", "content": "Be odd."}
         assert opened["tools"][0]["function"]["name"] == "say" and opened["metrics"] == {}
+        assert "info" not in opened, "it may hold the solution, and was not asked for"
         turn = (await ask("step", {"tool_calls": calls}))["data"]["observation"]
         told = turn["messages"][0]["content"].partition("|")[2].split("; ")
         assert told[0] == "say{'word': 'a'}call_0: " and told[1] == "say{'word': 'b'}c7: "
@@ -340,10 +341,11 @@ async def test_sigterm_lets_a_step_end_and_leaves_nothing() -> None:
 
 
 async def test_a_silent_session_gives_its_place_back() -> None:
-    arguments = ("--idle-timeout-s", "0.3", "--pool-size", "1")
+    arguments = ("--idle-timeout-s", "0.3", "--pool-size", "1", "--info", "true")
     with ServerProcess("--env", "sql", *arguments) as server:
         async with connect(address(server), proxy=None) as socket:
-            await exchange(socket, '{"type":"reset"}')
+            opened = await exchange(socket, '{"type":"reset"}')
+            assert opened["data"]["observation"]["info"]["tables"]
             with pytest.raises(InvalidStatus):
                 await connect(address(server), proxy=None)
             with pytest.raises(ConnectionClosed) as closed:
