@@ -1,6 +1,7 @@
 """The order of the tests, and one pool of real simulators for all tests that ask for it.
 
-``pytest -n 2 --dist loadfile --no-loadscope-reorder`` shares out files in this order.
+``pytest -n 2 --dist loadfile --no-loadscope-reorder`` shares out files in this order. Property tests draw the same
+examples every time, so that a change is judged by what it does; ``--hypothesis-profile=random`` draws others.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 
 POOL_SIZE = 4
+settings.register_profile("same", derandomize=True, print_blob=True)
+settings.register_profile("random", print_blob=True)
+settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
