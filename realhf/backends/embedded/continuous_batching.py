@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
@@ -170,10 +171,16 @@ class ContinuousGenerator:
         if update.error is not None:
             raise update.error
 
-    def replica(self) -> ContinuousGenerator:
-        """See ``StreamingGenerator``. Its threads compete with this engine's for the cores."""
+    def replica(self) -> ContinuousGenerator | None:
+        """See ``StreamingGenerator``: None where there is no memory for the weights twice. The threads of the replica
+        compete with those of this engine for the cores."""
+        try:
+            model = copy.deepcopy(self._model)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            _log.warning("there is no memory for a second copy of the weights: %s", error)
+            return None
         return ContinuousGenerator(
-            copy.deepcopy(self._model),
+            model,
             kv_policy=self._kv_policy,
             max_rows=self._max_rows,
             threads=self._threads,

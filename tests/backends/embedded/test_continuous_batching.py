@@ -297,7 +297,9 @@ def test_a_replica_keeps_the_weights_that_it_was_made_with(tiny_model: Any) -> N
     model, request, greedy = tiny_model(), GenRequest(0, [5, 6, 7], seed=1), GenConfig(max_new_tokens=12, temperature=0)
     with running(model, version=4) as client:
         client.submit(GenRequest(1, [5, 6], seed=2), SHORT, stop_ids=())
-        replica = Client(client.engine.replica())
+        second = client.engine.replica()
+        assert second is not None
+        replica = Client(second)
         client.engine.load_weights(5, changed(model))
         assert (client.engine.version, replica.engine.version) == (5, 4)
         replica.submit(request, greedy, stop_ids=())
@@ -313,3 +315,15 @@ def test_a_replica_keeps_the_weights_that_it_was_made_with(tiny_model: Any) -> N
     expected = alone(tiny_model(), request, greedy, stop_ids=())
     assert kept.token_ids == expected.token_ids and kept.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert kept.versions == [4] * 12
+
+
+def test_without_memory_for_a_second_copy_there_is_no_replica(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(model: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 16 GiB")
+
+    with running(tiny_model()) as client:
+        monkeypatch.setattr("copy.deepcopy", no_memory)
+        assert client.engine.replica() is None
+    assert "tried to allocate 16 GiB" in caplog.text
