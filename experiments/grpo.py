@@ -186,6 +186,7 @@ def rollout_options(config: Config) -> RolloutOptions:
         message_timeout_s=rollout.message_timeout_s,
         on_failure=rollout.on_failure,
         retries=rollout.retries,
+        keep_reasoning=rollout.keep_reasoning,
         seed=config.seed,
         transcripts=config.monitor.episodes_per_step,
     )

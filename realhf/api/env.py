@@ -67,6 +67,19 @@ class ChatFormat(Protocol):
         """Return what the policy said in a turn; ``tools`` are those of the opening."""
         ...
 
+    def forgotten(self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[bool, ...]:
+        """Return, for each turn of the policy, whether the chat leaves its reasoning out of the next prompt. ``shape``
+        are the roles of the messages of the opening and of the answer to each turn."""
+        ...
+
+    def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Return the ids of a turn without its leading reasoning; None where it has none that is closed."""
+        ...
+
+    def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the ids before a turn, without a tag at their end that opens its reasoning."""
+        ...
+
 
 @dataclass(frozen=True)
 class PlayedTurn:

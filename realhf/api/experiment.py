@@ -123,8 +123,11 @@ class RolloutSpec:
 
     @property
     def rows_per_episode(self) -> int:
-        """At most this many sequences of a sample come from one episode: an agent may hold several conversations."""
-        return MAX_BRANCHES if self.agent else 1
+        """At most this many sequences of a sample come from one episode: an agent may hold several conversations, and
+        one whose old reasoning is dropped has several rows."""
+        if self.agent:
+            return MAX_BRANCHES
+        return 1 if self.episodes.keep_reasoning else self.episodes.max_turns
 
     @property
     def workers(self) -> list[str]:

@@ -19,8 +19,8 @@ class RolloutOptions:
 
     ``environment`` is a registered name or ``file.py:Name``, ``environment_options`` are its own options as plain
     values. ``group_size`` rollouts G play one task; ``sessions`` episodes are played at once. ``max_turns``,
-    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds), ``on_failure`` and ``retries``: see
-    ``RolloutConfig``. ``turn_rewards``: samples have the keys ``TURN_KEYS``. ``transcripts``:
+    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds), ``on_failure``, ``retries`` and
+    ``keep_reasoning``: see ``RolloutConfig``. ``turn_rewards``: samples have the keys ``TURN_KEYS``. ``transcripts``:
     how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it decides the random
     numbers of its rollouts.
     """
@@ -39,6 +39,7 @@ class RolloutOptions:
     transcripts: int = 2
     seed: int = 0
     turn_rewards: bool = False
+    keep_reasoning: bool = True
 
     def to_args(self) -> dict[str, Any]:
         """Return the keyword arguments of the interface ``env_rollout``, as JSON can hold them."""

@@ -176,7 +176,7 @@ class EnvRolloutInterface:
                 Player(
                     spec,
                     _address(spec, context),
-                    TurnAgent(self._chat, limits, spec.system_prompt),
+                    TurnAgent(self._chat, limits, spec.system_prompt, keep_reasoning=options.keep_reasoning),
                     options.sessions,
                     retries=self._policy.retries,
                     message_timeout_s=options.message_timeout_s,

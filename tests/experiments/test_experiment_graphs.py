@@ -9,7 +9,9 @@ import pytest
 
 from experiments import sft
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.api.config import ConfigError
+from realhf.api.config import ConfigError, RolloutConfig
+from realhf.api.config.option import problems
+from realhf.api.env import MAX_BRANCHES
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.keys import TURN_KEYS
 from realhf.aws import environment
@@ -68,6 +70,19 @@ def test_rewards_per_turn_are_streamed_where_they_are_asked_for() -> None:
     assert plain is not None and not plain.episodes.turn_rewards and not set(TURN_KEYS) & set(plain.keys)
     with pytest.raises(ConfigError, match=r"ppo.credit=turn"):
         built("experiment=grpo_stream_http", "ppo.credit=turn")
+
+
+def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more() -> None:
+    """The trainer's stream refuses samples with more rows than there can be."""
+    for option, most in (
+        ("rollout.retries=1", 1),
+        ("rollout.agent=mine.py:rollout", MAX_BRANCHES),
+        ("rollout.keep_reasoning=false", 4),
+    ):
+        rollout = spec("experiment=grpo_aws_async", "rollout.max_turns=4", option).rollout
+        assert rollout is not None and rollout.rows_per_episode == most, option
+    alone = RolloutConfig(agent="mine.py:rollout", keep_reasoning=False)
+    assert any("keep_reasoning=False: no effect with" in problem for problem in problems(alone, "rollout"))
 
 
 @pytest.mark.parametrize(

@@ -30,3 +30,14 @@ class WordChat:
         del tools
         text = "".join(chr(i - 1000) for i in token_ids if i >= 1000)
         return AssistantMessage(text, text=text, token_count=len(token_ids))
+
+    def forgotten(self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[bool, ...]:
+        del tools
+        return (False,) * (len(shape) - 1)
+
+    def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
+        del token_ids
+        return None
+
+    def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
+        return list(token_ids)

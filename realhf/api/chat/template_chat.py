@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from realhf.api.chat.families import family_of, reads_tools, unread_variables
+from realhf.api.chat.old_reasoning import boundary, forgotten_turns, open_tag_start, reasoning_end
 from realhf.api.chat.turn_parser import parse_turn
 from realhf.api.environment import AssistantMessage
 
@@ -61,6 +62,7 @@ class TemplateChat:
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._cached_opening = lru_cache(_CACHED)(lambda key: array("q", self._opening(*marshal.loads(key))))
         self._cached_following = lru_cache(_CACHED)(lambda key: array("q", self._following(*marshal.loads(key))))
+        self._cached_forgotten = lru_cache(_CACHED)(self._find_forgotten)
         self._needs_calls = lru_cache(_CACHED)(self._find_whether_calls_are_needed)
         self._turn_end = self._after_marker([], [], generation=False)
         self.stop_ids: tuple[int, ...] = self._find_stop_ids()
@@ -131,6 +133,51 @@ class TemplateChat:
         """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
         stops = self._stops
         return self._tokenizer.decode([i for i in token_ids if i not in stops], skip_special_tokens=False)
+
+    def forgotten(self, shape: Sequence[Sequence[str]], tools: Tools = ()) -> tuple[bool, ...]:
+        """Return, for each turn of the policy, whether the template leaves its reasoning out of the prompt that follows
+        the last answer. ``shape`` are the roles of the messages of the opening and of the answer to each turn."""
+        return self._cached_forgotten(tuple(map(tuple, shape)), bool(tools))
+
+    def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Return the ids of a turn without its leading reasoning and the line breaks after it; None where it has none
+        that is closed. They are those that were sampled, unless a token holds both."""
+        ids = list(token_ids)
+        text = self.decode(ids)
+        place = reasoning_end(text)
+        if not place:
+            return None
+        start = boundary(ids, self.decode, place)
+        return (
+            ids[start:] if start is not None else [*self._ids(text[place:]), *(i for i in ids[-1:] if i in self._stops)]
+        )
+
+    def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the ids before a turn, without a tag at their end that opens its reasoning."""
+        ids = list(token_ids)
+        text = self._whole_text(ids)
+        place = open_tag_start(text)
+        if place == len(text):
+            return ids
+        end = boundary(ids, self._whole_text, place)
+        return ids[:end] if end is not None else self._ids(text[:place])
+
+    def _whole_text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _find_forgotten(self, shape: tuple[tuple[str, ...], ...], with_tools: bool) -> tuple[bool, ...]:
+        """A template that cannot render such a conversation at all forgets nothing of it."""
+        tools = [_PROBE_TOOL] if with_tools else []
+        reads_key = "reasoning_content" in self._tokenizer.get_chat_template(tools=tools or None)
+        for calls in (True, False):
+            with suppress(ChatTemplateError):
+                return forgotten_turns(
+                    lambda messages: self._render(messages, tools, generation=True),
+                    shape,
+                    reads_key=reads_key,
+                    tool_calls=calls,
+                )
+        return (False,) * (len(shape) - 1)
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
         if tools and not self._reads_tools:

@@ -42,7 +42,15 @@ class RolloutConfig:
         "agent.",
     )
 
+    keep_reasoning: bool = option(
+        True,
+        "The policy reads all that it said; if false, its old reasoning is dropped as its chat template does, and an "
+        "episode trains as several sequences.",
+    )
+
     def problems(self, name: str) -> Iterator[str]:
-        """Nothing is played again by the policy that fails fast."""
+        """Nothing is played again by the policy that fails fast, and an agent keeps its conversations itself."""
+        if self.agent and not self.keep_reasoning:
+            yield f"{name}.keep_reasoning=False: no effect with {name}.agent, which sends whole conversations itself"
         if self.on_failure == "fail_fast" and self.retries != RolloutConfig.retries:
             yield f"{name}.retries={self.retries}: no effect with {name}.on_failure=fail_fast"

@@ -26,7 +26,7 @@ def make_agent(
     if not name and options:
         raise ValueError(f"the built-in agent has no options of its own: {', '.join(options)} would do nothing")
     if not name:
-        return TurnAgent(chat, limits, system_prompt)
+        return TurnAgent(chat, limits, system_prompt, keep_reasoning=episodes.keep_reasoning)
     from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 
     try:

@@ -119,16 +119,22 @@ class PolicySpeaker:
     def hear(self, messages: Sequence[ChatMessage]) -> bool:
         """Add the messages, the longest of them cut until a policy turn fits after them."""
         assert self.tokens is not None
-        room = self.tokens.room - self._limits.turn_tokens
+        ids = self._fitting(messages, self.tokens.room - self._limits.turn_tokens)
+        if ids is not None:
+            self.tokens.append_environment(ids)
+        return ids is not None
+
+    def _fitting(self, messages: Sequence[ChatMessage], room: int) -> list[int] | None:
+        """Return the ids of the messages, the longest of them cut until they are at most ``room``; None where nothing
+        is left to cut."""
         shown = [dict(message) for message in messages]
         for _ in range(_SHRINK_ATTEMPTS):
             ids = self._chat.following_messages(shown, ended=self._ended, tools=self._tools)
             if len(ids) <= room:
-                self.tokens.append_environment(ids)
-                return True
+                return ids
             longest = max(shown, key=lambda message: len(message.get("content") or ""), default={})
             text = longest.get("content") or ""
             if room <= 0 or not text:
-                return False
+                return None
             longest["content"] = shorten(text, min(len(text) // 2, len(text) * room // len(ids)))
-        return False
+        return None

@@ -41,7 +41,7 @@ class PlayedGroup:
         return {
             "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
             "turns": [len(outcome.turns) for outcome in valid],
-            "tokens": sum(sum(outcome.loss_mask) for outcome in valid),
+            "tokens": sum(sum(row.loss_mask) for outcome in valid for row in (outcome, *outcome.branches)),
             "group_s": round(self.seconds, 4),
             "failed": dict(self.failures),
             "retried": dict(self.retried),

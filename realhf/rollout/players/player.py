@@ -17,10 +17,14 @@ from typing import Protocol
 from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.environment import Environment, EnvironmentSpec
 from realhf.api.generation import TokenSource
+from realhf.rollout.episode.forgetful_speaker import ForgetfulSpeaker
 from realhf.rollout.episode.played_episode import play_episode
 from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.episode.speaker import PolicySpeaker
 from realhf.rollout.players.slot_environment import SlotEnvironment
+
+_SHAPES = ((("user",), ("user",)), (("user",), ("tool",)), (("user",), ("user",), ("user",)))
+"""Conversations by the roles of their messages, in one of which a template that drops old reasoning does so."""
 
 
 class EpisodeAgent(Protocol):
@@ -45,16 +49,24 @@ class SlotOrder(Protocol):
 
 
 class TurnAgent:
-    """Plays in turns: the policy speaks, and the environment answers."""
+    """Plays in turns: the policy speaks, and the environment answers. Without ``keep_reasoning`` old reasoning is
+    dropped as the chat template does, and an episode may have several rows; ValueError for a template that drops none.
+    """
 
-    def __init__(self, chat: ChatFormat, limits: Limits, system_prompt: str) -> None:
+    def __init__(self, chat: ChatFormat, limits: Limits, system_prompt: str, *, keep_reasoning: bool = True) -> None:
         self._chat, self._limits, self._system_prompt = chat, limits, system_prompt
+        self._keep_reasoning = keep_reasoning
+        if not keep_reasoning and not any(any(chat.forgotten(shape)) for shape in _SHAPES):
+            raise ValueError("rollout.keep_reasoning=false has no effect: the chat template drops no old reasoning")
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
         seed = wanted.sampling_seed
-        speaker = PolicySpeaker(self._chat, self._limits, llm, slot, seed, self._system_prompt)
-        return await play_episode(env, wanted, speaker, self._limits.max_turns)
+        if self._keep_reasoning:
+            speaker = PolicySpeaker(self._chat, self._limits, llm, slot, seed, self._system_prompt)
+            return await play_episode(env, wanted, speaker, self._limits.max_turns)
+        forgetful = ForgetfulSpeaker(self._chat, self._limits, llm, slot, seed, self._system_prompt)
+        return forgetful.in_rows(await play_episode(env, wanted, forgetful, self._limits.max_turns))
 
 
 @dataclass

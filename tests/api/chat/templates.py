@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -104,10 +106,13 @@ DROPS = (
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|eot|>", "<|begin|>", "</s>", "<|python_tag|>"]
 
 
-def tokenizer(template: str | dict[str, str] | None, eos: str) -> PreTrainedTokenizerFast:
-    """Byte-level, so that every text has ids and every id a text."""
+def tokenizer(
+    template: str | dict[str, str] | None, eos: str, merges: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
+    """Byte-level, so that every text has ids and every id a text. ``merges`` join two letters to a token more."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    vocabulary = [*alphabet, *("".join(pair) for pair in merges)]
+    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(vocabulary)}, merges=[*merges]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     inner.decoder = ByteLevel()  # type: ignore[assignment]
     fast = PreTrainedTokenizerFast(
