@@ -38,7 +38,8 @@ from realhf.api.experiment import RunPlan
 from realhf.api.graph import build_graph
 from realhf.builtins import sources
 from realhf.dataflow.executor import FunctionExecutor
-from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
+from realhf.dataflow.rollouts.plan import RolloutPlan
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.transport.event_loop import new_event_loop

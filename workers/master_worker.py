@@ -43,7 +43,8 @@ from realhf.dataflow.buffer.types import EndOfData
 from realhf.dataflow.caller import A, Q, ask
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.executor import FunctionExecutor
-from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
+from realhf.dataflow.rollouts.plan import RolloutPlan
 from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.step_source import StepSource, SynchronousSteps
 from realhf.monitor.events import EventStream

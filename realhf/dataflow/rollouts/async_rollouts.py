@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from realhf.api.calls import (
     CLEAR,
     PLAY,
-    STATUS,
     STREAM_CHECK,
     STREAM_OPEN,
     STREAM_PRUNE,
@@ -24,9 +21,8 @@ from realhf.api.calls import (
     PlayRequest,
     PruneStreamRequest,
     RestoreStreamRequest,
-    StatusAnswer,
 )
-from realhf.api.experiment import EvaluationSpec, RolloutSpec
+from realhf.api.experiment import EvaluationSpec
 from realhf.api.rollout import HeldOutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, ResultSink
@@ -36,11 +32,12 @@ from realhf.dataflow.caller import A, Q, ask
 from realhf.dataflow.journal.records import Admit, Draw, Drop
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.journal.state import Recovery
-from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutsFailed
+from realhf.dataflow.rollouts.control import RolloutControl, RolloutsFailed
+from realhf.dataflow.rollouts.generation_figures import GenerationFigures
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
+from realhf.dataflow.rollouts.plan import RolloutPlan
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_of
 from realhf.dataflow.rollouts.service import RolloutService
-from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.statistics import episode_texts, rollout_figures
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.dataflow.rollouts.stream_loader import StreamLoader
@@ -48,7 +45,7 @@ from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpda
 from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample
-from realhf.transport.errors import RpcError, WorkerDied
+from realhf.transport.errors import WorkerDied
 from realhf.transport.rpc.roster import WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -57,45 +54,6 @@ STOP_TIMEOUT_S = 120.0
 WATCH_S = 2.0
 ROUNDS = 4
 """A share of an evaluation may take as long as so many samples, one after the other."""
-
-
-@dataclass(frozen=True)
-class RolloutPlan:
-    """``trainer``: the model worker that trains the role and holds its samples; ``batch_size`` samples per step;
-    ``seconds``: deadline of a control call; ``load_s``: of loading weights; ``needs_env``: episodes are played on a
-    service."""
-
-    spec: RolloutSpec
-    trainer: str
-    batch_size: int
-    total_steps: int
-    completed_steps: int
-    folder: Path
-    run_id: str
-    seconds: float
-    load_s: float
-    archive: bool = False
-    needs_env: bool = True
-
-    @property
-    def group_size(self) -> int:
-        """Episodes that are played for one sample."""
-        return self.spec.episodes.group_size
-
-    @property
-    def max_concurrent(self) -> int:
-        """Samples admitted and not yet accepted: in play, or on their way to the trainer."""
-        return self.spec.options.max_concurrent_rollouts or self.players + self.credits
-
-    @property
-    def players(self) -> int:
-        """Samples that all rollout workers play at once."""
-        return self.spec.options.n_rollout_workers * max(1, self.spec.sessions // self.group_size)
-
-    @property
-    def credits(self) -> int:
-        """Samples of one rollout worker that may be on their way."""
-        return max(8, 2 * self.batch_size)
 
 
 class AsyncRollouts:
@@ -111,17 +69,7 @@ class AsyncRollouts:
     ) -> None:
         options = plan.spec.options
         self._plan, self._caller, self._ledger, self._warn = plan, caller, ledger, warn
-        eta = options.max_head_offpolicyness
-        consumed = plan.completed_steps * plan.batch_size
-        self._queue = SampleQueue(source, plan.batch_size)
-        self._staleness = StalenessManager(
-            batch_size=plan.batch_size,
-            max_head_offpolicyness=eta,
-            max_concurrent=plan.max_concurrent,
-            version=plan.completed_steps,
-            accepted=consumed,
-            consumed=consumed,
-        )
+        self._queue, self._staleness = SampleQueue(source, plan.batch_size), plan.staleness()
         self._weights = WeightUpdates(
             caller,
             plan.trainer,
@@ -140,21 +88,12 @@ class AsyncRollouts:
             warn=warn,
             fail=lambda error: self.control.fail(error),
         )
-        drop = options.staleness_policy == "drop"
-        rules = RolloutRules(
-            plan.total_steps * plan.batch_size,
-            options.rollout_deadline_s,
-            options.max_attempts,
-            plan.spec.episodes.on_failure == "fail_fast",
-            drop,
-            options.max_deaths,
-        )
         self.control = RolloutControl(
             self._queue,
             ledger,
             self._staleness,
-            StragglerGate(plan.batch_size, eta, wait=not drop),
-            rules,
+            StragglerGate(plan.batch_size, options.max_head_offpolicyness, wait=not plan.drops_stale),
+            plan.rules(),
             discard=self._discard,
             warn=warn,
             board=self._held_out.board,
@@ -165,8 +104,9 @@ class AsyncRollouts:
         self._playing = False
         self._stream = ""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._step_before: dict[str, tuple[float, float, float]] = {}
-        self._live_before: dict[str, tuple[float, float, float]] = {}
+        self._step_figures, self._live_figures = (
+            GenerationFigures(caller, self._weights, plan.seconds) for _ in ("each step", "each look")
+        )
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     @classmethod
@@ -365,7 +305,8 @@ class AsyncRollouts:
         tokens = figures["tokens"]
         return {
             **{f"rollout/{name}": value for name, value in {**figures, **self._totals}.items()},
-            **await self.figures(),
+            **self._admission(),
+            **await self._step_figures.read(),
             "training/occupancy": trained / report.wall_s,
             "tokens": tokens,
             "tokens_per_second": tokens / report.wall_s,
@@ -378,40 +319,13 @@ class AsyncRollouts:
     async def live(self) -> dict[str, dict[str, float]]:
         """What the display shows between steps: {section: {figure: value}}."""
         sections: dict[str, dict[str, float]] = {"rollout": dict(self._totals)}
-        for name, value in (await self.figures(live=True)).items():
+        for name, value in (self._admission() | await self._live_figures.read()).items():
             section, _, figure = name.partition("/")
             sections.setdefault(section, {})[figure] = value
         return sections
 
-    async def figures(self, *, live: bool = False) -> dict[str, float]:
-        """``admission/...`` and ``generation/...`` at this moment; occupancy and speed since the call before."""
-        names = [name for name in self._weights.versions if name in self._caller.roster]
-        replies = await asyncio.gather(*(self._ask(name, STATUS, Nothing()) for name in names), return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, BaseException) and not isinstance(reply, RpcError):
-                raise reply
-        statuses = {n: reply for n, reply in zip(names, replies, strict=True) if isinstance(reply, StatusAnswer)}
-        figures = {f"admission/{name}": float(value) for name, value in self.control.counters().items()}
-        figures |= {f"generation/{name}": value for name, value in self._weights.figures.items()}
-        figures["generation/running"] = sum(status.running for status in statuses.values())
-        figures["generation/waiting"] = sum(status.waiting for status in statuses.values())
-        return figures | self._rates(statuses, self._live_before if live else self._step_before)
-
-    def _rates(
-        self, statuses: Mapping[str, StatusAnswer], last: dict[str, tuple[float, float, float]]
-    ) -> dict[str, float]:
-        busy, tokens = [], []
-        for name, status in statuses.items():
-            now = (status.at_s, status.busy_s, status.generated_tokens)
-            before = last.get(name, now)
-            elapsed = now[0] - before[0]
-            if elapsed > 0 and now[2] >= before[2]:
-                busy.append((now[1] - before[1]) / elapsed)
-                tokens.append((now[2] - before[2]) / elapsed)
-            last[name] = now
-        if not busy:
-            return {}
-        return {"generation/occupancy": sum(busy) / len(busy), "generation/tokens_per_second": sum(tokens)}
+    def _admission(self) -> dict[str, float]:
+        return {f"admission/{name}": float(value) for name, value in self.control.counters().items()}
 
     # ---- end
 
