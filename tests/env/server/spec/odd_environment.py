@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, Opening, Task, Turn
@@ -55,8 +55,11 @@ class FakeOddEnvironment:
         elif mode == "spin":
             while True:
                 pass
-        elif mode == "sleep":
-            time.sleep(2.5)
+        elif mode == "read":
+            Path(self._task["pipe"]).read_text()  # returns when somebody has written and closed it
+        elif mode == "pause":
+            Path(self._task["began"]).touch()
+            await asyncio.sleep(1.0)
         elif mode == "raise":
             raise KeyError("mistake of the author")
         elif mode == "exit":

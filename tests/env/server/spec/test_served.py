@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -11,18 +12,22 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed
 
 from realhf.api.environment import DemonstrationRequest
 from realhf.env.client.openenv_client import CapacityError, OpenEnvClient
 from realhf.env.doors.load import build_environment
 from realhf.env.server.process import ServerProcess
+from realhf.env.server.server import EnvServer, listen
+from realhf.env.server.spec.config import SpecServerConfig
+from realhf.env.server.spec.program import prepare
+from realhf.env.server.spec.served import SpecServed
 from tests.process_family import family, gone
 
 ODD = f"{Path(__file__).with_name('odd_environment.py')}:ODD"
@@ -40,6 +45,16 @@ def sql() -> Iterator[ServerProcess]:
 def odd() -> Iterator[ServerProcess]:
     with ServerProcess("--env", ODD, "--pool-size", "3", "--call-timeout-s", "0.5") as process:
         yield process
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Path]:
+    """A pipe that keeps its reader waiting until the test is over."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    yield path
+    with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as end:
+        end.write("done")
 
 
 def address(server: ServerProcess) -> str:
@@ -200,7 +215,7 @@ async def test_a_client_that_is_killed_frees_its_place(odd: ServerProcess) -> No
     [
         ("hang", "timeout", "no answer within 0.5 s"),
         ("spin", "timeout", "odd_environment.py, line"),
-        ("sleep", "timeout", "odd_environment.py, line"),
+        ("read", "timeout", "odd_environment.py, line"),
         ("stubborn", "timeout", "no end within 0.5 s, nor when it was cancelled"),
         ("raise", "internal", "KeyError: 'mistake of the author' ("),
         ("exit", "internal", "SystemExit"),
@@ -209,12 +224,12 @@ async def test_a_client_that_is_killed_frees_its_place(odd: ServerProcess) -> No
     ],
 )
 async def test_a_failure_has_a_kind_and_costs_its_own_session_alone(
-    odd: ServerProcess, mode: str, kind: str, named: str
+    odd: ServerProcess, pipe: Path, mode: str, kind: str, named: str
 ) -> None:
     """The error names environment, task and cause; the next reset plays on a new instance; meanwhile others play."""
     async with session(odd) as ask, session(odd) as other:
         await other("reset", {"seed": 1})
-        await ask("reset", {"task": {"step": mode}, "seed": 9})
+        await ask("reset", {"task": {"step": mode, "pipe": str(pipe)}, "seed": 9})
         failing = asyncio.ensure_future(ask("step", {"content": "go"}))
         for _ in range(5):
             assert (await other("step", {"content": "on"}))["data"]["reward"] == 0.25
@@ -229,15 +244,16 @@ async def test_a_failure_has_a_kind_and_costs_its_own_session_alone(
     await wait_until(lambda: metric(odd, "realhf_env_pool_free") == 3)
 
 
-async def test_threads_that_were_left_behind_are_counted_and_end(odd: ServerProcess) -> None:
+async def test_threads_that_were_left_behind_are_counted_and_end(odd: ServerProcess, pipe: Path) -> None:
     """A loop without a pause is ended by force; what waits in the system is counted until it returns."""
     async with session(odd) as ask:
         await ask("reset", {"task": {"step": "spin"}})
         await ask("step", {"content": "go"})
         await wait_until(lambda: metric(odd, "realhf_env_pool_stuck_threads") == 0)
-        await ask("reset", {"task": {"step": "sleep"}})
+        await ask("reset", {"task": {"step": "read", "pipe": str(pipe)}})
         await ask("step", {"content": "go"})
         assert metric(odd, "realhf_env_pool_stuck_threads") == 1
+        await asyncio.to_thread(pipe.write_text, "done")
         await wait_until(lambda: metric(odd, "realhf_env_pool_stuck_threads") == 0)
     assert metric(odd, 'realhf_env_pool_failures{kind="timeout"}') >= 2
 
@@ -321,15 +337,17 @@ def test_descriptors_and_threads_balance(sql: ServerProcess, odd: ServerProcess)
         wait_for(lambda server=server, before=before: held(server) <= before)
 
 
-async def test_sigterm_lets_a_step_end_and_leaves_nothing() -> None:
-    """Sessions are closed with 1001, the process ends with 0, also beside one that blocks."""
+async def test_sigterm_lets_a_step_end_and_leaves_nothing(tmp_path: Path) -> None:
+    """Sessions are closed with 1001, and the process ends with 0."""
+    began = tmp_path / "began"
     with ServerProcess("--env", ODD, "--call-timeout-s", "30") as server:
         children = [server.process.pid, *family(server.process.pid)]
         async with connect(address(server), proxy=None) as idle, connect(address(server), proxy=None) as busy:
             await exchange(idle, '{"type":"reset"}')
-            await exchange(busy, '{"type":"reset","data":{"task":{"step":"sleep"}}}')
+            task = {"step": "pause", "began": str(began)}
+            await exchange(busy, json.dumps({"type": "reset", "data": {"task": task}}))
             await busy.send('{"type":"step","data":{"content":"slow"}}')
-            await asyncio.sleep(0.1)
+            await wait_until(began.exists)
             server.process.send_signal(signal.SIGTERM)
             assert json.loads(await asyncio.wait_for(busy.recv(), DEADLINE_S))["data"]["reward"] == 0.25
             for socket in (idle, busy):
@@ -341,18 +359,36 @@ async def test_sigterm_lets_a_step_end_and_leaves_nothing() -> None:
 
 
 async def test_a_silent_session_gives_its_place_back() -> None:
-    arguments = ("--idle-timeout-s", "0.3", "--pool-size", "1", "--info", "true")
-    with ServerProcess("--env", "sql", *arguments) as server:
-        async with connect(address(server), proxy=None) as socket:
+    """And a server that was asked for it sends ``info``."""
+    config = SpecServerConfig(port=0, pool_size=1, idle_timeout_s=0.3, info=True)
+    served = SpecServed(build_environment("sql", {}), config)
+    server = EnvServer(served, config, listen("127.0.0.1", 0))
+    server.start()
+    try:
+        url = server.url.replace("http", "ws") + "/ws"
+        async with connect(url, proxy=None) as socket:
             opened = await exchange(socket, '{"type":"reset"}')
-            assert opened["data"]["observation"]["info"]["tables"]
-            with pytest.raises(InvalidStatus):
-                await connect(address(server), proxy=None)
+            assert opened["data"]["observation"]["info"]["tables"] and served.pool.free_count == 0
             with pytest.raises(ConnectionClosed) as closed:
                 await asyncio.wait_for(socket.recv(), DEADLINE_S)
             assert closed.value.rcvd is not None and closed.value.rcvd.reason == "idle timeout"
-        await wait_until(lambda: metric(server, "realhf_env_pool_free") == 1)
-        assert metric(server, "realhf_env_sessions_reaped_total") == 1
+        await wait_until(lambda: served.pool.free_count == 1)
+    finally:
+        await asyncio.to_thread(server.stop)
+        served.stop()
+
+
+def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
+    """What the environment allows at once bounds the sessions, also in what the server says of itself."""
+    file = tmp_path / "narrow.py"
+    file.write_text(
+        "class Narrow:\n    concurrency = 3\n"
+        "    async def reset(self, task, *, seed):\n        return {'messages': []}\n"
+        "    async def step(self, message):\n        return {'done': True}\n"
+    )
+    arguments = argparse.Namespace(env=f"{file}:Narrow", option=[])
+    served, config = prepare(arguments, SpecServerConfig(pool_size=8))
+    assert config.pool_size == served.pool.free_count == served.metadata()["max_concurrent_envs"] == 3
 
 
 @pytest.mark.parametrize(
