@@ -241,6 +241,15 @@ def test_every_choice_of_every_group_is_valid(group: str, choice: str):
     check_config(compose_config([f"experiment={experiment}", f"{group}={choice}"]).config)
 
 
+def test_a_model_wins_over_an_environment():
+    """An environment's lengths and rates are those of the built-in policy; whoever names a model gets the model's."""
+    for order in (["model=builtin_tiny", "env=countdown"], ["env=countdown", "model=builtin_tiny"]):
+        config = compose_config(["experiment=grpo", *order]).config
+        assert isinstance(config, ExperimentConfig)
+        assert config.warm_start.train_steps == 5
+        assert config.rollout.max_turns == 1 and config.env.partial_credit == 0
+
+
 def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_path: Path):
     (tmp_path / "mine.py").write_text("def build(config):\n    return config.nothing\n")
     (tmp_path / "mine.yaml").write_text("dataset: {train_bs_n_seqs: 2}\n")

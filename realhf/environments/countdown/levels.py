@@ -30,8 +30,8 @@ class Level:
 
 LEVELS: Mapping[str, Level] = MappingProxyType(
     {
-        "two-small": Level(2, 12, 1, 24),
-        "two-large": Level(2, 25, 25, 100),
+        "two-small": Level(2, 25, 1, 24),
+        "two-large": Level(2, 40, 25, 100),
         "three-small": Level(3, 8, 1, 24),
         "three-large": Level(3, 12, 25, 60),
         "four-small": Level(4, 8, 1, 24),

@@ -25,7 +25,7 @@ from realhf.environments.files.workspace import FilesWorkspace
 SOLUTION, RECOVERY, HABIT = "solution", "recovery", "habit"
 SHORTENED_SHARE = 0.6
 """Share of the mistakes that shorten names; the others leave out endings where there are any."""
-PERSISTENCE = 3
+PERSISTENCE = 2
 """A habit sends a call that fails until the episode has this many calls."""
 _ENDING = re.compile(r"\.(txt|log)\b")
 _SEED_BITS = 31

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from realhf.environments.files.names import draw_name
+from realhf.environments.files.names import FILE, FOLDER, TEXT, Kind, draw_name
 
 ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL = "one_call", "look_first", "change", "several"
 GROUPS = (ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL)
@@ -57,21 +57,30 @@ class Scene:
     files: dict[str, str] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
 
-    def name(self) -> str:
-        """Draw a name that the scene does not have yet."""
-        while (name := draw_name(self.rng, self.split)) in self._names:
+    def name(self, kind: Kind) -> str:
+        """Draw a name of a kind that the scene does not have yet."""
+        while (name := draw_name(self.rng, self.split, kind)) in self._names:
             pass
         self._names.add(name)
         return name
 
+    def word(self) -> str:
+        """Draw a word to put into a file."""
+        return self.name(TEXT)
+
+    def folder(self) -> str:
+        """Draw the name of a folder."""
+        return self.name(FOLDER)
+
     def path(self, folder: str = "", ending: str = "txt") -> str:
         """Draw a path where there is no file."""
-        return f"{folder}/{self.name()}.{ending}" if folder else f"{self.name()}.{ending}"
+        name = f"{self.name(FILE)}.{ending}"
+        return f"{folder}/{name}" if folder else name
 
     def file(self, folder: str = "", ending: str = "txt", *, words: int = 2) -> str:
-        """Add a file with ``words`` names as text, and return its path."""
+        """Add a file that holds so many words, and return its path."""
         path = self.path(folder, ending)
-        self.files[path] = " ".join(self.name() for _ in range(words))
+        self.files[path] = " ".join(self.word() for _ in range(words))
         return path
 
     def others(self, least: int = 1, most: int = 3) -> None:
@@ -143,14 +152,14 @@ def remove(scene: Scene) -> Instance:
 def create(scene: Scene) -> Instance:
     """Write a new file."""
     scene.others()
-    path, text = scene.path(), scene.name()
+    path, text = scene.path(), scene.word()
     return scene.instance(f"Write {text} to the new file {path}.", write(path, text), wanted={path: text})
 
 
 def put_away(scene: Scene) -> Instance:
     """Move a file into a folder."""
     scene.others()
-    old, folder = scene.file(), scene.name()
+    old, folder = scene.file(), scene.folder()
     new = f"{folder}/{old}"
     request = f"Move {old} to the folder {folder}."
     return scene.instance(request, move(old, new), wanted={old: None, new: scene.files[old]})
@@ -174,7 +183,7 @@ def find(scene: Scene) -> Instance:
 def count_files(scene: Scene) -> Instance:
     """Count the files of a folder."""
     scene.others()
-    folder, count = scene.name(), scene.rng.randint(2, 5)
+    folder, count = scene.folder(), scene.rng.randint(2, 5)
     for _ in range(count):
         scene.file(folder, words=1)
     request = f"How many files are in the folder {folder}?"
@@ -184,7 +193,7 @@ def count_files(scene: Scene) -> Instance:
 def count_found(scene: Scene) -> Instance:
     """Count the files that hold a word."""
     scene.others()
-    word, count = scene.name(), scene.rng.randint(2, 4)
+    word, count = scene.word(), scene.rng.randint(2, 4)
     for _ in range(count):
         scene.files[scene.path()] = word
     request = f"How many files hold {word}?"
@@ -203,7 +212,7 @@ def replace(scene: Scene) -> Instance:
     """Replace a word of a file."""
     scene.others()
     path, old = _with_word(scene)
-    new = scene.name()
+    new = scene.word()
     text = scene.files[path].replace(old, new)
     request = f"Replace {old} with {new} in {path}."
     return scene.instance(request, read(path), write(path, text), wanted={path: text})
@@ -212,7 +221,7 @@ def replace(scene: Scene) -> Instance:
 def append(scene: Scene) -> Instance:
     """Add a word to a file."""
     scene.others()
-    path, word = scene.file(words=1), scene.name()
+    path, word = scene.file(words=1), scene.word()
     text = f"{scene.files[path]} {word}"
     request = f"Add {word} to the end of {path}, after a space."
     return scene.instance(request, read(path), write(path, text), wanted={path: text})
@@ -238,7 +247,7 @@ def remove_found(scene: Scene) -> Instance:
 def move_all(scene: Scene) -> Instance:
     """Move the files of a folder to another one."""
     scene.others()
-    old, new = scene.name(), scene.name()
+    old, new = scene.folder(), scene.folder()
     paths = sorted(scene.file(old, words=1) for _ in range(2))
     moved = {path: f"{new}/{path.removeprefix(f'{old}/')}" for path in paths}
     request = f"Move all files from the folder {old} to the folder {new}."

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 
 import pytest
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, TaskSet
 from realhf.environments.files.demonstrations import play
-from realhf.environments.files.names import ADJECTIVES, NAME, NOUNS, SUFFIXES, draw_name, split_of
+from realhf.environments.files.names import KINDS, NAME, draw_name, split_of
 from realhf.environments.files.task_set import FilesTasks
 from realhf.environments.files.templates import GROUPS, TEMPLATES, Instance, answer
 from realhf.environments.files.workspace import FilesWorkspace
@@ -83,7 +84,7 @@ def test_every_instance_holds_names_and_all_are_of_its_split(template: str):
         for instance in instances(template, split):
             found = NAME.findall(json.dumps(instance.row))
             assert len(found) >= 3
-            assert {split_of(adjective, noun) for adjective, noun, _ in found} == {split}
+            assert {split_of("-".join(words)) for words in found} == {split}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -96,18 +97,20 @@ def test_seeds_draw_instances_that_differ(template: str):
     assert {task.group for task in drawn} == {TEMPLATES[template][0]}
 
 
-def test_words_make_enough_names_in_both_splits_and_training_knows_every_word():
-    words = ADJECTIVES + NOUNS + SUFFIXES
+def test_words_make_enough_names_in_both_splits_and_training_knows_every_pair_of_neighbours():
+    words = [word for kind in KINDS for part in kind for word in part]
     assert len({*words}) == len(words) > 100
     assert all(word.isalpha() and word.islower() for word in words)
-    pairs = {split: [(a, n) for a in ADJECTIVES for n in NOUNS if split_of(a, n) == split] for split in SPLITS}
-    assert len(pairs[HELD_OUT]) > 500
-    assert {word for pair in pairs[TRAIN] for word in pair} == {*ADJECTIVES, *NOUNS}
-    for split in SPLITS:
-        rng = random.Random(1)
-        names = [draw_name(rng, split) for _ in range(200)]
-        assert all(NAME.fullmatch(name) for name in names)
-        assert {split_of(*name.split("-")[:2]) for name in names} == {split}
+    for kind in KINDS:
+        names = {"-".join(parts): parts for parts in product(*kind)}
+        assert sum(split_of(name) == HELD_OUT for name in names) > 300
+        known = [parts for name, parts in names.items() if split_of(name) == TRAIN]
+        assert {(a, b) for a, b, _ in known} == {*product(*kind[:2])}
+        assert {(b, c) for _, b, c in known} == {*product(*kind[1:])}
+        for split in SPLITS:
+            rng = random.Random(1)
+            drawn = [draw_name(rng, split, kind) for _ in range(200)]
+            assert all(NAME.fullmatch(name) and split_of(name) == split for name in drawn)
 
 
 def test_the_task_set_offers_the_chosen_groups_in_order():
