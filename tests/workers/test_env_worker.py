@@ -12,10 +12,11 @@ import pytest
 from realhf.transport.rpc.master import RpcMaster
 from tests.process_family import family, gone
 
-pytestmark = pytest.mark.sim
+AWS = ("--pool-size", "1", "--ministack-base-port", "0")
 
 
-async def test_it_registers_its_address_and_leaves_with_the_master() -> None:
+@pytest.mark.parametrize("served", [pytest.param(AWS, marks=pytest.mark.sim), ("--env", "sql")], ids=["aws", "sql"])
+async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple[str, ...]) -> None:
     master = RpcMaster("run-1")
     await master.start()
     command = [
@@ -24,10 +25,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master() -> None:
         "workers.env_worker",
         "--port",
         "0",
-        "--pool-size",
-        "1",
-        "--ministack-base-port",
-        "0",
+        *served,
         "--master",
         master.endpoint,
         "--run-id",
@@ -46,7 +44,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master() -> None:
     finally:
         await master.close()
     assert await asyncio.to_thread(process.wait, 15) == 0
-    assert children and gone(children, 2)
+    assert bool(children) == (served == AWS) and gone(children, 2)
 
 
 def test_a_bad_setting_is_one_fatal_line_in_the_log() -> None:

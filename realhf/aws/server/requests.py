@@ -12,7 +12,17 @@ from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
 
 MAX_METADATA_CHARS = 16 << 10
 _ACTION_KEYS = frozenset({"command", "metadata"})
-_RESET_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType({**wire.RESET_TYPES, "chaos": (bool,)})
+_RESET_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "seed": (int,),
+        "episode_id": (str,),
+        "task": (dict,),
+        "task_id": (int, str),
+        "chaos": (bool,),
+        "split": (str,),
+    }
+)
+"""In the order in which mistakes are told."""
 
 
 def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:

@@ -202,11 +202,11 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
         return _reply(await stateless.play(lambda player: player.reset(data)))
 
     async def step(body: _StepRequest) -> dict[str, Any]:
-        argument = served.step_argument(served.check_action(body.action.model_dump()))
+        action = served.check_action(body.action.model_dump())
 
         def play(player: Player) -> Reply:
             player.reset({})
-            return player.step(argument)
+            return player.step(served.step_argument(action))
 
         return _reply(await stateless.play(play, body.timeout_s))
 

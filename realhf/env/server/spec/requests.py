@@ -81,7 +81,10 @@ def _check_text(key: str, value: Any) -> None:
 def _call(entry: Any, position: int) -> ToolCall:
     """Return a call in the short form, ``{"name", "arguments"}``, or in that of the OpenAI API, whose arguments are
     JSON text. What is neither has a ``problem``."""
-    text = json.dumps(entry, separators=(",", ":"))
+    try:
+        text = json.dumps(entry, separators=(",", ":"))
+    except RecursionError:
+        return broken_call("nested too deep", "", position)
     inner = entry.get("function", entry) if isinstance(entry, dict) else entry
     try:
         value, _ = read_json(json.dumps(inner), 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from realhf.env.server import wire
 from realhf.env.server.spec.requests import checked_action, checked_reset, message_of
 from realhf.env.server.wire import WireError
 
@@ -70,6 +71,22 @@ def test_arguments_are_objects_or_their_json(arguments: Any, problem: str) -> No
     message = message_of(checked_action({"tool_calls": [{"name": "say", "arguments": arguments}]}))
     call = message.tool_calls[0]
     assert call.name == "say" and (problem in call.problem if problem else call.arguments == {"a": 1})
+
+
+def test_no_nesting_is_too_deep_to_be_answered() -> None:
+    """Whatever depth the frame could be read with: the call has a problem, and nothing raises."""
+    read = 0
+    for depth in (40, 300, 700, 900, 940, 960, 975, 990, 3000):
+        nested = "[" * depth + "]" * depth
+        text = '{"type":"step","data":{"tool_calls":[{"name":"say","arguments":{"a":' + nested + "}}]}}"
+        try:
+            request = wire.parse_request(text, checked_reset, checked_action)
+        except WireError as refused:
+            assert refused.code == "INVALID_JSON"
+            continue
+        read += 1
+        assert "deep" in message_of(request.data).tool_calls[0].problem
+    assert read >= 4
 
 
 def test_what_is_said_beside_the_content_arrives() -> None:
