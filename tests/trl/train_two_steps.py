@@ -1,9 +1,10 @@
 """Two GRPO steps of TRL's trainer on CPU with the built-in tiny model, against a running environment server.
 
-    python train_two_steps.py tool|rollout INPUT.json OUTPUT.json
+    python train_two_steps.py tool|rollout|own INPUT.json OUTPUT.json
 
 Runs in .venv-trl. INPUT holds ``rows`` [{task_id, seed, text, solution, wrong}]. The model is taught a few
-conversations first (right and wrong commands alike), because random weights never call a tool.
+conversations first (right and wrong commands alike), because random weights never call a tool. ``own`` trains on the
+class of examples/your_environment.py, which needs no server; its rows are {seed, text, solution, wrong}.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -20,6 +21,7 @@ from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import get_training_chat_template, qwen3_chat_template
 
+from examples.your_environment import Lock
 from realhf.api.chat import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
@@ -37,33 +39,47 @@ GROUP, PROMPTS, STEPS, LESSONS = 4, 2, 2, 80
 OK = observation_text({"command_success": True, "command_output": ""})
 
 
-def conversations(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+class Taught(NamedTuple):
+    """The class that TRL is given, its tool, the tool's one argument, and what the tool answers when it is right."""
+
+    kind: type[Any]
+    tool: Any
+    argument: str
+    answer: str
+
+
+AWS = Taught(AwsToolEnv, AwsToolEnv.aws, "command", OK)
+OWN = Taught(Lock, Lock.turn, "digit", "open")
+
+
+def conversations(rows: list[dict[str, Any]], taught: Taught) -> list[list[dict[str, Any]]]:
     """Every task once with its solution and once with a wrong command, as tool calls."""
     found = []
+    name = taught.tool.__name__
     for row in rows:
         for command in (row["solution"], row["wrong"]):
-            call = {"type": "function", "function": {"name": "aws", "arguments": {"command": command}}}
+            call = {"type": "function", "function": {"name": name, "arguments": {taught.argument: command}}}
             found.append(
                 [
                     {"role": "user", "content": INSTRUCTION + row["text"]},
                     {"role": "assistant", "content": "", "tool_calls": [call]},
-                    {"role": "tool", "name": "aws", "content": OK},
+                    {"role": "tool", "name": name, "content": taught.answer},
                     {"role": "assistant", "content": "done"},
                 ]
             )
     return found
 
 
-def tool_lessons(rows: list[dict[str, Any]]) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
+def tool_lessons(rows: list[dict[str, Any]], taught: Taught) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
     """(tokenizer, [(ids, what to learn)]): the policy's side of the conversations, in TRL's Qwen3 format."""
-    tools = [AwsToolEnv.aws]
-    texts = [qwen3_chat_template, json.dumps(get_json_schema(AwsToolEnv.aws)), *map(json.dumps, conversations(rows))]
+    tools, spoken = [taught.tool], conversations(rows, taught)
+    texts = [qwen3_chat_template, json.dumps(get_json_schema(taught.tool)), *map(json.dumps, spoken)]
     tokenizer = train_tokenizer(texts, CONFIG.vocab_size, CONFIG.max_positions)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = qwen3_chat_template
     lessons = []
-    for messages in conversations(rows):
+    for messages in spoken:
         for end in (2, 4):
             ids, asked = (
                 tokenizer.apply_chat_template(
@@ -110,7 +126,8 @@ def taught(tokenizer: Any, lessons: list[tuple[list[int], list[bool]]]) -> Any:
 
 
 def trainer(mode: str, rows: list[dict[str, Any]], url: str, out: str) -> GRPOTrainer:
-    tokenizer, lessons = (tool_lessons if mode == "tool" else text_lessons)(rows)
+    about = {"tool": AWS, "own": OWN}.get(mode)
+    tokenizer, lessons = tool_lessons(rows, about) if about else text_lessons(rows)
     model = taught(tokenizer, lessons)
     config = GRPOConfig(
         output_dir=out,
@@ -131,15 +148,16 @@ def trainer(mode: str, rows: list[dict[str, Any]], url: str, out: str) -> GRPOTr
         shuffle_dataset=False,
         gradient_checkpointing=False,
     )
-    if mode == "tool":
+    if about is not None:
         dataset = Dataset.from_list(
             [
-                {"prompt": [{"role": "user", "content": INSTRUCTION}], "task_id": row["task_id"], "seed": row["seed"]}
+                {"prompt": [{"role": "user", "content": INSTRUCTION}]}
+                | {name: row[name] for name in ("task_id", "seed") if name in row}
                 for row in rows
             ]
         )
         return GRPOTrainer(
-            model, train_dataset=dataset, args=config, processing_class=tokenizer, environment_factory=AwsToolEnv
+            model, train_dataset=dataset, args=config, processing_class=tokenizer, environment_factory=about.kind
         )
     prompts = [json.dumps({"task_id": row["task_id"], "seed": row["seed"]}) for row in rows]
     dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
@@ -159,7 +177,7 @@ def main() -> None:
     given = json.loads(Path(source).read_text())
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as out:
-        job = trainer(mode, given["rows"], given["url"], out)
+        job = trainer(mode, given["rows"], given.get("url", ""), out)
         before = [parameter.detach().clone() for parameter in job.model.parameters()]
         job.train()
         moved = max(float((a - b.detach()).abs().max()) for a, b in zip(before, job.model.parameters(), strict=True))

@@ -43,7 +43,8 @@ class OpenEnvOptions(RowOptions):
     url: Any = option("", "The server's address, http(s):// or ws(s)://; several, as a list, are used in turn.")
     sessions: int | None = option(
         None,
-        "Each server serves this many sessions at once; without it what its metadata say, or 1, as stock servers do.",
+        "Each server serves this many sessions at once to one process; without it what its metadata say, or 1, as "
+        "stock servers do.",
         at_least=1,
     )
     token_file: str = option("", "This file holds the bearer token of the server.")
@@ -162,7 +163,7 @@ def urls_of(given: Any) -> list[str]:
     parts = [given] if isinstance(given, str) else given
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"env.url must be an address or a list of addresses, not {shown(given)}")
-    urls = [url for part in parts for url in part.strip("[] ").replace(",", " ").split()]
+    urls = [url for part in parts for url in _unlisted(part).replace(",", " ").split()]
     if not urls:
         raise ValueError("env.url is missing: the address of an OpenEnv server, such as env.url=http://127.0.0.1:8000")
     for url in urls:
@@ -173,6 +174,14 @@ def urls_of(given: Any) -> list[str]:
     if len({*urls}) < len(urls):
         raise ValueError(f"env.url names a server twice: {', '.join(urls)}; env.sessions is how many sessions each has")
     return urls
+
+
+def _unlisted(text: str) -> str:
+    """What a list holds that was given as text: ``["http://a", "http://b"]``."""
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        return text[1:-1].replace('"', " ").replace("'", " ")
+    return text
 
 
 def _token(file: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,60 +22,82 @@ from realhf.env.adapters.policy_endpoint import (
     Unplayable,
 )
 
-_STOP_S = 5.0
+_STOP_S = 2.0
 _SOLVED = 1e-9
+_log = logging.getLogger(__name__)
 _NO_KEY = "REALHF_POLICY_HAS_NO_KEY"
 """Names the variable in which the package looks for a key; the endpoint needs none."""
 
 
-class Stage:
-    """What the instances of one event loop share: an environment of the package that serves, and the endpoint that it
-    calls. ``load`` makes the environment."""
+class Serving:
+    """An environment of the package that serves, and the endpoint that it calls, until ``stop`` is called. ``users``
+    are the instances that play on it."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self.endpoint = PolicyEndpoint()
         self.env: Any = None
+        self.users = 0
         self._load = load
-        self._users = 0
-        self._ready: asyncio.Future[None] | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._serve())
 
-    async def enter(self) -> None:
-        """Have it serve. Raises EnvironmentFailure when it cannot."""
-        self._users += 1
-        if self._task is None or self._task.done():
-            self._stop.clear()
-            self._ready = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._serve(self._ready))
-        assert self._ready is not None
-        try:
-            await asyncio.shield(self._ready)
-        except BaseException:
-            self._users -= 1
-            raise
+    async def ready(self) -> None:
+        """Wait until it serves. Raises EnvironmentFailure when it cannot."""
+        await asyncio.shield(self._ready)
 
-    async def leave(self) -> None:
-        """Let it end when nobody else uses it."""
-        self._users -= 1
-        if self._users == 0 and self._task is not None:
-            self._stop.set()
-            await asyncio.wait([self._task], timeout=_STOP_S)
+    async def stop(self) -> None:
+        """End it, within seconds."""
+        self._stop.set()
+        await asyncio.wait([self._task], timeout=_STOP_S)
 
-    async def _serve(self, ready: asyncio.Future[None]) -> None:
+    async def _serve(self) -> None:
+        """Begin and end in one task, as the package's contexts ask."""
         try:
             self.env = await asyncio.to_thread(self._load)
             await self.endpoint.start()
             async with self.env.serving():
-                ready.set_result(None)
+                if not self._ready.done():
+                    self._ready.set_result(None)
                 await self._stop.wait()
         except Exception as error:
-            if not ready.done():
-                ready.set_exception(EnvironmentFailure("internal", f"it does not start: {_described(error)}"))
+            if self._ready.done():
+                _log.warning("a verifiers environment ended badly: %s", _described(error))
+            else:
+                self._ready.set_exception(EnvironmentFailure("internal", f"it does not start: {_described(error)}"))
         finally:
             await self.endpoint.stop()
-            if not ready.done():
-                ready.cancel()
+            if not self._ready.done():
+                self._ready.cancel()
+
+
+class Stage:
+    """What the instances of one event loop share. ``load`` makes the package's environment, and may block."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._now: Serving | None = None
+
+    async def enter(self) -> Serving:
+        """Return what serves, started if it must be; ``leave`` gives it back. Raises EnvironmentFailure."""
+        if self._now is None:
+            self._now = Serving(self._load)
+        serving = self._now
+        serving.users += 1
+        try:
+            await serving.ready()
+        except BaseException:
+            await self.leave(serving)
+            raise
+        return serving
+
+    async def leave(self, serving: Serving) -> None:
+        """Let it end when nobody else uses it."""
+        serving.users -= 1
+        if serving.users == 0:
+            if self._now is serving:
+                self._now = None
+            await serving.stop()
 
 
 class VerifiersEnvironment:
@@ -91,6 +114,7 @@ class VerifiersEnvironment:
         self._stage_of, self._task_of, self._context = stage_of, task_of, context
         self._success_reward = success_reward
         self._stage: Stage | None = None
+        self._serving: Serving | None = None
         self._run: asyncio.Task[Any] | None = None
         self._conversation = Conversation()
         self._call: ModelCall | None = None
@@ -101,13 +125,12 @@ class VerifiersEnvironment:
         EnvironmentFailure."""
         del seed
         await self._abandon()
-        if self._stage is None:
-            stage = self._stage_of()
-            await stage.enter()
-            self._stage = stage
+        if self._serving is None:
+            self._stage = self._stage_of()
+            self._serving = await self._stage.enter()
         chosen = await asyncio.to_thread(self._task_of, task)
         self._conversation, self._ended = Conversation(), None
-        self._run = asyncio.create_task(self._play(self._stage, chosen, self._conversation))
+        self._run = asyncio.create_task(self._play(self._serving, chosen, self._conversation))
         await self._next()
         if self._call is None:
             raise EnvironmentFailure("internal", "the episode ended before the policy was asked anything")
@@ -131,18 +154,18 @@ class VerifiersEnvironment:
     async def close(self) -> None:
         """End the episode, and what is shared when this was the last instance."""
         await self._abandon()
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            await stage.leave()
+        serving, self._serving = self._serving, None
+        if serving is not None and self._stage is not None:
+            await self._stage.leave(serving)
 
-    async def _play(self, stage: Stage, task: Any, conversation: Conversation) -> Any:
+    async def _play(self, serving: Serving, task: Any, conversation: Conversation) -> Any:
         """Have the package play an episode; returns it."""
-        name = stage.endpoint.add(conversation)
+        name = serving.endpoint.add(conversation)
         try:
-            headers = {SECRET_HEADER: stage.endpoint.secret}
-            return await stage.env.run_episode(task, self._context(name, stage.endpoint.url, headers, _NO_KEY))
+            headers = {SECRET_HEADER: serving.endpoint.secret}
+            return await serving.env.run_episode(task, self._context(name, serving.endpoint.url, headers, _NO_KEY))
         finally:
-            stage.endpoint.remove(name)
+            serving.endpoint.remove(name)
 
     async def _next(self) -> None:
         """Wait for the next model call, or for the end of the episode. Whoever asks has a deadline and cancels."""

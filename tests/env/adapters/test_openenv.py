@@ -22,6 +22,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     ToolCall,
 )
+from realhf.env.adapters.openenv import urls_of
 from realhf.env.doors.load import build_environment
 from tests.env.adapters.wire_server import Fault, HangUp, Raw, Silence, WireServer, seen, serving
 
@@ -216,6 +217,21 @@ async def test_an_option_that_does_not_fit_is_named(options: dict[str, Any], act
 async def test_an_address_that_is_none_is_refused_before_anything_is_asked(url: Any) -> None:
     with pytest.raises(ValueError, match=r"env\.url"):
         build_environment("openenv", {"url": url})
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ("http://a:1", ["http://a:1"]),
+        ("http://[::1]:8000", ["http://[::1]:8000"]),
+        ("https://[::1]", ["https://[::1]"]),
+        ("http://a:1, ws://b", ["http://a:1", "ws://b"]),
+        ('["http://a:1","http://b:1"]', ["http://a:1", "http://b:1"]),
+        (["http://a:1", "http://b:1"], ["http://a:1", "http://b:1"]),
+    ],
+)
+def test_addresses_are_a_text_or_a_list(given: Any, urls: list[str]) -> None:
+    assert urls_of(given) == urls
 
 
 async def test_a_server_that_is_not_there_is_named_at_the_start() -> None:
