@@ -46,6 +46,8 @@ class AgentSession:
         self._system: list[ChatMessage] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._turn = asyncio.Lock()
         self._failure: EnvironmentFailure | None = None
+        self._ended = False
+        self._under_way: asyncio.Task[Turn] | None = None
 
     @property
     def failure(self) -> EnvironmentFailure | None:
@@ -60,6 +62,13 @@ class AgentSession:
         self.tools = [dict(tool) for tool in opening.tools]
         self.text = self._progress.begin(opening)
 
+    def end(self) -> None:
+        """Take no more steps, and cancel one under way: what an agent leaves running must not reach the next episode
+        that is played in the same environment."""
+        self._ended = True
+        if self._under_way is not None:
+            self._under_way.cancel()
+
     async def step(self, message: object) -> Answer:
         """Say something to the environment and return its answer.
 
@@ -73,15 +82,22 @@ class AgentSession:
         async with self._turn:
             if self._failure is not None:
                 raise self._failure
-            if self._progress.status:
+            if self._ended or self._progress.status:
                 return Answer([{"role": "user", "content": _OVER}], _OVER, True)
             try:
-                turn = await self._env.step(said)
+                turn = await self._taken(said)
                 text = self._progress.take(said, turn)
             except EnvironmentFailure as error:
                 self._failure = error
                 raise
         return self._answer(turn, text)
+
+    async def _taken(self, said: AssistantMessage) -> Turn:
+        self._under_way = asyncio.ensure_future(self._env.step(said))
+        try:
+            return await self._under_way
+        finally:
+            self._under_way = None
 
     def _answer(self, turn: Turn, text: str) -> Answer:
         messages = [dict(each) for each in turn.messages]

@@ -103,10 +103,11 @@ class BlackBoxAgent:
             await self._server.start()
         session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed)
         progress = Progress(wanted)
+        world = AgentSession(env, progress, session, self._system_prompt)
         try:
-            world = AgentSession(env, progress, session, self._system_prompt)
             ending = await self._ending(world, progress, session)
         finally:
+            world.end()
             self._server.sessions.close(session)
         outcomes = session.outcomes(replace(ending, task=wanted.task, task_text=progress.task_text))
         return replace(

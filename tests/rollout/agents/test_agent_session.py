@@ -165,6 +165,31 @@ async def test_an_episode_that_is_cancelled_from_outside_stays_cancelled() -> No
         await playing
 
 
+async def test_what_an_agent_leaves_running_does_not_reach_the_environment_any_more() -> None:
+    """One step is under way when the agent returns, and one comes after; the slot is another episode's by then."""
+    env, left, begun = Listener(), [], asyncio.Event()
+
+    async def held(message: AssistantMessage) -> Turn:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody waits for it")
+
+    async def late(session: AgentSession) -> Any:
+        await asyncio.gather(*left[:1], return_exceptions=True)
+        return await session.step("late")
+
+    async def agent(task: Mapping[str, Any], base_url: str, session: AgentSession) -> float:
+        env.step = held  # type: ignore[method-assign]
+        left.append(asyncio.ensure_future(session.step("first")))
+        await begun.wait()
+        left.append(asyncio.ensure_future(late(session)))
+        return 1.0
+
+    await play(env, agent, FakeTokens(lambda _: "hm"))
+    first, second = await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 20)
+    assert isinstance(first, asyncio.CancelledError) and second.done and "over" in second.text
+
+
 async def test_an_agent_with_tools_opens_two_branches_and_fails_in_some_episodes() -> None:
     """On a class with tools: every branch is a row with a reward of its own, and every row holds exactly what the
     engine saw and sampled."""
