@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from realhf.api.environment import AssistantMessage, ChatMessage, EnvironmentFailure, Opening, ToolCall, Turn
 from realhf.env.adapters.openenv_action import LISTED, TEXT, ActionForm, Refused, listed_form
-from realhf.env.adapters.openenv_session import REFUSED, Session
+from realhf.env.adapters.openenv_session import REFUSED, Session, reset_data
 from realhf.env.adapters.openenv_text import cut, observation_text, refusal_text, result_text
 from realhf.env.client.openenv_client import EnvError, OpenEnvClient
 from realhf.env.doors.checks import whole_text
@@ -17,8 +17,6 @@ from realhf.env.doors.checks import whole_text
 T = TypeVar("T")
 NO_CALL = "error: no tool was called; call one"
 OVER = "error: the episode is over; this was not done"
-_OF_THE_ROW = ("id", "group")
-"""Columns that name a row and are not for the server."""
 _SOLVED = 1e-9
 
 
@@ -66,8 +64,7 @@ class OpenEnvEnvironment:
         """Begin an episode: the server's reset is given the seed and the columns of the row. Raises
         EnvironmentFailure."""
         self._done, self._return, self._answers = False, 0.0, None
-        wanted = {name: value for name, value in task.items() if name not in _OF_THE_ROW} | {"seed": seed}
-        result = await self._session.reset(wanted)
+        result = await self._session.reset(reset_data(task, seed))
         self._done = result.done
         self._return = (result.reward or 0.0) if self._done else 0.0
         text = self._said(result.observation)

@@ -16,7 +16,7 @@ from realhf.api.environment import (
     ToolCall,
     Turn,
 )
-from realhf.env.adapters.openenv_session import Session
+from realhf.env.adapters.openenv_session import Session, reset_data
 from realhf.env.client.openenv_client import OpenEnvClient
 from realhf.env.doors.checks import BrokenContract, checked_messages, checked_numbers, json_problem, whole_text
 from realhf.env.doors.values import shown
@@ -54,7 +54,7 @@ class MessagesEnvironment:
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode. Raises EnvironmentFailure."""
-        result = await self._session.reset({**task, "seed": seed})
+        result = await self._session.reset(reset_data(task, seed))
         seen = result.observation
         tools = seen.get("tools") or []
         if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools) or json_problem(tools):

@@ -14,6 +14,13 @@ from realhf.env.doors.values import shown
 
 REFUSED = "VALIDATION_ERROR"
 """The code of an error that is about what was sent."""
+_OF_THE_ROW = ("id", "group")
+"""Columns that name a row and are not for the server."""
+
+
+def reset_data(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """What a reset is given: the columns of the row, and the seed."""
+    return {name: value for name, value in task.items() if name not in _OF_THE_ROW} | {"seed": seed}
 
 
 class Session:

@@ -88,7 +88,7 @@ async def test_turns_tools_and_numbers_cross_the_wire_as_they_are() -> None:
 
     async with serving(game, MESSAGES, metadata=METADATA) as server:
         env = (await built(server)).make("")
-        opening = await env.reset({"split": "train"}, seed=2)
+        opening = await env.reset({"split": "train", "id": "row 7", "group": "easy"}, seed=2)
         assert [*opening.tools] == [TOOL] and opening.info == {"level": 1}
         calls = ToolCall("add", {"a": 1, "b": 2}, id="c1"), ToolCall("", text="{broken", problem="no JSON")
         turn = await env.step(AssistantMessage("I add.\ud800", calls, "1 + 2", "all of it", 9))
