@@ -51,6 +51,7 @@ class GymnasiumOptions:
     success_reward: float = option(
         1.0, "An episode that terminates with at least this reward is a success, where the environment does not say."
     )
+    most_wrong: int = option(10, "An episode ends after this many turns in a row that are no action.", at_least=1)
     instances: int = option(32, "At most this many instances live in one process, each with a thread.", at_least=1)
     deterministic: bool = option(
         True, "The same seed and actions bring the same answers, so that a lost episode is resumed by replay."
@@ -102,7 +103,9 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
     finally:
         instance.close()
     stuck = StuckThreads()
-    reading = Reading(options.render, options.observation_chars, options.success_reward, options.timeout_s)
+    reading = Reading(
+        options.render, options.observation_chars, options.success_reward, options.timeout_s, options.most_wrong
+    )
     prompt = options.system_prompt or (f"Answer with one of: {', '.join(actions.names)}." if actions.names else "")
     return EnvironmentSpec(
         f"gymnasium {options.id}",
@@ -116,13 +119,14 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers are read: whether what is rendered is shown, how many characters, what a success is worth, and how
-    long a call may take (s)."""
+    """How answers are read: whether what is rendered is shown, how many characters, what a success is worth, how long
+    a call may take (s), and how many turns in a row may be no action."""
 
     render: bool
     most: int
     success_reward: float
     timeout_s: float
+    most_wrong: int = 10
 
 
 class GymnasiumEnvironment:
@@ -142,7 +146,7 @@ class GymnasiumEnvironment:
         self._reset_options, self._stuck = reset_options, stuck
         self._played: _Instance | None = None
         self._thread: InstanceThread | None = None
-        self._done = True
+        self._done, self._wrong = True, 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin the episode of a seed. Raises EnvironmentFailure."""
@@ -151,7 +155,7 @@ class GymnasiumEnvironment:
             self._played = _Instance(self._make, self._reading)
             self._thread = InstanceThread(self._name, self._stuck, self._played.close)
         text = await self._run(partial(self._instance().reset, seed, self._reset_options), "reset")
-        self._done = False
+        self._done, self._wrong = False, 0
         return Opening([{"role": "user", "content": text}])
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -161,7 +165,10 @@ class GymnasiumEnvironment:
         try:
             action = self._actions.of(message.content)
         except ValueError as error:
-            return Turn([{"role": "user", "content": str(error)}])
+            self._wrong += 1
+            self._done = self._wrong >= self._reading.most_wrong
+            return Turn([{"role": "user", "content": str(error)}], self._done)
+        self._wrong = 0
         turn = await self._run(partial(self._instance().step, action), "step")
         self._done = turn.done
         return turn

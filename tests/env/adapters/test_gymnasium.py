@@ -151,6 +151,16 @@ async def test_an_episode_is_played_on_one_thread_of_its_own() -> None:
     assert len(corridor.callers) == 1 and threading.get_ident() not in corridor.callers
 
 
+async def test_a_policy_that_never_acts_comes_to_an_end() -> None:
+    env = environment(Made())
+    await env.reset({}, seed=1)
+    assert not any([(await env.step(AssistantMessage("up"))).done for _ in range(9)])
+    await env.step(AssistantMessage("left"))
+    turns = [await env.step(AssistantMessage("up")) for _ in range(10)]
+    assert [turn.done for turn in turns] == [False] * 9 + [True] and turns[-1].reward is None
+    await env.close()
+
+
 async def test_what_is_rendered_is_shown_and_cut() -> None:
     env = environment(Made(), render=True)
     assert (await env.reset({}, seed=1)).messages[0]["content"] == "X"
