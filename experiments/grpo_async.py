@@ -8,6 +8,7 @@ rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset �
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from experiments import grpo
 from experiments.grpo import Config
@@ -29,8 +30,8 @@ def build(config: Config) -> ExperimentSpec:
 
 
 def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
-    """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group,
-    or for an option that does nothing."""
+    """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group, when
+    there is no file of the agent, or for an option that does nothing."""
     staying, leaving = to_async(spec.mfcs)
     options, episodes = config.async_rl, RolloutOptions.from_args(leaving[0].interface_args)
     sessions = episodes.sessions // options.n_rollout_workers
@@ -43,7 +44,7 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     for option in () if options.engine == "vllm" else ("vllm_url", "vllm_executable"):
         if getattr(options, option) != getattr(AsyncConfig, option):
             raise ConfigError(f"async_rl.{option}: has no effect with async_rl.engine={options.engine}")
-    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=absolute(config.rollout.agent))
+    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=chosen_agent(config))
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}
     return replace(
@@ -52,3 +53,13 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
         rollout=rollout,
         source=replace(spec.source, keys=tuple(sorted(streamed)), worker=trainer),
     )
+
+
+def chosen_agent(config: Config) -> str:
+    """The agent that plays, a file of it by its absolute path. Raises ConfigError when there is no such file; rollout
+    workers import it."""
+    agent = absolute(config.rollout.agent)
+    place = agent.rpartition(":")[0]
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"rollout.agent={config.rollout.agent}: there is no file {place}")
+    return agent

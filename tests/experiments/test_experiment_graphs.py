@@ -18,6 +18,8 @@ from realhf.aws import environment
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 
+AGENT = Path(__file__).resolve().parents[2] / "examples" / "black_box_agent.py"
+
 
 def built(*arguments: str):
     return build_experiment(compose_config(list(arguments)))
@@ -76,11 +78,13 @@ def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more(
     """The trainer's stream refuses samples with more rows than there can be."""
     for option, most in (
         ("rollout.retries=1", 1),
-        ("rollout.agent=mine.py:rollout", MAX_BRANCHES),
+        (f"rollout.agent={AGENT}:rollout", MAX_BRANCHES),
         ("rollout.keep_reasoning=false", 4),
     ):
         rollout = spec("experiment=grpo_aws_async", "rollout.max_turns=4", option).rollout
         assert rollout is not None and rollout.rows_per_episode == most, option
+    with pytest.raises(ConfigError, match=r"rollout.agent=nowhere.py:rollout: there is no file /"):
+        built("experiment=grpo_aws_async", "rollout.agent=nowhere.py:rollout")
     alone = RolloutConfig(agent="mine.py:rollout", keep_reasoning=False)
     assert any("keep_reasoning=False: no effect with" in problem for problem in problems(alone, "rollout"))
 
