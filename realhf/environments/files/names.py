@@ -3,8 +3,8 @@
 The three kinds share no word, as in a real folder, where a date does not look like a person. So a small policy tells
 what a name is from the name.
 
-Names are held out, decided by a stable hash of the whole name. Words and pairs of neighbours occur in training, so a
-policy must copy, not recall; were pairs held out, it would learn instead that they never occur.
+Names are held out, decided by a stable hash of the whole name. Their words, and the pairs of neighbours, occur in
+training names, so a policy must copy, not recall.
 """
 
 from __future__ import annotations
