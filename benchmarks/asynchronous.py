@@ -207,6 +207,7 @@ def _summary(side: str, found: Sequence[Measured], base: Sequence[Measured], tar
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, required=True, help="folder of the actor's first weights")
     parser.add_argument("--latency", type=float, nargs="+", default=[200.0, 0.0], help="simulated ms of a step")

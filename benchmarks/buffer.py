@@ -92,10 +92,12 @@ class Cycle:
                 await self.call(name)
 
     async def put(self) -> None:
+        """Put the next batch into the buffer."""
         await self._timed(self.buffer.put_batch, self._inputs[self._next_put])
         self._next_put += 1
 
     async def call(self, name: str) -> None:
+        """Take a batch for a call, answer it and give it back."""
         lease = await self._timed(self.buffer.get_batch_for_rpc, name)
         if self.read_meta and not lease.meta.keys:
             raise AssertionError(f"{name} got no keys")
@@ -144,6 +146,7 @@ async def measure(resident: int, batch: int, cycles: int, repeats: int, read_met
 
 
 def machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     return {"machine": platform.machine(), "cores": os.cpu_count(), **versions}
 
@@ -165,6 +168,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--batch", type=int, default=128, help="samples per put and per call")
     parser.add_argument("--cycles", type=int, default=60, help="cycles per repeat")

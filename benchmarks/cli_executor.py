@@ -113,6 +113,7 @@ def measure(slots: int, repeats: int, sandbox: str) -> dict[str, object]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=20)

@@ -262,6 +262,7 @@ def measure(args: argparse.Namespace, runs: Path) -> tuple[dict[str, Any], dict[
 
 
 def main() -> int:
+    """Run the benchmark. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, help="folder of the actor's first weights (default: the warm start)")
     parser.add_argument("--steps", type=int, default=24, help="steps that are measured, of all blocks or of each run")

@@ -204,6 +204,7 @@ class Run:
 
 
 def measure(episodes: int, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Return one row per window of a run with so many episodes in flight. Raises what ended it; its logs are shown."""
     folder = Path(tempfile.mkdtemp(prefix="coordination-", dir=args.folder))
     try:
         plan, groups = make_plan(folder, episodes, args.batch)
@@ -218,11 +219,13 @@ def measure(episodes: int, args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def spread(rows: Sequence[dict[str, float]], name: str) -> str:
+    """Return median and range of a column as text."""
     values = [row[name] for row in rows]
     return f"{statistics.median(values):,.0f} ({min(values):,.0f}-{max(values):,.0f})"
 
 
 def verdicts(results: dict[int, list[dict[str, float]]]) -> dict[str, bool]:
+    """Return for each goal whether it is met."""
     cpu = {episodes: statistics.median(row["all"] for row in rows) for episodes, rows in results.items()}
     speed = [statistics.median(row["per_s"] for row in rows) for rows in results.values()]
     return {
@@ -233,6 +236,7 @@ def verdicts(results: dict[int, list[dict[str, float]]]) -> dict[str, bool]:
 
 
 def show(results: dict[int, list[dict[str, float]]]) -> None:
+    """Print the table."""
     names = {
         "in_flight": "in flight",
         "master": "master us",
@@ -249,6 +253,7 @@ def show(results: dict[int, list[dict[str, float]]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Return the exit status: 1 when a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[10, 100, 1000, 10_000], help="episodes")
     parser.add_argument("--batch", type=int, default=64, help="groups of a train step")

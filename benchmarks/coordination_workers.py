@@ -52,6 +52,7 @@ class FakeImmediateFlight:
         self._held: collections.deque[asyncio.Future[None]] = collections.deque()
 
     async def pass_through(self) -> None:
+        """Hold a group in flight until as many are as there should be."""
         future = asyncio.get_running_loop().create_future()
         self._held.append(future)
         if len(self._held) >= self._groups:
@@ -67,10 +68,12 @@ class FakeImmediatePlayer:
         self._flight, self._groups = flight, groups
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
+        """Return a group that was played before."""
         await self._flight.pass_through()
         return PlayedGroup(self._groups[lease.order % len(self._groups)], seconds=0.001)
 
     async def close(self) -> None:
+        """Do nothing: there are no environments."""
         pass
 
 
@@ -111,6 +114,7 @@ def _fake_rollout(rng: random.Random) -> RolloutOutcome:
 
 
 def rollout_worker(args: argparse.Namespace) -> None:
+    """Run a real rollout worker whose players need no time."""
     import torch
 
     from workers.rollout_worker import RolloutWorker
@@ -142,6 +146,7 @@ class FakeImmediateCalls:
     """The interface of every call that stays in the graph: reads nothing, answers with zeros."""
 
     def inference(self, model: Any, sample: Any, context: Any) -> Any:
+        """Return log-probabilities of zero."""
         import torch
 
         from realhf.api.sample import SequenceSample
@@ -153,6 +158,7 @@ class FakeImmediateCalls:
         return SequenceSample.from_tensors(sample.ids, {name: zeros}, {name: lengths}), {}
 
     def train_step(self, model: Any, sample: Any, context: Any) -> Any:
+        """Return the result of a step that changes nothing."""
         from realhf.api.model import TrainResult
 
         del model, context
@@ -160,6 +166,7 @@ class FakeImmediateCalls:
 
 
 def model_worker(args: argparse.Namespace) -> None:
+    """Run a real model worker without a model."""
     import torch
 
     from realhf.api.model import Model
@@ -201,6 +208,8 @@ def model_worker(args: argparse.Namespace) -> None:
 
 
 def generation(args: argparse.Namespace) -> None:
+    """Run a generation worker that only takes weights."""
+
     def update(request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
         del request
         return UpdateWeightsAnswer(0.0, 0.0)
@@ -224,6 +233,7 @@ KINDS = {"model_worker": model_worker, "rollout_worker": rollout_worker, "genera
 
 
 def main() -> int:
+    """Run a worker of the kind that is named. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("--run-dir", type=Path, required=True)

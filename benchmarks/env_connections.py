@@ -43,6 +43,7 @@ class Footprint:
 
 
 def footprint(server: EnvServerProcess) -> Footprint:
+    """Return what a server holds: descriptors, threads, processes, free places."""
     process = psutil.Process(server.process.pid)
     page = urllib.request.urlopen(server.url + "/metrics", timeout=5).read().decode()
     free = next(line for line in page.splitlines() if line.startswith("realhf_env_pool_free "))
@@ -69,6 +70,7 @@ def rested(server: EnvServerProcess, pool_size: int, wanted: Footprint | None = 
 
 
 def open_session(url: str) -> ClientConnection:
+    """Return the open connection of a new session."""
     return connect(url.replace("http", "ws") + "/ws", compression=None, proxy=None, open_timeout=20, legacy=True)
 
 
@@ -139,6 +141,7 @@ def freed_after_s(server: EnvServerProcess, repeats: int) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pool-size", type=int, default=8)
     parser.add_argument("--connections", type=int, default=1000)

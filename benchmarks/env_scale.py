@@ -104,6 +104,7 @@ def measure(sessions: int, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=20, help="episodes of each session")

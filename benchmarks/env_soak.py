@@ -61,6 +61,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Sample:
+    """Holds what the server had after so many episodes and seconds."""
+
     episodes: int
     seconds: float
     footprint: Footprint
@@ -172,6 +174,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
+    """Draw memory, descriptors and processes over the episodes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -187,6 +190,7 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
 
 def report(samples: Sequence[Sample], soak: Soak) -> dict[str, Any]:
+    """Return everything that was observed, for JSON."""
     tally, seconds = soak.tally, samples[-1].seconds
     disturbed = tally.kills["worker"] + tally.kills["simulator"]
     figures = growth(samples)
@@ -208,6 +212,7 @@ def report(samples: Sequence[Sample], soak: Soak) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
     table = Table(
         title=f"{result['episodes']} episodes, {result['steps']} steps in {result['seconds']} s "
         f"({result['episodes_per_s']} per second)"
@@ -235,6 +240,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Return the exit status: 1 when something grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=8)

@@ -58,14 +58,17 @@ class ByteChat:
     stop_ids = (256,)
 
     def opening(self, messages: Messages, tools: Messages = ()) -> list[int]:
+        """Return the bytes of the messages."""
         del tools
         return [token for message in messages for token in message["content"].encode()]
 
     def following_messages(self, messages: Messages, *, ended: bool, tools: Messages = ()) -> list[int]:
+        """Return the bytes of the messages."""
         del ended
         return self.opening(messages, tools)
 
     def parse(self, token_ids: Sequence[int], tools: Messages = ()) -> AssistantMessage:
+        """Return the bytes as text; there are no tools."""
         del tools
         text = bytes(i for i in token_ids if i < 256).decode()
         return AssistantMessage(text, text=text, token_count=len(token_ids))
@@ -79,6 +82,7 @@ class ScriptedPolicy:
         self._scripts = scripts
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """Return the next line of each script."""
         outputs = []
         for request in requests:
             ids = [*self._scripts[request.slot][round_index].encode(), 256]
@@ -86,6 +90,7 @@ class ScriptedPolicy:
         return outputs
 
     def free(self, slots: Iterable[int]) -> None:
+        """Do nothing: nothing is cached."""
         del slots
 
 
@@ -180,6 +185,7 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--baseline-repeats", type=int, default=3)

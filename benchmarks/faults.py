@@ -71,6 +71,7 @@ def play(options: argparse.Namespace, policy: Path, runs: Path, rate: float, num
 
 
 def line(name: str, played: Played) -> str:
+    """Return one row of the table."""
     kinds = ", ".join(f"{kind} {count:.0f}" for kind, count in sorted(played.failures.items())) or "none"
     return (
         f"{name}: {played.rate:.2f} samples/s, {1000 * played.cpu:.0f} ms of CPU a sample; failures: {kinds}; "
@@ -96,6 +97,7 @@ def report(options: argparse.Namespace, clean: Sequence[Played], faulty: Sequenc
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=0.2, help="share of the steps that fail")
     parser.add_argument("--latency", type=float, default=0.0, help="simulated milliseconds of every step")

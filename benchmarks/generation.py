@@ -54,6 +54,7 @@ class Episode:
 
     @property
     def sampled(self) -> int:
+        """Tokens that the policy says in the whole episode."""
         return sum(self.replies)
 
 
@@ -184,6 +185,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def compare(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, Any]:
+    """Return speeds and processor time of all sides, and their ratios to ours."""
     rates, cpu = measure(plays, concurrent, repeats)
     ours = rates["embedded"]
     result: dict[str, Any] = {
@@ -231,6 +233,7 @@ def vllm_player(model: Any, executable: Path, threads: int, stack: ExitStack) ->
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrent", type=int, nargs="+", default=[8, 64], help="episodes at once")
     parser.add_argument("--repeats", type=int, default=5)

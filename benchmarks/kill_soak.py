@@ -151,6 +151,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def save(path: Path | None, options: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> None:
+    """Write what there is so far, so that a later call goes on from it."""
     if path is not None:
         held = {
             "options": asked(options),
@@ -162,6 +163,7 @@ def save(path: Path | None, options: argparse.Namespace, entries: Sequence[dict[
 
 
 def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--kills", type=int, default=6, help="of each run")
@@ -175,6 +177,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    """Run the benchmark. Return the exit status: 1 when a run failed."""
     options = command_line().parse_args()
     entries = earlier(options.json, options)
     began = time.monotonic()

@@ -157,6 +157,7 @@ class KilledRun:
 
     @property
     def running(self) -> bool:
+        """Whether the launcher lives."""
         return self._launcher is not None and self._launcher.poll() is None
 
     def processes(self) -> set[psutil.Process]:
@@ -283,6 +284,7 @@ class KilledRun:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def tail(self, lines: int = 12) -> str:
+        """Return the last lines of what the launcher said."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
 

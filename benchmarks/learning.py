@@ -114,6 +114,7 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
+    """Print the table of the runs, and draw their curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="PNG to draw")

@@ -71,6 +71,7 @@ class Ours:
     """Two worker processes under an RpcMaster."""
 
     async def start(self) -> None:
+        """Start a master and two workers."""
         from realhf.transport.rpc.master import RpcMaster
 
         self.master = RpcMaster("bench")
@@ -81,9 +82,11 @@ class Ours:
         self.endpoint = self.master.roster["a"].data_endpoint
 
     async def call(self, payload: bytes) -> None:
+        """Send bytes to a worker and back."""
         await self.master.call("a", "echo", payload, timeout_s=30)
 
     async def transfer(self, number: int, read: bool) -> float:
+        """Return the seconds that a tensor takes from one worker to the other."""
         wish = {"endpoint": self.endpoint, "id": str(number), "read": read}
         started = time.perf_counter()
         await self.master.call("a", "offer", str(number), timeout_s=30)
@@ -94,6 +97,7 @@ class Ours:
         return elapsed
 
     async def close(self) -> None:
+        """End master and workers."""
         await self.master.close()
         for process in self.processes:
             process.wait(timeout=20)
@@ -103,6 +107,7 @@ class Rays:
     """Two Ray actors."""
 
     async def start(self) -> None:
+        """Start Ray and two actors."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         import ray
 
@@ -127,9 +132,11 @@ class Rays:
         ray.get([self.a.echo.remote(b""), self.b.echo.remote(b"")])
 
     async def call(self, payload: bytes) -> None:
+        """Send bytes to an actor and back."""
         self.ray.get(self.a.echo.remote(payload))
 
     async def transfer(self, number: int, read: bool) -> float:
+        """Return the seconds that a tensor takes from one actor to the other."""
         started = time.perf_counter()
         refs = self.ray.get(self.a.offer.remote())
         value = self.ray.get(self.b.obtain.remote(refs, read))
@@ -138,6 +145,7 @@ class Rays:
         return elapsed
 
     async def close(self) -> None:
+        """End Ray."""
         self.ray.shutdown()
 
 
@@ -170,6 +178,7 @@ async def measure_round(side: Ours | Rays, number: int, args: argparse.Namespace
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the report: both sides in every round, in turn."""
     sides: dict[str, Ours | Rays] = {"ours": Ours()}
     if importlib.util.find_spec("ray") is not None:
         sides["ray"] = Rays()
@@ -189,6 +198,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
@@ -222,6 +232,7 @@ def summarise(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
+    """Print the table."""
     print(f"{'':28} {'ours':>10} {'ray':>10} {'ours/ray (range over rounds)':>32}")
     for name, entry in report["results"].items():
         ray = f"{entry['ray']['median']:10.0f}" if "ray" in entry else f"{'-':>10}"
@@ -233,6 +244,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=400, help="calls per round and payload size")

@@ -179,6 +179,7 @@ async def binary(server: Server, table: Table, groups: int) -> None:
 
 
 async def measure(arguments: argparse.Namespace) -> Table:
+    """Measure every server in every repeat, in turn."""
     table = Table()
     for repeat in range(1, arguments.repeats + 1):
         for kind in KINDS:
@@ -202,6 +203,7 @@ async def measure(arguments: argparse.Namespace) -> Table:
 
 
 def say(text: str) -> None:
+    """Print progress."""
     print(f"... {text}", file=sys.stderr, flush=True)
 
 

@@ -25,11 +25,14 @@ ID = re.compile(rb'"bench_id":\s*(\d+)')
 
 @dataclass
 class Answer:
+    """Holds the reply to a request."""
+
     status: int
     headers: dict[str, str]
     body: bytes
 
     def json(self) -> Any:
+        """Return the body, decoded."""
         return json.loads(self.body)
 
 
@@ -106,6 +109,7 @@ class Http:
             self._filled += received
 
     def close(self) -> None:
+        """Close the connection; harmless when repeated."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -127,6 +131,7 @@ def group_prefix(rng: random.Random, sequences: int, tokens: int, env_id: int) -
 
 
 def with_id(prefix: bytes, number: int) -> bytes:
+    """Return the body of a group that carries a number of its own."""
     return prefix + b',"group_overrides":{"bench_id":%d}}' % number
 
 

@@ -83,6 +83,7 @@ class Server:
 
 @contextmanager
 def running(kind: str) -> Iterator[Server]:
+    """Run a server of this kind inside the block."""
     with tempfile.TemporaryDirectory() as folder:
         server = Server(kind, Path(folder))
         try:

@@ -62,9 +62,11 @@ class Table:
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, row: str, server: str, value: float) -> None:
+        """Note a value of one row and server."""
         self.values.setdefault(row, {}).setdefault(server, []).append(value)
 
     def median(self, row: str, server: str) -> float | None:
+        """Return the median of a cell; None for an empty one."""
         found = self._of(row, server)
         return statistics.median(found) if found else None
 
