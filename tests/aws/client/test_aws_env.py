@@ -127,7 +127,7 @@ def test_a_forked_child_must_not_use_it() -> None:
 
 async def test_capacity_states_the_arithmetic(server: EnvServerProcess) -> None:
     async with AwsEnv(server.url), AwsEnv(server.url):
-        with pytest.raises(CapacityError, match=r"2/2 sessions.*accumulation.*POOL_SIZE"):
+        with pytest.raises(CapacityError, match=r"2/2 sessions.*accumulation.*--pool-size"):
             await AwsEnv(server.url).connect()
 
 
