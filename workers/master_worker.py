@@ -223,10 +223,10 @@ class MasterWorker:
         await self._evaluate(done)
         if done < total:
             self._log.phase("training")
-        await stack.enter_async_context(self._executor)
-        watcher = asyncio.create_task(self._show_activity())
-        stack.callback(watcher.cancel)
-        await self._train_steps(done, total)
+            await stack.enter_async_context(self._executor)
+            watcher = asyncio.create_task(self._show_activity())
+            stack.callback(watcher.cancel)
+            await self._train_steps(done, total)
         await self._steps.evaluated()
         await self._evaluate(self._executor.next_step, last=True)
         await self._steps.evaluated()
@@ -258,6 +258,7 @@ class MasterWorker:
             raise RuntimeError(f"there is nothing to train on: {end}")
         total = self._spec.total_train_steps
         self._events.emit("warning", text=f"the data ended after step {completed}, before total_train_steps={total}")
+        await self._steps.evaluated()  # as before every checkpoint: it would not be made again
         if self._saved_step < completed:
             await self._checkpoint(completed)
 
