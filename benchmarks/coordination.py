@@ -5,7 +5,7 @@
 The run is ``experiment=grpo_aws_async`` in four processes. Real are: the master's admission, service, journal on disk,
 straggler gate, buffer, executor and checkpoint records; the rollout worker's loop, encoding and stream; the model
 worker's ``StreamDataset`` with its payload log on disk and tensor store, and the calls with their data. Engine,
-environment, training and weights are fakes that answer at once (``coordination_workers.py``).
+environment, training and weights are fakes that answer at once (``harness/coordination_workers.py``).
 
 A trajectory is one episode of two turns and about 100 tokens; groups have 8. ``in flight``: episodes admitted and not
 finished, kept at that number. CPU is user and system time of every process, after a warm-up. The table shows medians
@@ -113,7 +113,7 @@ class Run:
             with (self._plan.spec.run_dir / f"{kind}.log").open("wb") as log:
                 command = [
                     sys.executable,
-                    str(Path(__file__).with_name("coordination_workers.py")),
+                    str(Path(__file__).parent / "harness" / "coordination_workers.py"),
                     kind,
                     "--run-dir",
                     str(self._plan.spec.run_dir),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from process_tree import footprint
+from harness.process_tree import footprint
 from rich.console import Console
 from rich.table import Table
 from websockets.asyncio.client import ClientConnection, connect

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from process_tree import Footprint, footprint, named
+from harness.process_tree import Footprint, footprint, named
 from rich.console import Console
 from rich.table import Table
 from websockets.exceptions import InvalidStatus, WebSocketException

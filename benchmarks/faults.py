@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asynchronous import SKIPPED, measure
-from killed_run import make_policy
+from harness.killed_run import make_policy
 
 BATCH, GROUP, SESSIONS = 4, 4, 16
 MOST = 1.3

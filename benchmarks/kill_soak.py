@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from killed_run import (
+from harness.killed_run import (
     AWS,
     CTRL_C,
     LAUNCHER,

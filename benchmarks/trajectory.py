@@ -31,9 +31,20 @@ import msgspec
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from trajectory_load import Http, Prober, Pushed, bodies_of, drain, group_prefix, push, quantile, set_up, with_id
-from trajectory_servers import PEER_PYTHON, Server, peer_versions, running
-from trajectory_table import KINDS, WAIT, Table, draw, goals
+from harness.trajectory_load import (
+    Http,
+    Prober,
+    Pushed,
+    bodies_of,
+    drain,
+    group_prefix,
+    push,
+    quantile,
+    set_up,
+    with_id,
+)
+from harness.trajectory_servers import PEER_PYTHON, Server, peer_versions, running
+from harness.trajectory_table import KINDS, WAIT, Table, draw, goals
 
 GROUP, TOKENS, BATCH, ENVS, CLIENTS, LIST = 8, 1024, 64, 4, 8, 8
 DEPTH, MANY_ENVS = 50_000, 64

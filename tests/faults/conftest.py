@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.killed_run import make_policy
+from benchmarks.harness.killed_run import make_policy
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.killed_run import AWS, CTRL_C, LAUNCHER, MARKS, SERVICE, KilledRun, kill_at_random
+from benchmarks.harness.killed_run import AWS, CTRL_C, LAUNCHER, MARKS, SERVICE, KilledRun, kill_at_random
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 

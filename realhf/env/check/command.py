@@ -7,17 +7,18 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from realhf.env.check.finding import Finding
+from realhf.builtins import environments
+from realhf.env.check.finding import Finding, close_match
 from realhf.env.check.order import Order
-from realhf.env.check.reference import check_reference, folders_of
 from realhf.env.check.report import Report
 from realhf.env.check.screen import Screen
 from realhf.env.check.supervisor import Supervisor
-from realhf.env.check.user_code import UserCode
+from realhf.env.check.user_code import UserCode, folders_of
 from realhf.env.doors.options import parse_options
 
 ABOUT = """\
@@ -75,6 +76,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
     return 1 if report.faults else 0
+
+
+def check_reference(reference: str) -> None:
+    """Raise ValueError with one sentence for a name that is not registered and a file that is not there. What is in a
+    file is found out by loading it."""
+    place, _, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    if place.endswith(".py"):
+        if not Path(place).expanduser().is_file():
+            raise ValueError(f"there is no file {place}")
+    elif (not place or not name) and reference not in environments:
+        known = close_match(reference, [*environments])
+        raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
 
 
 def check(order: Order, report: Report, screen: Screen, limit_s: float) -> None:

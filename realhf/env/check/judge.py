@@ -28,10 +28,9 @@ from realhf.env.check.order import (
     Reporter,
 )
 from realhf.env.check.play_stages import fingerprints
-from realhf.env.check.reference import folders_of
 from realhf.env.check.stages import DEMONSTRATIONS, EVENT_LOOP, OPENINGS, PLAYED, NotRun, Stages
 from realhf.env.check.task_sets import TaskSetJudge, choose
-from realhf.env.check.user_code import UserCode
+from realhf.env.check.user_code import UserCode, folders_of
 from realhf.env.check.watchdog import LoopWatchdog
 from realhf.env.doors.load import build_environment
 

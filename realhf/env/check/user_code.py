@@ -22,6 +22,12 @@ _ENVIRONMENTS = ("environments", "aws")
 _MOST_LINKS = 50
 
 
+def folders_of(reference: str) -> list[Path]:
+    """Return the folder of ``file.py:Name``; none for a registered name or a module."""
+    place = reference.rpartition(":")[0] or reference
+    return [Path(place).expanduser().resolve().parent] if place.endswith(".py") else []
+
+
 class UserCode:
     """Tells the environment's code from the code around it. ``folders``: where the environment lies."""
 

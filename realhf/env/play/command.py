@@ -11,8 +11,7 @@ from rich.console import Console
 from realhf.api.environment import SPLITS, TRAIN
 from realhf.env.check.calls import CallFailed
 from realhf.env.check.command import seconds
-from realhf.env.check.reference import folders_of
-from realhf.env.check.user_code import UserCode
+from realhf.env.check.user_code import UserCode, folders_of
 from realhf.env.doors.load import build_environment
 from realhf.env.doors.options import parse_options
 from realhf.env.play.board import Board

@@ -1,7 +1,7 @@
 """The workers of ``coordination.py``: everything is real but the engine, the environment and the training, which answer
 at once.
 
-    python benchmarks/coordination_workers.py KIND --run-dir DIR --run-id ID --master tcp://... --in-flight GROUPS
+    python benchmarks/harness/coordination_workers.py KIND --run-dir DIR --run-id ID --master URL --in-flight GROUPS
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 import psutil
-from process_tree import footprint
+from harness.process_tree import footprint
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PEER_PYTHON = ROOT / ".venv-atropos" / "bin" / "python"
 PEER = [
     str(PEER_PYTHON),
