@@ -16,7 +16,8 @@ from realhf.api.config import AsyncConfig, ConfigError
 from realhf.api.experiment import ExperimentSpec, RolloutSpec
 from realhf.api.graph import to_async
 from realhf.api.rollout import RolloutOptions
-from realhf.env.doors.section import absolute, with_environment
+from realhf.base.plugin import absolute
+from realhf.env.doors.section import with_environment
 
 
 def config_class(environment: str) -> type[Config]:

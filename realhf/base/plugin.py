@@ -1,4 +1,7 @@
-"""Imports experiment modules for what they build and register: by name, or by path where they lie outside the tree."""
+"""Imports experiment modules and parts that a person names: by module, or by path where they lie outside the tree.
+
+A *reference* names a part: ``file.py:Name``, ``package.module:Name``, or ``file.py`` where the file holds one.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,68 @@ import importlib.util
 import sys
 import traceback
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
+
+from realhf.base.close_names import close_to
+
+
+class Reference(NamedTuple):
+    """What a reference consists of: ``place`` is a file or a module, ``name`` what is meant in it. Both are empty where
+    a text is no reference, such as a registered name."""
+
+    place: str
+    name: str
+
+    @property
+    def file(self) -> Path | None:
+        """The file that is meant; None for a module."""
+        return Path(self.place).expanduser().resolve() if self.place.endswith(".py") else None
+
+
+def split_reference(text: str) -> Reference:
+    """Return the parts of a reference."""
+    place, _, name = text.rpartition(":") if ":" in text else (text, "", "")
+    return Reference(place, name) if place and (name or place.endswith(".py")) else Reference("", "")
+
+
+def absolute(text: str) -> str:
+    """Return a reference with the absolute path of its file, so that every process of a run finds it."""
+    file, colon, name = text.partition(":")
+    return f"{Path(file).expanduser().resolve()}{colon}{name}" if file.endswith(".py") else text
+
+
+def load_reference(text: str) -> tuple[ModuleType, str]:
+    """Import the module or file of a reference; returns it, and the name ("" if none is given, else one that it
+    defines). Raises ValueError with one sentence, with the line at which an import failed."""
+    parts = split_reference(text)
+    file = parts.file
+    if file is not None and not file.is_file():
+        raise ValueError(f"{text}: there is no file {file}")
+    module = imported(text, lambda: load_plugin(file or parts.place), str(file) if file else "")
+    if parts.name and not hasattr(module, parts.name):
+        own = [each for each in vars(module) if not each.startswith("_")]
+        raise ValueError(f"{text}: {parts.place} defines no {parts.name!r}{close_to(parts.name, own)}")
+    return module, parts.name
+
+
+def imported(text: str, load: Callable[[], Any], file: str = "") -> Any:
+    """Return what ``load`` imports for a reference or registered name. Whatever the author's code raises becomes a
+    ValueError with the line; ``file`` is the author's, where it is known."""
+    try:
+        return load()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{text}: {located(error, file or _last_file(error))}") from None
+
+
+def _last_file(error: BaseException) -> str:
+    """The file in which an import failed; the importing machinery for a module that does not exist."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename if trace is not None else ""
 
 
 def load_plugin(plugin: str | Path) -> ModuleType:

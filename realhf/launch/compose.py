@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.config.option import walk
 from realhf.base.paths import CONFIGS
+from realhf.base.plugin import absolute
 from realhf.builtins import environments
-from realhf.env.doors.section import absolute
 from realhf.launch.experiment_file import ExperimentFile, load_experiment
 from realhf.launch.schema import Schema, close_name
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, ToolCall
+from realhf.base.close_names import close_to
 from realhf.env.doors.checks import json_problem, whole_text
-from realhf.env.doors.values import close_to, shown
+from realhf.env.doors.values import shown
 
 TOOL_NAME = "act"
 TEXT, TOOL, LISTED = "text", "tool", "listed"

@@ -7,13 +7,14 @@ import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from realhf.base.close_names import close_to
+from realhf.base.plugin import split_reference
 from realhf.builtins import environments
-from realhf.env.check.finding import Finding, close_match
+from realhf.env.check.finding import Finding
 from realhf.env.check.order import Order
 from realhf.env.check.report import Report
 from realhf.env.check.screen import Screen
@@ -81,12 +82,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def check_reference(reference: str) -> None:
     """Raise ValueError with one sentence for a name that is not registered and a file that is not there. What is in a
     file is found out by loading it."""
-    place, _, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
-    if place.endswith(".py"):
-        if not Path(place).expanduser().is_file():
-            raise ValueError(f"there is no file {place}")
-    elif (not place or not name) and reference not in environments:
-        known = close_match(reference, [*environments])
+    parts = split_reference(reference)
+    if parts.file is not None:
+        if not parts.file.is_file():
+            raise ValueError(f"there is no file {parts.place}")
+    elif not parts.place and reference not in environments:
+        known = close_to(reference, [*environments])
         raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
 
 

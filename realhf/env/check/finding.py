@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -96,11 +95,3 @@ class Findings:
     def faults(self, *checks: str) -> int:
         """Return how many faults there are, of these checks or of all."""
         return sum(found.is_fault and (not checks or found.check in checks) for found in self.all)
-
-
-def close_match(name: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown name: a close one, and the first few that are known."""
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    more = f", and {len(known) - 20} more" if len(known) > 20 else ""
-    return f"{hint} (known: {', '.join(known[:20])}{more})"

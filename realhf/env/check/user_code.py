@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from realhf.base.paths import PACKAGE
+from realhf.base.plugin import split_reference
 
 _DUMPED_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _ENVIRONMENTS = ("environments", "aws")
@@ -24,8 +25,8 @@ _MOST_LINKS = 50
 
 def folders_of(reference: str) -> list[Path]:
     """Return the folder of ``file.py:Name``; none for a registered name or a module."""
-    place = reference.rpartition(":")[0] or reference
-    return [Path(place).expanduser().resolve().parent] if place.endswith(".py") else []
+    file = split_reference(reference).file
+    return [file.parent] if file else []
 
 
 class UserCode:

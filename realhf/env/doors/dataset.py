@@ -21,6 +21,7 @@ from realhf.api.environment import (
     TaskSet,
     Turn,
 )
+from realhf.base.close_names import close_to
 from realhf.env.doors.author import Traits, file_of, place_of, sets_of, tasks_function, traits_of
 from realhf.env.doors.checks import BrokenContract, checked_rewards
 from realhf.env.doors.faults import failure_of, of_task
@@ -28,7 +29,7 @@ from realhf.env.doors.rows import RowOptions, idle_options, tasks_of_data
 from realhf.env.doors.tasks import Row
 from realhf.env.doors.threads import Threads
 from realhf.env.doors.tool_play import SOLVED, messages_of
-from realhf.env.doors.values import close_to, copied
+from realhf.env.doors.values import copied
 
 T = TypeVar("T")
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from realhf.api.config.option import problems
 from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
-from realhf.base.plugin import load_plugin, located
+from realhf.base.close_names import close_to
+from realhf.base.plugin import imported, load_reference, split_reference
 from realhf.builtins import environments, registered_names
 from realhf.env.doors.author import NoOptions, place_of, raised
 from realhf.env.doors.dataset import dataset, is_verifier
 from realhf.env.doors.message_class import message_class
 from realhf.env.doors.tool_class import tool_class
-from realhf.env.doors.values import close_to, coerced
+from realhf.env.doors.values import coerced
 
 EXPECTED = (
     "an EnvironmentDefinition, an EnvironmentSpec, a class with reset and get_reward, a class with async "
@@ -30,20 +30,13 @@ def definition_of(reference: str) -> EnvironmentDefinition:
     """Return the environment that ``reference`` means: a registered name, ``file.py:Name``, ``package.module:Name``, or
     ``file.py`` if it holds one environment. Raises ValueError with one sentence that says what is wrong and where."""
     if reference in environments:
-        return _definition(_imported(reference, lambda: environments.get(reference)), reference)
-    place, _, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
-    if not place or not (name or place.endswith(".py")):
+        return _definition(imported(reference, lambda: environments.get(reference)), reference)
+    if not split_reference(reference).place:
         known = close_to(reference, [*environments])
         raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
-    file = Path(place).expanduser().resolve() if place.endswith(".py") else None
-    if file is not None and not file.is_file():
-        raise ValueError(f"{reference}: there is no file {file}")
-    module = _imported(reference, lambda: load_plugin(file or place), str(file) if file else "")
+    module, name = load_reference(reference)
     if not name:
         return _only_one(module, reference)
-    if not hasattr(module, name):
-        own = [each for each in vars(module) if not each.startswith("_")]
-        raise ValueError(f"{reference}: {place} defines no {name!r}{close_to(name, own)}")
     return _definition(getattr(module, name), reference)
 
 
@@ -66,22 +59,6 @@ def build_environment(reference: str, options: Mapping[str, Any]) -> Environment
     if not isinstance(spec, EnvironmentSpec):
         raise ValueError(f"{reference}: build must return an EnvironmentSpec, not {type(spec).__name__}")
     return spec
-
-
-def _imported(reference: str, load: Callable[[], Any], file: str = "") -> Any:
-    """What ``load`` returns. Whatever the author's code raises becomes a ValueError with the line."""
-    try:
-        return load()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{reference}: {located(error, file or _last_file(error))}") from None
-
-
-def _last_file(error: BaseException) -> str:
-    """The file in which an import failed; the importing machinery for a module that does not exist."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_code.co_filename if trace is not None else ""
 
 
 def _definition(found: Any, reference: str) -> EnvironmentDefinition:

@@ -15,6 +15,7 @@ from realhf.api.environment import (
     Opening,
     Turn,
 )
+from realhf.base.close_names import close_to
 from realhf.env.doors.author import class_parts, place_of, takes
 from realhf.env.doors.checks import (
     BrokenContract,
@@ -24,7 +25,7 @@ from realhf.env.doors.checks import (
     json_problem,
 )
 from realhf.env.doors.faults import failure_of, of_task
-from realhf.env.doors.values import close_to, copied, shown
+from realhf.env.doors.values import copied, shown
 
 T = TypeVar("T")
 Said = TypeVar("Said", Opening, Turn)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, make_dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from realhf.api.config.option import option, section
 from realhf.api.environment import EnvironmentSpec
 from realhf.base.dataclass_json import to_plain
+from realhf.base.plugin import absolute
 from realhf.env.doors.load import definition_of
 
 C = TypeVar("C")
@@ -51,9 +51,3 @@ def chosen_environment(chosen: Any) -> ChosenEnvironment:
     names = [field.name for field in fields(definition.options)]
     options = definition.options(**{name: getattr(chosen, name) for name in names})
     return ChosenEnvironment(chosen.path, to_plain(options), definition.build(options))
-
-
-def absolute(reference: str) -> str:
-    """Return a reference with the absolute path of its file, so that every process of a run finds it."""
-    file, colon, name = reference.partition(":")
-    return f"{Path(file).expanduser().resolve()}{colon}{name}" if file.endswith(".py") else reference

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from realhf.base.close_names import close_to
 from realhf.env.doors.author import place_of
 from realhf.env.doors.checks import json_problem
 from realhf.env.doors.schemas import Signature, json_schema, signature_of
-from realhf.env.doors.values import close_to, coerced
+from realhf.env.doors.values import coerced
 
 NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate"})
 """Public methods that are no tools: what the door itself calls."""

@@ -6,7 +6,6 @@ that does not fit is refused with a sentence that says what was expected.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import reprlib
@@ -17,6 +16,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union
+
+from realhf.base.close_names import close_to
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?")
@@ -101,13 +102,6 @@ class _Short(reprlib.Repr):
 def shown(value: Any) -> str:
     """A short form of any plain value, for a message about it."""
     return _Short().repr(value)
-
-
-def close_to(name: str, known: Sequence[str]) -> str:
-    """The part of a message that names a close spelling and all known names."""
-    close = difflib.get_close_matches(name[:100], known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} (known: {', '.join(known) if known else 'none'})"
 
 
 def _refused(value: Any, hint: Any, name: str) -> ValueError:

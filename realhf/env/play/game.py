@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Task, Turn
+from realhf.base.close_names import close_to
 from realhf.base.loop_thread import LoopThread
 from realhf.env.check.calls import Caller, CallFailed
-from realhf.env.check.finding import close_match
 from realhf.env.check.scripts import call_text, functions, policy_turn
 from realhf.env.check.shapes import ends, opening_problems, tool_problems, turn_problems
 from realhf.env.check.user_code import UserCode
@@ -31,7 +31,7 @@ def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> 
     if not known:
         raise ValueError(f"{spec.name} has no task in the split {split!r}")
     if template and template not in tasks.group_of:
-        raise ValueError(f"the split {split!r} has no task {template!r}{close_match(template, known)}")
+        raise ValueError(f"the split {split!r} has no task {template!r}{close_to(template, known)}")
     return tasks.instantiate(template or random.Random(seed).choice(known), seed)
 
 
