@@ -20,7 +20,7 @@ from realhf.algorithms.sequences import replace_keys
 from realhf.api.config.option import option, section
 from realhf.api.experiment import ExperimentSpec
 from realhf.api.sample import SequenceSample
-from realhf.base.dataclass_json import to_plain
+from realhf.base.dataclass_json import to_json_value
 from realhf.builtins import interfaces
 
 
@@ -59,7 +59,7 @@ class LenientInterface(PolicyGradientInterface):
 def build(config: Config) -> ExperimentSpec:
     """GRPO's graph of calls, with this train step in it."""
     spec = grpo_aws.build(config)
-    own = {"algorithm": to_plain(config.algorithm)}
+    own = {"algorithm": to_json_value(config.algorithm)}
     calls = [
         replace(call, interface="lenient_policy_gradient", interface_args={**call.interface_args, **own})
         if call.name == "actor_train"

@@ -24,7 +24,7 @@ from realhf.api.keys import TURN_KEYS
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
-from realhf.base.dataclass_json import to_plain
+from realhf.base.dataclass_json import to_json_value
 from realhf.env.doors.section import chosen_environment, with_environment
 
 SESSIONS = 32
@@ -62,8 +62,16 @@ def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     ppo = policy_options(config)
     first = first_weights(config)
+    models, mfcs = policy_gradient(config, ppo, first)
+    return on_tasks(config.experiment, config, models, [actor_gen(config), *mfcs], first)
+
+
+def policy_gradient(
+    config: Config, ppo: ResolvedOptions, first: FirstWeights
+) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
+    """Return the models, and the calls that follow the episodes, wherever these come from."""
     actor = actor_model(config, first.path)
-    models, mfcs = {"actor": actor}, [actor_gen(config), rew_inf(config)]
+    models, mfcs = {"actor": actor}, [rew_inf(config)]
     if ppo.needs_reference:
         models["ref"] = ModelSpec(
             "ref", actor.path, tuple(config.ref.workers), backend=actor.backend, dtype=actor.dtype
@@ -71,8 +79,7 @@ def build(config: Config) -> ExperimentSpec:
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
-    mfcs.append(actor_train(config, ppo))
-    return on_tasks(config.experiment, config, models, mfcs, first)
+    return models, [*mfcs, actor_train(config, ppo)]
 
 
 def policy_options(config: Config) -> ResolvedOptions:
@@ -139,7 +146,11 @@ def actor_inf(config: Config) -> MFCDef:
 
 def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
     """Advantages within each group, then one step on the objective that ``ppo`` was resolved to."""
-    args = {"ppo": to_plain(config.ppo), "temperature": config.gen.temperature, "loss_scale_len": ppo.loss_scale_len}
+    args = {
+        "ppo": to_json_value(config.ppo),
+        "temperature": config.gen.temperature,
+        "loss_scale_len": ppo.loss_scale_len,
+    }
     keys = (
         "packed_input_ids",
         "loss_mask",
@@ -206,7 +217,7 @@ def on_tasks(
         "options": environment.options,
         "strategy": dataset.curriculum,
         "group_success": dataset.group_success,
-        "priority": to_plain(dataset.priority),
+        "priority": to_json_value(dataset.priority),
     }
     return ExperimentSpec(
         name=name,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.grpo import EPISODE_KEYS, actor_inf, actor_model, actor_train, ref_inf, rew_inf
+from experiments.grpo import EPISODE_KEYS, policy_gradient
 from experiments.grpo_aws import Config
 from experiments.sft import first_weights
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.api.config import ConfigError, RecoverMode, run_folder
-from realhf.api.experiment import ExperimentSpec, ModelSpec, ServiceSpec, SourceSpec
+from realhf.api.experiment import ExperimentSpec, ServiceSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 
 
@@ -26,22 +26,13 @@ def build(config: Config) -> ExperimentSpec:
     if ppo.turn_keys:
         raise ConfigError("ppo.credit=turn: groups that others push to a trajectory server have no rewards per turn")
     first = first_weights(config)
-    actor = actor_model(config, first.path)
-    models, mfcs = {"actor": actor}, [stream_gen(config), rew_inf(config)]
-    if ppo.needs_reference:
-        models["ref"] = ModelSpec(
-            "ref", actor.path, tuple(config.ref.workers), backend=actor.backend, dtype=actor.dtype
-        )
-        mfcs.append(ref_inf(config))
-    if ppo.needs_actor_inf:
-        mfcs.append(actor_inf(config))
-    mfcs.append(actor_train(config, ppo))
+    models, mfcs = policy_gradient(config, ppo, first)
     n_places = places(config)
     return ExperimentSpec(
         name="grpo_stream_http",
         models=models,
-        mfcs=tuple(replace(mfc, n_seqs=n_places) for mfc in mfcs),
-        source=SourceSpec("trajectory_slots", worker=actor.workers[0]),
+        mfcs=tuple(replace(mfc, n_seqs=n_places) for mfc in (stream_gen(config), *mfcs)),
+        source=SourceSpec("trajectory_slots", worker=models["actor"].workers[0]),
         n_seqs=n_places,
         total_train_steps=config.total_train_steps,
         seed=config.seed,

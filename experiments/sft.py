@@ -20,7 +20,7 @@ from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.content_key import content_key
-from realhf.base.dataclass_json import to_plain
+from realhf.base.dataclass_json import to_json_value
 from realhf.base.paths import PACKAGE
 from realhf.base.source_files import imported_files
 from realhf.env.doors.section import ChosenEnvironment, chosen_environment, with_environment
@@ -90,7 +90,7 @@ def warm_start(config: Config) -> ExperimentSpec:
         "model": [config.actor.backend, config.actor.dtype],
         "max_tokens": config.rollout.max_total_tokens,
     }
-    key = content_key({**made_from, "options": {**to_plain(options), "cache_dir": None}}, files)
+    key = content_key({**made_from, "options": {**to_json_value(options), "cache_dir": None}}, files)
     folder = run_folder(config) / f"warm_start-{key}"
     return replace(spec, name="warm_start", run_dir=folder, artifact=_cache(config) / f"policy-{key}")
 
@@ -183,7 +183,7 @@ def _player_argv(environment: ChosenEnvironment, request: DemonstrationRequest) 
         "--options",
         json.dumps(dict(environment.options), sort_keys=True),
         "--request",
-        json.dumps(to_plain(request), sort_keys=True),
+        json.dumps(to_json_value(request), sort_keys=True),
     )
 
 
@@ -201,7 +201,7 @@ def _module(spec: EnvironmentSpec) -> str:
 
 
 def _untrained_model(config: Config, demonstrations: Path) -> JobSpec:
-    builtin = to_plain(config.builtin)
+    builtin = to_json_value(config.builtin)
     versions = package_versions(("torch", "transformers", "tokenizers"))
     key = content_key(
         [builtin, demonstrations.name, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from realhf.api.config import ExperimentConfig
 from realhf.api.experiment import JobSpec
 from realhf.base.content_key import content_key
-from realhf.base.dataclass_json import to_plain
+from realhf.base.dataclass_json import to_json_value
 from realhf.base.paths import PACKAGE
 from realhf.monitor.provenance import package_versions
 
@@ -18,7 +18,7 @@ from realhf.monitor.provenance import package_versions
 def untrained_policy(config: ExperimentConfig) -> JobSpec:
     """Return the job that makes the policy; its artifact is the folder of the model, found again by the content of all
     that it depends on."""
-    builtin = to_plain(config.builtin)
+    builtin = to_json_value(config.builtin)
     versions = package_versions(("torch", "transformers", "tokenizers"))
     key = content_key([builtin, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"])
     options = [text for name, value in builtin.items() for text in (f"--{name.replace('_', '-')}", str(value))]

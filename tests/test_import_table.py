@@ -61,7 +61,7 @@ ROOMS: dict[str, str] = {
     "aws/tasks": "",
     "aws": "api api/config aws/tasks base env/client env/server",
     "aws/server": "aws base env/containment env/server",
-    "aws/cli": "env/containment",
+    "aws/cli": "base env/containment",
     "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli aws/server base env/containment",
     "aws/grading": "aws/cli aws/tasks",

@@ -20,6 +20,8 @@ ChatMessage = Mapping[str, Any]
 """``{"role": "user" | "assistant" | "system" | "tool", "content": text}``; a ``tool`` message may carry ``name`` and
 ``tool_call_id``, an assistant's ``tool_calls``."""
 
+SOLUTION, RECOVERY, HABIT = "solution", "recovery", "habit"
+"""Kinds of demonstrations, see ``DemonstrationRequest``."""
 FAILURE_KINDS = ("unavailable", "timeout", "lost", "capacity", "internal")
 """How an environment fails: a step was not executed and may be sent again; no answer within the deadline; the session
 or its server is gone; there is no free session; the environment's own code raised or broke the contract."""
@@ -158,7 +160,7 @@ class Demonstration:
     task: Task
     turns: tuple[str, ...]
     learned: tuple[bool, ...] = ()
-    kind: str = "solution"
+    kind: str = SOLUTION
     succeeds: bool = True
 
 
@@ -172,6 +174,13 @@ class DemonstrationRequest:
     seed: int
     habit_fraction: float = 0.0
     recovery_fraction: float = 0.0
+
+    def kinds(self) -> list[str]:
+        """Return the kind of every demonstration of one template: the rounded shares of habits and of recoveries, then
+        solutions."""
+        shares = ((HABIT, self.habit_fraction), (RECOVERY, self.recovery_fraction))
+        kinds = [kind for kind, share in shares for _ in range(round(share * self.episodes_per_task))]
+        return (kinds + [SOLUTION] * self.episodes_per_task)[: self.episodes_per_task]
 
 
 @dataclass(frozen=True)

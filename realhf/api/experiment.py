@@ -27,7 +27,7 @@ from realhf.api.env import MAX_BRANCHES
 from realhf.api.environment import EnvironmentService
 from realhf.api.mfc import MFCDef
 from realhf.api.rollout import RolloutOptions
-from realhf.base.dataclass_json import from_plain, to_plain
+from realhf.base.dataclass_json import from_json_value, to_json_value
 
 PLAN_FILE = "plan.json"
 
@@ -191,10 +191,10 @@ class RunPlan:
 
     def write(self) -> None:
         """Write the plan into the run folder, which must exist."""
-        text = json.dumps(to_plain(self), indent=1)
+        text = json.dumps(to_json_value(self), indent=1)
         (self.spec.run_dir / PLAN_FILE).write_text(text, encoding="utf-8")
 
     @staticmethod
     def read(run_dir: Path) -> RunPlan:
         """Read the plan of a run folder. Raises FileNotFoundError if the launcher wrote none there."""
-        return from_plain(RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")))
+        return from_json_value(RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")))

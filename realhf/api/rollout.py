@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.config import GenConfig
-from realhf.base.dataclass_json import from_plain, to_plain
+from realhf.base.dataclass_json import from_json_value, to_json_value
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class RolloutOptions:
 
     def to_args(self) -> dict[str, Any]:
         """Return the keyword arguments of the interface ``env_rollout``, as JSON can hold them."""
-        return to_plain(self)
+        return to_json_value(self)
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> RolloutOptions:
         """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
-        return from_plain(RolloutOptions, args)
+        return from_json_value(RolloutOptions, args)
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class HeldOutOptions:
 
     def to_args(self) -> dict[str, Any]:
         """Return ``EvaluationSpec.args``, as JSON can hold them."""
-        return to_plain(self)
+        return to_json_value(self)
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> HeldOutOptions:
         """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
-        return from_plain(HeldOutOptions, args)
+        return from_json_value(HeldOutOptions, args)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from realhf.base.shell_quotes import quote_states
+
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
@@ -55,15 +57,7 @@ def _join(line: str, rest: list[str]) -> str:
 
 def _scan(text: str) -> tuple[str, bool]:
     """Return (quote character open at the end or "", whether the text ends in an escaping backslash)."""
-    quote = ""
-    escaped = False
-    for char in text:
-        if escaped:
-            escaped = False
-        elif char == "\\" and quote != "'":
-            escaped = True
-        elif quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
+    quote, escaped = "", False
+    for _, quote, escaped in quote_states(text):  # noqa: B007
+        pass
     return quote, escaped

@@ -14,26 +14,27 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def to_plain(value: Any) -> Any:
-    """Convert ``value`` to maps, lists and scalars only. Raises TypeError on what JSON cannot hold."""
+def to_json_value(value: Any) -> Any:
+    """Convert a dataclass, or what may stand in one, to what JSON has: maps, lists and scalars. Raises TypeError for
+    anything else."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_json_value(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
-        return to_plain(value.value)
+        return to_json_value(value.value)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (Sequence, frozenset, set)):
-        return [to_plain(item) for item in value]
-    raise TypeError(f"{type(value).__name__} has no plain form: {value!r}")
+        return [to_json_value(item) for item in value]
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
-def from_plain(kind: type[T], value: Any) -> T:
-    """Rebuild a value of type ``kind`` from what ``to_plain`` returned, by its type hints. Raises TypeError for a field
-    that a dataclass does not have, or that is missing."""
+def from_json_value(kind: type[T], value: Any) -> T:
+    """Rebuild a value of type ``kind`` from what ``to_json_value`` returned, by its type hints. Raises TypeError for a
+    field that a dataclass does not have, or that is missing."""
     return _read(kind, value)
 
 

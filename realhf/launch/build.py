@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
-from realhf.base.dataclass_json import from_plain, to_plain
+from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.launch.compose import Composed
 from realhf.launch.experiment_file import ExperimentFile, located
 from realhf.launch.unused_options import check_effects, watched
@@ -47,13 +47,13 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     watched_config, reads = watched(config)
     spec = _build(composed.file, watched_config)
     # What the workers will read, without the sections that watch who reads them.
-    plain = to_plain(spec)
+    plain = to_json_value(spec)
     check_effects(composed, reads)
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)
     *_, graph = [spec_graph(every) for every in everything]
-    return BuiltExperiment(config, composed.file.plugin, from_plain(ExperimentSpec, plain), graph)
+    return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)
 
 
 def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from realhf.base.content_key import content_key
-from realhf.base.dataclass_json import from_plain, to_plain
+from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.base.plugin import load_plugin
 
 
@@ -38,20 +38,20 @@ class Outer:
 def test_round_trip_through_json():
     inner = Inner(Path("/a/b"))
     value = Outer((inner,), {"x": inner}, inner, {"any": [1, None, "s"]}, [0.5])
-    assert from_plain(Outer, json.loads(json.dumps(to_plain(value)))) == value
-    assert from_plain(Outer, to_plain(Outer((), {}))) == Outer((), {})
+    assert from_json_value(Outer, json.loads(json.dumps(to_json_value(value)))) == value
+    assert from_json_value(Outer, to_json_value(Outer((), {}))) == Outer((), {})
 
 
 def test_what_json_cannot_hold_is_refused():
-    with pytest.raises(TypeError, match="object has no plain form"):
-        to_plain({"a": object()})
+    with pytest.raises(TypeError, match="object cannot be written as JSON"):
+        to_json_value({"a": object()})
 
 
 def test_an_unknown_field_is_an_error():
     with pytest.raises(TypeError, match="Inner has no field 'color'; did you mean 'colour'"):
-        from_plain(Inner, {"path": "/a", "color": 1})
+        from_json_value(Inner, {"path": "/a", "color": 1})
     with pytest.raises(TypeError, match="path"):
-        from_plain(Inner, {})
+        from_json_value(Inner, {})
 
 
 def test_content_keys_depend_on_options_and_on_bytes_of_files(tmp_path: Path):

@@ -11,7 +11,7 @@ from realhf.api.config.option import option, section
 from realhf.api.experiment import ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec
-from realhf.base.dataclass_json import to_plain
+from realhf.base.dataclass_json import to_json_value
 from realhf.builtins import interfaces
 
 
@@ -57,7 +57,7 @@ def build(config: Config) -> ExperimentSpec:
         "actor",
         InterfaceType.TRAIN_STEP,
         "focal_sft",
-        {"algorithm": to_plain(config.algorithm)},
+        {"algorithm": to_json_value(config.algorithm)},
         n_seqs=config.dataset.train_bs_n_seqs,
         input_keys=keys,
         mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb),

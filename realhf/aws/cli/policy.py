@@ -27,6 +27,7 @@ from realhf.aws.cli.command_words import (
 from realhf.aws.cli.refusal import RefusedRequest, refuse
 from realhf.aws.cli.virtual_folder import is_folder_name
 from realhf.aws.cli.waiters import WAITERS
+from realhf.base.shell_quotes import quote_states
 
 REGION = "us-east-1"
 MAX_COMMAND_BYTES = 8192
@@ -95,19 +96,7 @@ def _words(command: str, max_bytes: int) -> list[str]:
 
 
 def _has_bare_newline(command: str) -> bool:
-    quote, escaped = "", False
-    for char in command:
-        if escaped:
-            escaped = False
-        elif char == "\\" and quote != "'":
-            escaped = True
-        elif quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        if char in "\r\n" and not quote:
-            return True
-    return False
+    return any(char in "\r\n" and not quote for char, quote, _ in quote_states(command))
 
 
 def _checked(words: Sequence[str]) -> Verdict:

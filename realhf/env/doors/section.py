@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from realhf.api.config.option import option, section
 from realhf.api.environment import EnvironmentSpec
-from realhf.base.dataclass_json import to_plain
+from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute
 from realhf.env.doors.load import definition_of
 
@@ -50,4 +50,4 @@ def chosen_environment(chosen: Any) -> ChosenEnvironment:
     definition = definition_of(chosen.path)
     names = [field.name for field in fields(definition.options)]
     options = definition.options(**{name: getattr(chosen, name) for name in names})
-    return ChosenEnvironment(chosen.path, to_plain(options), definition.build(options))
+    return ChosenEnvironment(chosen.path, to_json_value(options), definition.build(options))

@@ -14,10 +14,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from realhf.api.environment import Demonstration, DemonstrationRequest
+from realhf.api.environment import HABIT, RECOVERY, Demonstration, DemonstrationRequest
 from realhf.environments.countdown.levels import CountdownTasks, Puzzle, Step, results
 
-SOLUTION, RECOVERY, HABIT = "solution", "recovery", "habit"
 CLAIMED_SHARE = 0.6
 """Share of the habits that claim the target."""
 _SEED_BITS = 31
@@ -26,10 +25,7 @@ _SEED_BITS = 31
 def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iterator[Demonstration]:
     """Yield what ``request`` asks for, in mixed order; of every level the rounded share of each kind."""
     rng = random.Random(f"countdown demonstrations {request.seed}")
-    fractions = ((HABIT, request.habit_fraction), (RECOVERY, request.recovery_fraction))
-    kinds = [kind for kind, share in fractions for _ in range(round(share * request.episodes_per_task))]
-    kinds = (kinds + [SOLUTION] * request.episodes_per_task)[: request.episodes_per_task]
-    wanted = [(level, kind) for level in tasks.groups for kind in kinds]
+    wanted = [(level, kind) for level in tasks.groups for kind in request.kinds()]
     rng.shuffle(wanted)
     for level, kind in wanted:
         yield demonstration(tasks, level, rng.getrandbits(_SEED_BITS), kind, rng)

@@ -16,13 +16,12 @@ import random
 import re
 from collections.abc import Callable, Iterator
 
-from realhf.api.environment import Demonstration, DemonstrationRequest
+from realhf.api.environment import HABIT, RECOVERY, Demonstration, DemonstrationRequest
 from realhf.environments.files.names import NAME
 from realhf.environments.files.task_set import FilesTasks
 from realhf.environments.files.templates import Call, Instance, delete
 from realhf.environments.files.workspace import FilesWorkspace
 
-SOLUTION, RECOVERY, HABIT = "solution", "recovery", "habit"
 SHORTENED_SHARE = 0.6
 """Share of the mistakes that shorten names; the others leave out endings where there are any."""
 PERSISTENCE = 2
@@ -37,10 +36,7 @@ def demonstrations(tasks: FilesTasks, request: DemonstrationRequest) -> Iterator
     """Yield what ``request`` asks for, in mixed order; of every template the rounded share of each kind, but solutions
     where a template has no call that could be recovered from."""
     rng = random.Random(f"files demonstrations {request.seed}")
-    fractions = ((HABIT, request.habit_fraction), (RECOVERY, request.recovery_fraction))
-    kinds = [kind for kind, share in fractions for _ in range(round(share * request.episodes_per_task))]
-    kinds = (kinds + [SOLUTION] * request.episodes_per_task)[: request.episodes_per_task]
-    wanted = [(template, kind) for template in tasks.group_of for kind in kinds]
+    wanted = [(template, kind) for template in tasks.group_of for kind in request.kinds()]
     rng.shuffle(wanted)
     for template, kind in wanted:
         yield demonstration(tasks, template, rng.getrandbits(_SEED_BITS), kind, rng)

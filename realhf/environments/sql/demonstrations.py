@@ -10,11 +10,10 @@ import random
 import re
 from collections.abc import Iterator
 
-from realhf.api.environment import Demonstration, DemonstrationRequest, Task
+from realhf.api.environment import RECOVERY, SOLUTION, Demonstration, DemonstrationRequest, Task
 from realhf.environments.sql.instance import Instance
 from realhf.environments.sql.task_set import SqlTaskSet, draw_instance
 
-SOLUTION, RECOVERY, HABIT = "solution", "recovery", "habit"
 SINGULAR_SHARE = 0.6
 """Share of the mistakes that name tables in the singular; of the others, each is as likely."""
 PERSISTENCE = 3
@@ -29,14 +28,11 @@ def demonstrate(tasks: SqlTaskSet, request: DemonstrationRequest) -> Iterator[De
     habits, recoveries = request.habit_fraction, request.recovery_fraction
     if not (habits >= 0 and recoveries >= 0 and habits + recoveries <= 1 + 1e-9):
         raise ValueError(f"habit_fraction={habits}, recovery_fraction={recoveries}: shares of one, not negative")
-    counted = [HABIT] * round(habits * request.episodes_per_task)
-    counted += [RECOVERY] * round(recoveries * request.episodes_per_task)
-    kinds = (counted + [SOLUTION] * request.episodes_per_task)[: request.episodes_per_task]
     rng = random.Random(f"sql demonstrations:{request.seed}")
     drawn = [
         (tasks.instantiate(template, rng.getrandbits(_SEED_BITS)), kind)
         for template in tasks.group_of
-        for kind in kinds
+        for kind in request.kinds()
     ]
     rng.shuffle(drawn)
     for task, kind in drawn:

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from realhf.transport import envelope
-from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import (
     MasterLost,
     ProtocolError,
@@ -27,6 +27,7 @@ from realhf.transport.errors import (
     RpcTimeout,
     WorkerDied,
 )
+from realhf.transport.inbox import take_all
 from realhf.transport.process_id import host_token, start_time
 from realhf.transport.rpc.call_lane import CallLane, PendingCall, remote_error
 from realhf.transport.rpc.heartbeat import HeartbeatServer
@@ -277,19 +278,11 @@ class RpcMaster:
     # ---- receiving
 
     def _drain(self) -> None:
-        while not self._socket.closed:
-            try:
-                identity, frame, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except ValueError:
-                self.dropped_messages += 1
-                continue
-            try:
-                self._dispatch(identity, unpack_header(frame), payload)
-            except ProtocolError as error:
-                self.dropped_messages += 1
-                _log.warning("message dropped: %s", error)
+        take_all(self._socket, self._dispatch, self._drop)
+
+    def _drop(self, why: str) -> None:
+        self.dropped_messages += 1
+        _log.warning("message dropped: %s", why)
 
     def _dispatch(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
         kind, session = header.get("kind"), envelope.field(header, "session", bytes)

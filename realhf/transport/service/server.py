@@ -16,8 +16,9 @@ from typing import Any
 import zmq
 
 from realhf.transport import envelope
-from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import ProtocolError
+from realhf.transport.inbox import take_all
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
@@ -75,19 +76,11 @@ class ServiceListener:
         return [identity, pack_header(kind, self._run_id, b"", id=number), payload]
 
     def _receive_all(self) -> None:
-        while True:
-            try:
-                identity, frame, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except ValueError:
-                self.dropped_messages += 1
-                continue
-            try:
-                self._accept(identity, unpack_header(frame), payload)
-            except ProtocolError as error:
-                self.dropped_messages += 1
-                _log.warning("service %s dropped a message: %s", self._name, error)
+        take_all(self._socket, self._accept, self._drop)
+
+    def _drop(self, why: str) -> None:
+        self.dropped_messages += 1
+        _log.warning("service %s dropped a message: %s", self._name, why)
 
     def _accept(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
         number = envelope.field(header, "id", int)

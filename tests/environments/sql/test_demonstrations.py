@@ -7,9 +7,8 @@ from collections import Counter
 
 import pytest
 
-from realhf.api.environment import Demonstration, DemonstrationRequest
+from realhf.api.environment import HABIT, RECOVERY, SOLUTION, Demonstration, DemonstrationRequest
 from realhf.environments.sql import DEFINITION, SqlOptions
-from realhf.environments.sql.demonstrations import HABIT, RECOVERY, SOLUTION
 from realhf.environments.sql.task_set import TEMPLATES, draw_instance
 from tests.environments.sql.playing import play, said, score
 

@@ -1,0 +1,31 @@
+"""Takes what has arrived at a ROUTER socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from realhf.transport.envelope import unpack_header
+from realhf.transport.errors import ProtocolError
+
+Take = Callable[[bytes, dict[str, Any], list[bytes]], None]
+"""Gets a message: who sent it, its header, and the frames after the header."""
+
+
+def take_all(socket: zmq.Socket[bytes], take: Take, drop: Callable[[str], None]) -> None:
+    """Hand every message that waits to ``take``, until there is none or ``take`` closes the socket. A message without
+    a header, and one for which ``take`` raises ProtocolError, goes to ``drop`` with the reason."""
+    while not socket.closed:
+        try:
+            identity, frame, *payload = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        except ValueError:
+            drop("it has no header")
+            continue
+        try:
+            take(identity, unpack_header(frame), payload)
+        except ProtocolError as error:
+            drop(str(error))
