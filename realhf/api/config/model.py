@@ -44,6 +44,12 @@ class ModelConfig:
     """A model role: where its weights come from, who holds them, and how they train."""
 
     path: str = option("builtin", "The model is 'builtin' (the small policy made here), a folder, or a hub id.")
+    warm_start: bool = option(
+        False,
+        "A model of actor.path is trained on demonstrations first, as the section warm_start says; the built-in policy "
+        "always is.",
+        idle="it is about a model of one's own, in an experiment that does not itself train on demonstrations",
+    )
     workers: list[int] = option([0], "The model workers with these indices hold the model.", at_least=0)
     backend: str = option("torch", "This backend trains the model.", registry="backends")
     dtype: str = option(

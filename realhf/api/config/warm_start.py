@@ -1,4 +1,4 @@
-"""The supervised warm start of the built-in policy."""
+"""The supervised warm start of a policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from realhf.api.config.option import option, section
 
 @dataclass
 class WarmStartConfig:
-    """Supervised warm start of the built-in policy on episodes that a scripted solver really played.
+    """Supervised warm start of a policy on episodes that a scripted solver really played.
 
     The demonstrations are of mixed quality, as logs of real operators are: some make a mistake and leave it at that,
     some make one and repair it. A warm start on perfect episodes only would leave reinforcement learning little to

