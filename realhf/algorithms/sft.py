@@ -10,7 +10,7 @@ from torch import Tensor
 from realhf.algorithms.aggregation import token_weights, weighted_sum
 from realhf.algorithms.nonfinite import NonFiniteGuard
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
-from realhf.api.model import CallContext, Model
+from realhf.api.model import CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
 
 
@@ -26,7 +26,7 @@ class SFTInterface:
         """Train one step. Returns the statistics ``loss, nll, grad_norm, lr, n_tokens, skipped``, and ``stop`` after
         ``max_nonfinite_steps`` consecutive updates without a finite gradient."""
         batch = self._weighted(sample)
-        result = model.engine.train_batch(batch, self.loss, temperature=1.0, mb_spec=context.mb_spec)
+        result = model.engine.train_batch(batch, self.loss, mb_spec=context.mb_spec)
         self._guard.observe(result)
         stats = dict(result.stats)
         stats["nll"] = stats["nll"] / max(1.0, stats["n_tokens"])
@@ -45,9 +45,12 @@ class SFTInterface:
         keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
         return replace_keys(sample.select(keys), shifted={"loss_weights": weights})
 
-    def loss(self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch (a ``LossFn``)."""
-        del entropy
+        return self.loss_of(outputs.logprobs()[0], part)
+
+    def loss_of(self, logprobs: Tensor, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a microbatch, given the log-probabilities of its tokens, f32 (sum of L-1,)."""
         mask = PredictedTokens.of(part).mask.to(logprobs.device)
         total = -weighted_sum(logprobs, part["loss_weights"].to(logprobs.device), mask)
         nll = -float(torch.where(mask, logprobs.detach(), 0.0).double().sum())

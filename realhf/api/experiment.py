@@ -35,7 +35,8 @@ PLAN_FILE = "plan.json"
 @dataclass(frozen=True)
 class ModelSpec:
     """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
-    are variables of its tokenizer's chat template."""
+    are variables of its tokenizer's chat template; ``head`` is what stands on the decoder: ``lm`` (logits of the next
+    token) or ``value`` (one number for each position)."""
 
     role: str
     path: str
@@ -44,6 +45,7 @@ class ModelSpec:
     backend: str = "torch"
     backend_args: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    head: str = "lm"
     gradient_checkpointing: bool = False
     optimizer: OptimizerConfig | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

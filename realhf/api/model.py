@@ -81,27 +81,77 @@ class GenerationEngine(Protocol):
         ...
 
 
-LossFn = Callable[["Tensor", SequenceSample, "Tensor | None"], "tuple[Tensor, dict[str, float]]"]
-"""Computes (log-probabilities of one microbatch, the microbatch, entropies or None) -> (loss, statistics).
+class ForwardOutputs(Protocol):
+    """Holds what a forward pass knows of the positions of a micro-batch whose prediction is asked for: those where
+    ``loss_mask`` includes the predicted token, or all if the sample has none. There are m of them.
 
-Both tensors are fp32, packed L-1 per sequence, 0 where ``loss_mask`` excludes the predicted token. A microbatch holds
-some of the batch's sequences, whatever groups they are in, so what concerns a group or the whole batch is to be
-computed before, into keys. Losses and statistics are summed over microbatches; a statistic whose name ends in ``_max``
-takes the maximum.
+    Every tensor that a method returns is fp32 and packed, L-1 for each sequence of the micro-batch, 0 elsewhere.
+    """
+
+    def logprobs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probabilities of the sample's own tokens (natural log, logits divided by ``temperature``), and
+        the entropies of the distributions they were drawn from, or None. Raises ValueError on a temperature that is
+        not positive, and on a model without a language-model head."""
+        ...
+
+    def values(self) -> Tensor:
+        """Return what the value head says of the state from which each token was sampled. Raises ValueError on a model
+        without a value head."""
+        ...
+
+    def keep(self, name: str, values: Tensor) -> None:
+        """Keep a packed L-1 tensor for ``TrainResult.kept``, which has it for the whole batch, fp32 on the CPU."""
+        ...
+
+    @property
+    def hidden(self) -> Tensor:
+        """The last hidden states, (m, width), in the model's type."""
+        ...
+
+    @property
+    def place(self) -> Tensor:
+        """Where each of the positions stands in the packed L-1 layout, i64 (m,)."""
+        ...
+
+    @property
+    def target(self) -> Tensor:
+        """The token that follows each of the positions, i64 (m,)."""
+        ...
+
+    @property
+    def head(self) -> Tensor | None:
+        """The weight of the output projection, (vocabulary, width); None if the head is more than a product."""
+        ...
+
+
+LossFn = Callable[[ForwardOutputs, SequenceSample], "tuple[Tensor, dict[str, float]]"]
+"""Computes (what the forward pass of one micro-batch knows, the micro-batch) -> (loss, statistics).
+
+A micro-batch holds some of the batch's sequences, whatever groups they are in, so what concerns a group or the whole
+batch is to be computed before, into keys. Losses and statistics are summed over micro-batches; a statistic whose name
+ends in ``_max`` takes the maximum.
 """
+
+PostFn = Callable[[ForwardOutputs, SequenceSample], "Tensor"]
+"""Computes (what the forward pass of one micro-batch knows, the micro-batch) -> fp32, packed L-1 per sequence."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Holds the statistics of one optimizer step. ``skipped`` is True when loss or gradient was not finite."""
+    """Holds the statistics of one optimizer step. ``skipped`` is True when loss or gradient was not finite; ``kept``
+    holds what the loss kept (``ForwardOutputs.keep``), packed L-1 per sequence of the batch."""
 
     stats: dict[str, float]
     grad_norm: float
     skipped: bool
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Engine(Protocol):
-    """Holds the weights of one model role on one worker. It raises on a wrong batch and never silently trains on less.
+    """Holds the weights of one model role. It raises on a wrong batch and never silently trains on less.
+
+    A role may have several workers, its ranks. Each of them gets the whole batch and returns the whole result, which is
+    the same on all; what a rank computes of it is the engine's own business, so an algorithm knows no ranks.
 
     ``version`` is the policy version: committed train steps, which the learning rate follows. Only the model host sets
     it, before and after the calls of a step. Setting it frees all rows of the generation engine. An engine may also
@@ -111,28 +161,26 @@ class Engine(Protocol):
     version: int
 
     def train_batch(
-        self,
-        sample: SequenceSample,
-        loss_fn: LossFn,
-        *,
-        temperature: float,
-        mb_spec: MicroBatchSpec,
-        with_entropy: bool = False,
+        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
     ) -> TrainResult:
-        """Make one optimizer step on ``sample``.
+        """Make one optimizer step on ``sample``, with the gradient of the sum of losses divided by ``normaliser``.
 
-        Microbatches are cut by sequence; the backward pass of each follows at once. Per microbatch the engine computes
-        the shifted log-probabilities of ``packed_input_ids`` (fp32, packed L-1 per sequence, logits divided by
-        ``temperature``; only where ``loss_mask`` asks for them, if the sample has one) and calls ``loss_fn``, with
-        their entropies if ``with_entropy``; returned losses are summed over microbatches (the loss_fn normalises by
-        totals of the whole batch). A non-finite loss or gradient norm leaves weights and optimizer untouched. The
-        memory of the generation engine's rows is given back first.
+        Micro-batches are cut by sequence; the backward pass of each follows its loss at once. Losses are summed over
+        micro-batches, so ``loss_fn`` or ``normaliser`` divide by totals of the whole batch. A non-finite loss or
+        gradient norm leaves weights and optimizer untouched. The memory of the generation engine's rows is given back
+        first. Raises ValueError on a normaliser that is not positive.
         """
+        ...
+
+    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+        """Return what ``post_fn`` makes of every micro-batch, put together: fp32, packed L-1 for each sequence of the
+        sample, without gradient, on the CPU. Raises ValueError when ``post_fn`` returns another shape."""
         ...
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
         """Return the shifted log-probabilities of the sample's own tokens, fp32, shape (sum of L-1,), no gradient; 0
-        where ``loss_mask`` excludes the predicted token, if the sample has one."""
+        where ``loss_mask`` excludes the predicted token, if the sample has one. ``logprobs_by`` makes it of
+        ``forward``."""
         ...
 
     def generator(self) -> GenerationEngine:
@@ -142,6 +190,11 @@ class Engine(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters and persistent buffers by name, tied ones once. They are views, which the next train
         step changes."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what training needs to continue exactly here: version, weights, optimizer, random numbers. Tensors are
+        views, which the next train step changes."""
         ...
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -155,6 +208,22 @@ class Engine(Protocol):
     def export_hf(self, folder: Path) -> None:
         """Write weights, config and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` loads them."""
         ...
+
+
+class Forwards(Protocol):
+    """Is the part of an engine that computes without training."""
+
+    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+        """See ``Engine.forward``."""
+        ...
+
+
+def logprobs_by(engine: Forwards, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
+    """Return ``Engine.logprobs`` of an engine by its ``forward``. Raises ValueError on a temperature that is not
+    positive."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return engine.forward(sample, lambda outputs, _: outputs.logprobs(temperature=temperature)[0], mb_spec=mb_spec)
 
 
 class Backend(Protocol):

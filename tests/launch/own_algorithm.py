@@ -40,11 +40,11 @@ class FocalInterface(SFTInterface):
         super().__init__()
         self._focus = FocalOptions(**algorithm).focus
 
-    def loss(self, logprobs: Any, part: Any, entropy: Any) -> tuple[Any, dict[str, float]]:
+    def loss_of(self, logprobs: Any, part: Any) -> tuple[Any, dict[str, float]]:
         """The focal loss of a micro-batch; what is reported stays the plain one."""
-        _, stats = super().loss(logprobs, part, entropy)
+        _, stats = super().loss_of(logprobs, part)
         unlikely = (1 - logprobs.detach().exp()).clamp(0, 1) ** self._focus
-        total, _ = super().loss(logprobs * unlikely, part, entropy)
+        total, _ = super().loss_of(logprobs * unlikely, part)
         return total, stats | {"focus_sum": float(unlikely.sum())}
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from realhf.algorithms.sequences import PredictedTokens
-from realhf.api.model import GenerationEngine, LossFn, TrainResult
+from realhf.api.model import GenerationEngine, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.micro_batches import micro_batches
+from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
+from realhf.backends.training.micro_batches import parts_of
+from realhf.backends.training.ranks import SingleRank
+from realhf.backends.training.step_account import StepAccount
 
 
 class BigramEngine:
@@ -27,50 +31,48 @@ class BigramEngine:
         self._optimizer = torch.optim.Adam([self.table], lr=lr)
 
     def train_batch(
-        self,
-        sample: SequenceSample,
-        loss_fn: LossFn,
-        *,
-        temperature: float,
-        mb_spec: MicroBatchSpec,
-        with_entropy: bool = False,
+        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
     ) -> TrainResult:
         """Add up loss, statistics and gradient over the micro-batches, then take one step if all is finite."""
-        stats: dict[str, float] = {"loss": 0.0}
+        account = StepAccount(self._shifted(sample))
         self._optimizer.zero_grad()
-        for part in micro_batches(sample, mb_spec):
-            logprobs, entropy = self._score(part, temperature)
-            loss, numbers = loss_fn(logprobs, part, entropy if with_entropy else None)
+        for part in parts_of(sample, mb_spec, SingleRank()):
+            outputs = self._outputs(part.sample)
+            loss, numbers = loss_fn(outputs, part.sample)
+            loss = loss / normaliser
             loss.backward()
-            for name, value in {**numbers, "loss": float(loss)}.items():
-                before = stats.get(name)
-                join = max if name.endswith("_max") else float.__add__
-                stats[name] = value if before is None else join(before, value)
+            account.add(part, float(loss), numbers, outputs.kept)
+        stats, _, kept = account.summed(SingleRank())
         assert self.table.grad is not None
         norm = float(self.table.grad.norm())
         if skipped := not math.isfinite(stats["loss"] + norm):
-            return TrainResult(stats, norm, skipped)
+            return TrainResult(stats, norm, skipped, kept)
         self._optimizer.step()
-        return TrainResult(stats, norm, skipped)
+        return TrainResult(stats, norm, skipped, kept)
 
-    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
-        """Log-probabilities of the sample's own tokens, f32 (sum of L-1,), in one batch: the table is small."""
+    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+        """What ``post_fn`` makes of the sample, f32 (sum of L-1,), in one micro-batch: the table is small."""
         del mb_spec
         with torch.no_grad():
-            return self._score(sample, temperature)[0]
+            return post_fn(self._outputs(sample), sample)
 
-    def _score(self, sample: SequenceSample, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the predicted tokens, f32 (sum of L-1,), 0 outside the loss mask."""
+    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
+        """Log-probabilities of the sample's own tokens, f32 (sum of L-1,), 0 outside the loss mask."""
+        return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
+
+    def _outputs(self, sample: SequenceSample) -> PackedOutputs:
+        """A token's hidden state is its row of the unit matrix, so the table, transposed, is the weight of the head."""
         ids = sample["packed_input_ids"]
         ends = torch.from_numpy(np.cumsum(sample.lengths("packed_input_ids").values)) - 1
         inside = torch.ones(len(ids), dtype=torch.bool)
         inside[ends] = False  # the last token of a sequence predicts nothing
-        logits = self.table[ids[inside]].div(temperature).log_softmax(-1)
-        following = ids[1:][inside[:-1]]
-        mask = PredictedTokens.of(sample).mask
-        logprobs = logits.gather(-1, following[:, None]).squeeze(-1)
-        entropy = -(logits.exp() * logits).sum(-1)
-        return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+        asked = PredictedTokens.of(sample).mask
+        hidden = functional.one_hot(ids[inside][asked], len(self.table)).float()
+        rows = ScoredRows(hidden, ids[1:][inside[:-1]][asked], asked.nonzero()[:, 0])
+        return PackedOutputs([rows], len(asked), Heads(language=lambda: self.table.T), self.table.device)
+
+    def _shifted(self, sample: SequenceSample) -> int:
+        return len(PredictedTokens.of(sample).mask)
 
     def generator(self) -> GenerationEngine:
         """Refuse: no call of the experiment generates."""
@@ -80,10 +82,14 @@ class BigramEngine:
         """Return the table, which generation workers get as it is."""
         return {"logits": self.table.detach()}
 
+    def state(self) -> dict[str, Any]:
+        """Return what training needs to go on to the last bit."""
+        return {"table": self.table.detach(), "optimizer": self._optimizer.state_dict()}
+
     def save_checkpoint(self, folder: Path) -> None:
-        """Write what training needs to go on to the last bit."""
+        """Write the state into a file."""
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"table": self.table.detach(), "optimizer": self._optimizer.state_dict()}, folder / "bigram.pt")
+        torch.save(self.state(), folder / "bigram.pt")
 
     def load_checkpoint(self, folder: Path) -> None:
         """Read what ``save_checkpoint`` wrote."""

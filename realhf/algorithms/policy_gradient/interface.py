@@ -16,7 +16,7 @@ from realhf.algorithms.minibatches import minibatches
 from realhf.algorithms.nonfinite import NonFiniteGuard
 from realhf.algorithms.policy_gradient.advantages import at_last_token, normalise, return_to_go
 from realhf.algorithms.policy_gradient.losses import kl_estimate
-from realhf.algorithms.policy_gradient.objective import ADVANTAGES, PROXIMAL, WEIGHTS, PolicyObjective
+from realhf.algorithms.policy_gradient.objective import ADVANTAGES, MISMATCH, PROXIMAL, WEIGHTS, PolicyObjective
 from realhf.algorithms.policy_gradient.off_policy_statistics import mismatch_statistics, staleness_statistics
 from realhf.algorithms.policy_gradient.option_checks import RETURN_TO_GO
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
@@ -69,16 +69,10 @@ class PolicyGradientInterface:
         parts = self._minibatches(model, prepared, context)
         results: list[TrainResult] = []
         for part in parts:
-            objective = PolicyObjective(self.options, context.step)
-            result = model.engine.train_batch(
-                part,
-                objective,
-                temperature=self._temperature,
-                mb_spec=context.mb_spec,
-                with_entropy=self.options.entropy_coef != 0,
-            )
+            objective = PolicyObjective(self.options, context.step, self._temperature)
+            result = model.engine.train_batch(part, objective, mb_spec=context.mb_spec)
             if not results:  # Later ones run after an update: theirs is no mismatch of engine and trainer.
-                stats |= mismatch_statistics(objective.mismatch)
+                stats |= mismatch_statistics(result.kept[MISMATCH][PredictedTokens.of(part).mask])
             results.append(result)
             if not self._guard.observe(result):
                 break

@@ -11,10 +11,12 @@ from realhf.algorithms.policy_gradient.behaviour_weight import BehaviourWeight, 
 from realhf.algorithms.policy_gradient.losses import LossTerms, TokenLoss, kl_estimate
 from realhf.algorithms.policy_gradient.options import ResolvedOptions
 from realhf.algorithms.sequences import PredictedTokens
+from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
 from realhf.builtins import policy_losses
 
 ADVANTAGES, WEIGHTS, PROXIMAL = "advantages", "loss_weights", "proximal_logprobs"
+MISMATCH = "mismatch"
 
 
 class PolicyObjective:
@@ -22,21 +24,21 @@ class PolicyObjective:
 
     It reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch, and as the options ask
     ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. Without ``proximal_logprobs`` the current
-    log-probabilities stand for them: before any update of the step they are the same.
+    log-probabilities stand for them: before any update of the step they are the same. Logits are divided by
+    ``temperature``, that of sampling.
 
-    ``mismatch`` collects |behaviour - current| of the trained tokens seen so far, one tensor per microbatch.
+    It keeps ``MISMATCH``: |behaviour - current| of the trained tokens, 0 elsewhere.
     """
 
-    def __init__(self, options: ResolvedOptions, step: int) -> None:
-        self._options, self._step = options, step
+    def __init__(self, options: ResolvedOptions, step: int, temperature: float = 1.0) -> None:
+        self._options, self._step, self._temperature = options, step, temperature
         self._loss = policy_losses.get(options.loss)
-        self.mismatch: list[Tensor] = []
 
-    def __call__(
-        self, logprobs: Tensor, part: SequenceSample, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch and the sums of its statistics."""
-        options, device, tokens = self._options, logprobs.device, PredictedTokens.of(part)
+        options, tokens = self._options, PredictedTokens.of(part)
+        logprobs, entropy = outputs.logprobs(temperature=self._temperature, with_entropy=options.entropy_coef != 0)
+        device = logprobs.device
         mask, weights = tokens.mask.to(device), part[WEIGHTS].to(device)
         behaviour = part["packed_logprobs"].to(device)
         old = behaviour if options.prox_logp_method is None else self._proximal(part, logprobs.detach(), behaviour)
@@ -44,7 +46,9 @@ class PolicyObjective:
             logprobs, old, part[ADVANTAGES].to(device), mask, tokens.sequence.to(device), tokens.n_sequences
         )
         policy: TokenLoss = self._loss(terms, options)
-        stats = self._policy_statistics(terms, policy, behaviour)
+        distance = _distance(terms, behaviour)
+        outputs.keep(MISMATCH, distance)
+        stats = _policy_statistics(terms, policy, behaviour, distance)
         losses = policy.loss
         if options.use_decoupled_loss:
             correction = behaviour_weight(terms, behaviour, options)
@@ -76,23 +80,28 @@ class PolicyObjective:
         kl = kl_estimate(current, ref, self._options.kl_estimator)
         return self._options.kl_loss_coef * weighted_sum(kl, weights, mask)
 
-    def _policy_statistics(self, terms: LossTerms, policy: TokenLoss, behaviour: Tensor) -> dict[str, float]:
-        """Sum the statistics over the microbatch's trainable tokens; ``mismatch`` compares engine and trainer."""
-        mask = terms.mask
-        sampled = torch.where(mask, behaviour, 0.0)
-        current = torch.where(mask, terms.logprobs.detach(), 0.0)
-        distance = (sampled - current).abs()
-        self.mismatch.append(distance[mask].cpu())
-        return {
-            "mismatch_kl": float(kl_estimate(sampled, current, "k3").double().sum()),
-            "mismatch_abs": float(distance.double().sum()),
-            "ratio_mean": float(torch.where(mask, policy.ratio, 0.0).double().sum()),
-            "ratio_max": float(policy.ratio[mask].max()) if bool(mask.any()) else 0.0,
-            "clip_fraction": float(policy.clipped.sum()),
-            "dual_clip_fraction": float(policy.dual_clipped.sum()),
-            "clamped_exponents": float(policy.clamped),
-            "n_trained_tokens": float(mask.sum()),
-        }
+
+def _distance(terms: LossTerms, behaviour: Tensor) -> Tensor:
+    """Return |behaviour - current log-probability|, (n,), 0 outside the mask: engine and trainer disagree by that."""
+    sampled = torch.where(terms.mask, behaviour, 0.0)
+    return (sampled - torch.where(terms.mask, terms.logprobs.detach(), 0.0)).abs()
+
+
+def _policy_statistics(terms: LossTerms, policy: TokenLoss, behaviour: Tensor, distance: Tensor) -> dict[str, float]:
+    """Sum the statistics over the microbatch's trainable tokens."""
+    mask = terms.mask
+    sampled = torch.where(mask, behaviour, 0.0)
+    current = torch.where(mask, terms.logprobs.detach(), 0.0)
+    return {
+        "mismatch_kl": float(kl_estimate(sampled, current, "k3").double().sum()),
+        "mismatch_abs": float(distance.double().sum()),
+        "ratio_mean": float(torch.where(mask, policy.ratio, 0.0).double().sum()),
+        "ratio_max": float(policy.ratio[mask].max()) if bool(mask.any()) else 0.0,
+        "clip_fraction": float(policy.clipped.sum()),
+        "dual_clip_fraction": float(policy.dual_clipped.sum()),
+        "clamped_exponents": float(policy.clamped),
+        "n_trained_tokens": float(mask.sum()),
+    }
 
 
 def _add_weight_statistics(

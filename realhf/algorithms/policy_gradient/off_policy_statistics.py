@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -42,13 +40,12 @@ def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -
     return {f"staleness/{name}": value for name, value in found.items()}
 
 
-def mismatch_statistics(distances: Sequence[Tensor]) -> dict[str, float]:
-    """Return quantiles of |behaviour - proximal log-probability| over tokens, given in parts: ``mismatch/abs_p50,
-    abs_p99, abs_max``. With equal versions they measure how far engine and trainer disagree; with older ones, how far
-    the policy has moved as well."""
-    values = torch.cat(list(distances)) if distances else torch.zeros(0)
-    if not len(values):
+def mismatch_statistics(distances: Tensor) -> dict[str, float]:
+    """Return quantiles of ``distances`` (n,), |behaviour - proximal log-probability| of each trained token:
+    ``mismatch/abs_p50, abs_p99, abs_max``; {} without a token. With equal versions they measure how far engine and
+    trainer disagree; with older ones, how far the policy has moved as well."""
+    if not len(distances):
         return {}
-    ordered = values.sort().values
+    ordered = distances.sort().values
     at = {"p50": len(ordered) // 2, "p99": (99 * len(ordered)) // 100, "max": len(ordered) - 1}
     return {f"mismatch/abs_{name}": float(ordered[index]) for name, index in at.items()}

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sequence_choice import choose_sequences
 from realhf.backends.training.padded_batches import BATCH_TOKENS, padded_batches, padded_size
+from realhf.backends.training.ranks import Ranks, SingleRank
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Is a micro-batch. ``sample`` has some of the batch's sequences; ``place`` i64 (sum of its L-1,) says where its
+    packed L-1 entries stand in those of the batch; ``empty``: it has nothing to compute."""
+
+    sample: SequenceSample
+    place: torch.Tensor
+    empty: bool
 
 
 def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[SequenceSample]:
@@ -21,20 +34,33 @@ def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[Sequence
     without a trainable token computes nothing; it goes with the first part. Deterministic; the largest part comes
     first.
     """
+    return [part.sample for part in parts_of(sample, spec, SingleRank())]
+
+
+def parts_of(sample: SequenceSample, spec: MicroBatchSpec, ranks: Ranks) -> list[Part]:
+    """Return the micro-batches (see ``micro_batches``) of the sequences that this rank computes; none if it has no
+    sequence. Where ranks go in step each of them is a single pass through the model."""
     lengths, trained = _trained(sample)
-    parts = _parts(trained, lengths, spec)
-    if len(parts) < 2:
-        return [sample]
-    idle = np.setdiff1d(np.arange(len(lengths)), trained)
-    cut = []
-    for number, members in enumerate(parts):
-        keep = np.zeros(len(lengths), dtype=bool)
-        keep[members] = True
-        keep[idle if number == 0 else []] = True
-        part = choose_sequences(sample, keep)
-        assert part is not None
-        cut.append(part)
-    return cut
+    own = np.arange(len(lengths))
+    if ranks.size > 1:
+        costs = np.zeros(len(lengths), dtype=np.int64)
+        costs[trained] = lengths[trained]
+        own = np.sort(np.asarray(ranks.own(costs.tolist()), dtype=np.int64))
+        trained = np.intersect1d(trained, own)
+    if not len(own):
+        return []
+    groups = _parts(trained, lengths, spec, one_pass=ranks.in_step) or [[]]
+    idle = np.setdiff1d(own, trained).tolist()
+    return [_part(sample, lengths, members, [] if number else idle) for number, members in enumerate(groups)]
+
+
+def _part(sample: SequenceSample, lengths: np.ndarray, members: list[int], idle: list[int]) -> Part:
+    keep = np.zeros(len(lengths), dtype=bool)
+    keep[members + idle] = True
+    chosen = sample if keep.all() else choose_sequences(sample, keep)
+    assert chosen is not None
+    place = torch.from_numpy(np.flatnonzero(np.repeat(keep, np.maximum(lengths - 1, 0))))
+    return Part(chosen, place, empty=not members)
 
 
 def _trained(sample: SequenceSample) -> tuple[np.ndarray, np.ndarray]:
@@ -50,15 +76,15 @@ def _trained(sample: SequenceSample) -> tuple[np.ndarray, np.ndarray]:
     return lengths, np.flatnonzero(counted[ends] - counted[after_first] > 0)
 
 
-def _parts(trained: np.ndarray, lengths: np.ndarray, spec: MicroBatchSpec) -> list[list[int]]:
-    """Group padded batches in their order, as many in a part as its budget holds."""
+def _parts(trained: np.ndarray, lengths: np.ndarray, spec: MicroBatchSpec, one_pass: bool) -> list[list[int]]:
+    """Group padded batches in their order, as many in a part as its budget holds, or one in each part."""
     cap = spec.max_tokens_per_mb
     batches = padded_batches(trained.tolist(), lengths, BATCH_TOKENS if cap is None else min(cap, BATCH_TOKENS))
     parts: list[list[int]] = []
     spent = 0
     for batch in batches:
         size = padded_size(batch, lengths)
-        if parts and (cap is None or spent + size <= cap):
+        if parts and not one_pass and (cap is None or spent + size <= cap):
             parts[-1] += batch
             spent += size
         else:

@@ -50,6 +50,11 @@ class PolicyOptimizer:
             fused=True,
         )
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the module that are trained."""
+        return self._parameters
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for p in self._parameters:

@@ -1,8 +1,8 @@
-"""Computes log-probabilities of packed sequences by any causal language model of transformers.
+"""Computes the hidden states of packed sequences by any decoder of transformers.
 
 Sequences are sorted by length and run in right-padded batches without an attention mask: under causal attention no real
-token sees padding behind it, and the maskless kernels are the fast ones. The vocabulary projection runs only at
-positions whose prediction is asked for, in chunks of rows.
+token sees padding behind it, and the maskless kernels are the fast ones. Hidden states are kept only at positions whose
+prediction is asked for.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from realhf.api.sample import SequenceSample
+from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
 from realhf.backends.training.padded_batches import BATCH_TOKENS, padded_batches
-
-_CHUNK_ELEMENTS = 1 << 24
-"""Number of logits held at once: larger vocabularies are projected in chunks, recomputed in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -38,79 +34,65 @@ class _Bucket:
 
 
 class PackedForward:
-    """Scores packed sequences with ``model``; keeps no state between calls. ``pace`` is called between two padded
-    batches."""
+    """Runs packed sequences through ``model``, a causal language model or a decoder with a ``value_head``; keeps no
+    state between calls. ``pace`` is called before each padded batch."""
 
     def __init__(self, model: Any, *, pace: Callable[[], None] = lambda: None) -> None:
         self.model = model
         self.pace = pace
-        self._plain_head = _has_plain_head(model)
+        self.heads = heads_of(model)
 
-    def __call__(
-        self,
-        sample: SequenceSample,
-        *,
-        temperature: float,
-        with_entropy: bool = False,
-        max_tokens: int | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities (and entropies) of ``packed_input_ids``: fp32 (sum of L-1,).
-
-        They are 0 where ``loss_mask`` (if present) is False at the predicted token. Logits are divided by
-        ``temperature``; a padded batch has at most ``max_tokens`` positions, unless one sequence is longer. Raises
-        ValueError on an empty sequence or a temperature that is not positive.
-        """
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
-        device = self.model.device
+    def __call__(self, sample: SequenceSample, *, max_tokens: int | None = None) -> PackedOutputs:
+        """Return what is known of the positions whose prediction is asked for: where ``loss_mask`` is True at the
+        predicted token, or everywhere without one. A padded batch has at most ``max_tokens`` positions, unless one
+        sequence is longer. Raises ValueError on an empty sequence."""
         buckets, size = _buckets(sample, BATCH_TOKENS if max_tokens is None else min(max_tokens, BATCH_TOKENS))
-        logprobs: list[Tensor] = []
-        entropies: list[Tensor] = []
-        places: list[Tensor] = []
+        rows = []
         for bucket in buckets:
             self.pace()
-            for rows, targets, places_of_rows in self._projected(bucket, device):
-                scored = self._score(rows, targets.to(device), temperature, with_entropy)
-                logprobs.append(scored[0])
-                entropies.append(scored[1])
-                places.append(places_of_rows)
-        if not places:
-            empty = torch.zeros(size, device=device)
-            return empty, (torch.zeros_like(empty) if with_entropy else None)
-        index = torch.cat(places).to(device)
-        blank = torch.zeros(size, device=device)
-        spread = blank.index_copy(0, index, torch.cat(logprobs))
-        return spread, (blank.index_copy(0, index, torch.cat(entropies)) if with_entropy else None)
+            rows.append(self._rows(bucket))
+        return PackedOutputs(rows, size, self.heads, self.model.device)
 
-    def _projected(self, bucket: _Bucket, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return chunks of (hidden states, or logits if the model's head is not a plain projection; targets; output
-        places)."""
-        tokens, row, column = bucket.tokens.to(device), bucket.row.to(device), bucket.column.to(device)
-        if not self._plain_head:
-            logits = self.model(input_ids=tokens, use_cache=False).logits[row, column]
-            return [(logits, bucket.target, bucket.output)]
+    def nothing(self) -> Tensor:
+        """Run one token through the decoder; return a 0 with its graph."""
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        return 0.0 * self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.sum()
+
+    def _rows(self, bucket: _Bucket) -> ScoredRows:
+        device = self.model.device
+        tokens, row, column = (t.to(device) for t in (bucket.tokens, bucket.row, bucket.column))
+        target, place = bucket.target.to(device), bucket.output.to(device)
+        if self.heads.logits and self.heads.language is None:
+            hidden, logits = _through_the_whole_model(self.model, tokens, row, column)
+            return ScoredRows(hidden, target, place, logits)
         hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state[row, column]
-        size = max(1, _CHUNK_ELEMENTS // self.model.config.vocab_size)
-        chunks = zip(hidden.split(size), bucket.target.split(size), bucket.output.split(size), strict=True)
-        return list(chunks)
+        return ScoredRows(hidden, target, place)
 
-    def _score(self, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        large = rows.shape[0] * self.model.config.vocab_size > _CHUNK_ELEMENTS // 2
-        if self._plain_head and large and torch.is_grad_enabled():
-            return checkpoint(self._log_softmax, rows, targets, temperature, with_entropy, use_reentrant=False)  # type: ignore[return-value]
-        return self._log_softmax(rows, targets, temperature, with_entropy)
 
-    def _log_softmax(
-        self, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.model.get_output_embeddings()(rows) if self._plain_head else rows
-        logits = logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        if not with_entropy:
-            return -functional.cross_entropy(logits, targets, reduction="none"), logits.new_zeros(0)
-        log_p = functional.log_softmax(logits, -1)
-        return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+def heads_of(model: Any) -> Heads:
+    """Find out what ``model`` has on top of its decoder."""
+    value = getattr(model, "value_head", None)
+    if value is not None:
+        return Heads(value=value, logits=False)
+    return Heads(language=(lambda: model.get_output_embeddings().weight) if _has_plain_head(model) else None)
+
+
+def _through_the_whole_model(model: Any, tokens: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and logits at some positions, for a head that scales or bounds its logits: it sees those
+    positions only."""
+    kept: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, output: Any) -> Any:
+        kept.append(output.last_hidden_state[row, column])
+        output.last_hidden_state = kept[0][None]
+        return output
+
+    handle = model.get_decoder().register_forward_hook(keep)
+    try:
+        logits = model(input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        handle.remove()
+    return kept[0], logits
 
 
 @torch.no_grad()
@@ -118,7 +100,7 @@ def _has_plain_head(model: Any) -> bool:
     """Return whether logits are output_embeddings(decoder output), without scaling or soft caps on top."""
     tokens = torch.tensor([[0, 1]], device=model.device)
     head = model.get_output_embeddings()
-    if head is None:
+    if head is None or getattr(head, "bias", None) is not None:
         return False
     try:
         hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state

@@ -25,11 +25,13 @@ class TorchBackend:
 
     def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> TorchEngine:
         """Load weights and tokenizer of ``spec.path``. ``total_train_steps`` bounds the learning-rate schedule. Raises
-        ModelLoadError, or ValueError on an unknown dtype or a trainable role without optimizer."""
+        ModelLoadError, or ValueError on an unknown dtype or head, or a trainable role without optimizer."""
         if spec.dtype not in _DTYPES:
             raise ValueError(f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}")
         if spec.trainable and spec.optimizer is None:
             raise ValueError(f"{spec.role} is trainable but has no optimizer")
+        if spec.head != "lm":
+            raise ValueError(f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: lm")
         torch.manual_seed(seed)
         model = load_causal_lm(spec.path, spec.role, _DTYPES[spec.dtype]).to(self._device)
         return TorchEngine(

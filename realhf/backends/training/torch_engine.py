@@ -10,27 +10,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from realhf.api.config import OptimizerConfig
-from realhf.api.model import LossFn, TrainResult
+from realhf.api.model import LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
-from realhf.backends.training.micro_batches import micro_batches
+from realhf.backends.training.micro_batches import Part, parts_of
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.ranks import Ranks, SingleRank
+from realhf.backends.training.step_account import StepAccount
 
 _WEIGHTS, _STATE = "model.safetensors", "engine.pt"
 
 
 class TorchEngine:
-    """Implements ``Engine`` around ``model`` (a transformers causal language model). Without ``optimizer`` the weights
-    are frozen. Dropout is switched off, because the policy that is scored must be the one that sampled."""
+    """Implements ``Engine`` around ``model``: a transformers causal language model, or a decoder with a ``value_head``
+    (a linear layer of one output, with ``get_decoder``, ``device`` and ``config`` as transformers has them), which does
+    not generate. Without ``optimizer`` the weights are frozen. Dropout is switched off, because the policy that is
+    scored must be the one that sampled. ``ranks`` joins it with the engines of the role's other workers."""
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class TorchEngine:
         optimizer: OptimizerConfig | None = None,
         total_train_steps: int = 1,
         gradient_checkpointing: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -47,6 +53,7 @@ class TorchEngine:
         model.eval()
         use_onednn(model)
         self._forward = PackedForward(model)
+        self._ranks: Ranks = SingleRank() if ranks is None else ranks
         self._checkpointing = gradient_checkpointing and optimizer is not None
         if self._checkpointing:
             model.activation_checkpointing_enable()
@@ -56,12 +63,15 @@ class TorchEngine:
         else:
             model.requires_grad_(False)
         self._version = 0
-        self._generator = EmbeddedGenerator(model, version=lambda: self._version)
+        generates = self._forward.heads.logits
+        self._generator = EmbeddedGenerator(model, version=lambda: self._version) if generates else None
         self._threads = unmanaged()
 
     def use_threads(self, threads: ComputeThreads) -> None:
         """Let ``threads`` compute here from now on. All engines of one thread share them."""
-        self._threads = self._generator.threads = threads
+        self._threads = threads
+        if self._generator is not None:
+            self._generator.threads = threads
         self._forward.pace = threads.pace
 
     @property
@@ -72,53 +82,64 @@ class TorchEngine:
     @version.setter
     def version(self, value: int) -> None:
         self._version = value
-        self._generator.free()
+        if self._generator is not None:
+            self._generator.free()
 
     def generator(self) -> EmbeddedGenerator:
-        """The generation engine over the same model."""
+        """The generation engine over the same model. Raises ValueError on a model with a value head."""
+        if self._generator is None:
+            raise ValueError("a model with a value head does not generate")
         return self._generator
 
     def train_batch(
-        self,
-        sample: SequenceSample,
-        loss_fn: LossFn,
-        *,
-        temperature: float,
-        mb_spec: MicroBatchSpec,
-        with_entropy: bool = False,
+        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
     ) -> TrainResult:
         """See ``Engine.train_batch``. Stats: sums of what ``loss_fn`` returned, ``loss`` and ``lr``. A batch
         without any trainable position changes nothing. Raises RuntimeError on a frozen engine."""
         optimizer = self._optimizer
         if optimizer is None:
             raise RuntimeError("train_batch: this model role was built without an optimizer")
-        stats: dict[str, float] = {}
-        total, has_gradient = 0.0, False
-        self._generator.release()  # Its memory is wanted here, and the weights that filled it are about to change.
+        if not 0 < normaliser < math.inf:
+            raise ValueError(f"train_batch: the normaliser must be positive, got {normaliser}")
+        if self._generator is not None:  # Its memory is wanted here, and the weights that filled it will change.
+            self._generator.release()
         optimizer.zero_grad()
         with self._training(), self._threads.computing():
-            for part in micro_batches(sample, mb_spec):
-                logprobs, entropy = self._forward(
-                    part, temperature=temperature, with_entropy=with_entropy, max_tokens=mb_spec.max_tokens_per_mb
-                )
-                self._threads.pace()
-                loss, part_stats = loss_fn(logprobs, part, entropy)
-                _accumulate(stats, part_stats)
-                total += float(loss.detach())
-                if not math.isfinite(total):
-                    break
-                if loss.requires_grad:
-                    loss.backward()
-                    has_gradient = True
-        norm = optimizer.gradient_norm() if math.isfinite(total) else math.nan
-        stats["loss"] = total
+            account = self._passes(sample, loss_fn, mb_spec, normaliser)
+            stats, backward, kept = account.summed(self._ranks)
+            self._ranks.sum_gradients(optimizer.parameters)
+        norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
         if not math.isfinite(norm):
             optimizer.zero_grad()
-            return TrainResult(stats, norm, skipped=True)
-        if has_gradient:
+            return TrainResult(stats, norm, skipped=True, kept=kept)
+        if backward:
             stats["lr"] = optimizer.step(self._version, norm)
         optimizer.zero_grad()
-        return TrainResult(stats, norm, skipped=False)
+        return TrainResult(stats, norm, skipped=False, kept=kept)
+
+    def _passes(self, sample: SequenceSample, loss_fn: LossFn, spec: MicroBatchSpec, normaliser: float) -> StepAccount:
+        """Go forward and backward through the micro-batches of this rank."""
+        account = StepAccount(_shifted_size(sample))
+        parts = parts_of(sample, spec, self._ranks)
+        for part in parts:
+            outputs = self._forward(part.sample, max_tokens=spec.max_tokens_per_mb)
+            self._threads.pace()
+            loss, stats = loss_fn(outputs, part.sample)
+            loss = loss / normaliser if normaliser != 1.0 else loss
+            account.add(part, float(loss.detach()), stats, outputs.kept)
+            if loss.requires_grad:
+                loss.backward()
+                account.backward = True
+        for _ in range(self._passes_of_others(parts)):
+            self._forward.nothing().backward()
+        return account
+
+    def _passes_of_others(self, parts: list[Part]) -> int:
+        """Return in how many passes this rank has to take part after its own."""
+        if not self._ranks.in_step:
+            return 0
+        own = sum(not part.empty for part in parts)
+        return max(int(numbers["passes"]) for numbers in self._ranks.gather({"passes": float(own)})) - own
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:
@@ -129,25 +150,42 @@ class TorchEngine:
         finally:
             self.model.eval()
 
-    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
-        """See ``Engine.logprobs``. The result is on the CPU. ``mb_spec`` bounds a padded batch, one of which exists at
-        once; it changes values by rounding at most."""
+    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+        """See ``Engine.forward``."""
+        result = torch.zeros(_shifted_size(sample))
         with torch.inference_mode(), self._threads.computing():
-            logprobs, _ = self._forward(sample, temperature=temperature, max_tokens=mb_spec.max_tokens_per_mb)
-        # A copy made outside inference mode is an ordinary tensor, which a loss may use later.
-        return logprobs.cpu().clone()
+            parts = parts_of(sample, mb_spec, self._ranks)
+            for part in parts:
+                found = post_fn(self._forward(part.sample, max_tokens=mb_spec.max_tokens_per_mb), part.sample)
+                if found.shape != part.place.shape:
+                    raise ValueError(f"forward: post_fn returned {tuple(found.shape)}, not {tuple(part.place.shape)}")
+                result[part.place] = found.float().cpu()
+            for _ in range(self._passes_of_others(parts)):
+                self._forward.nothing()
+        self._ranks.sum_(result)
+        return result
+
+    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
+        """See ``Engine.logprobs``. ``mb_spec`` bounds memory; it changes values by rounding at most."""
+        return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Engine.weights``."""
         return named_weights(self.model)
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write what training needs to continue bit-identically into ``folder`` (made if missing). A frozen engine
-        writes its version only, because its weights are those it was built from."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = {"version": self._version, "torch_rng": torch.get_rng_state()}
+    def state(self) -> dict[str, Any]:
+        """See ``Engine.state``. A frozen engine has its version only, because its weights are those it was built
+        from."""
+        found: dict[str, Any] = {"version": self._version, "torch_rng": torch.get_rng_state()}
         if self._optimizer is not None:
-            state["optimizer"] = self._optimizer.state_dict()
+            found |= {"optimizer": self._optimizer.state_dict(), "weights": self.weights()}
+        return found
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write what training needs to continue bit-identically into ``folder`` (made if missing)."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = self.state()
+        if state.pop("weights", None) is not None:
             save_model(self.model, str(folder / _WEIGHTS))
         torch.save(state, folder / _STATE)
 
@@ -185,12 +223,12 @@ class TorchEngine:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _accumulate(total: dict[str, float], part: dict[str, float]) -> None:
-    for name, value in part.items():
-        if name.endswith("_max"):
-            total[name] = max(total.get(name, value), value)
-        else:
-            total[name] = total.get(name, 0.0) + value
+def _shifted_size(sample: SequenceSample) -> int:
+    """Return the sum of L-1 over the sequences of a batch."""
+    lengths = np.asarray(sample.lengths("packed_input_ids").values)
+    if (lengths < 1).any():
+        raise ValueError("packed_input_ids has an empty sequence")
+    return int((lengths - 1).sum())
 
 
 def _disable_dropout(model: nn.Module) -> None:

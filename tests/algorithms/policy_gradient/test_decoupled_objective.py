@@ -15,6 +15,7 @@ from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import micro_batches
+from tests.algorithms.given_outputs import GivenOutputs
 
 GROUPS = [[9, 4], [1, 12, 6]]
 STEP = 5
@@ -96,7 +97,7 @@ def test_loss_and_weights_equal_loops(rollout_batch: Any, given: dict[str, Any])
     bounded = 0.0
     for seed in range(5):
         current, part = minibatch(rollout_batch, options, seed)
-        loss, stats = PolicyObjective(options, STEP)(current, part, None)
+        loss, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
         expected, sums = loop(current.tolist(), part, options)
         assert float(loss.detach()) == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert stats["behav_weight_mean"] == pytest.approx(sums["weight"], rel=1e-5)
@@ -111,13 +112,13 @@ def test_the_weight_is_constant_in_the_gradient(rollout_batch: Any, given: dict[
     """d loss / d lp of a decoupled objective is w times that of the same objective against the proximal policy."""
     options = resolve({"use_decoupled_loss": True, **given})
     current, part = minibatch(rollout_batch, options, 3)
-    (gradient,) = torch.autograd.grad(PolicyObjective(options, STEP)(current, part, None)[0], current)
+    (gradient,) = torch.autograd.grad(PolicyObjective(options, STEP)(GivenOutputs(current), part)[0], current)
     prox = part["proximal_logprobs"]
     if options.prox_logp_method == "loglinear":
         prox = loglinear_proximal(current.detach(), part["packed_logprobs"], part["packed_versions"], STEP)
     plain = resolve({k: v for k, v in given.items() if not k.startswith(("behav", "prox"))})
     against = replace_keys(part, shifted={"packed_logprobs": prox})
-    (unweighted,) = torch.autograd.grad(PolicyObjective(plain, STEP)(current, against, None)[0], current)
+    (unweighted,) = torch.autograd.grad(PolicyObjective(plain, STEP)(GivenOutputs(current), against)[0], current)
     tokens = PredictedTokens.of(part)
     w = prox - part["packed_logprobs"]
     if options.behav_imp_weight_level == "sequence":
@@ -139,7 +140,7 @@ def test_proximal_equal_to_behaviour_is_the_plain_objective(rollout_batch: Any, 
     part = replace_keys(part, shifted={"proximal_logprobs": part["packed_logprobs"]})
     found = []
     for options in (decoupled, plain):
-        loss, stats = PolicyObjective(options, STEP)(current, part, None)
+        loss, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
         found.append((loss.detach(), *torch.autograd.grad(loss, current), stats["clip_fraction"], stats["mismatch_kl"]))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert found[0][2:] == found[1][2:]
@@ -158,7 +159,7 @@ def test_garbage_in_masked_positions_is_harmless(rollout_batch: Any, given: dict
             for tensor in (lp, *own.values()):
                 tensor[outside] = junk
         lp.requires_grad_()
-        loss, stats = PolicyObjective(options, STEP)(lp, replace_keys(part, shifted=own), None)
+        loss, stats = PolicyObjective(options, STEP)(GivenOutputs(lp), replace_keys(part, shifted=own))
         found.append((loss.detach(), *torch.autograd.grad(loss, lp), stats))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert found[0][2] == found[1][2]
@@ -169,12 +170,12 @@ def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
     """Parts of a minibatch, on one worker or on several, sum to the whole: loss, gradient and statistics."""
     options = resolve({"use_decoupled_loss": True, **given})
     current, part = minibatch(rollout_batch, options, 4)
-    whole, stats = PolicyObjective(options, STEP)(current, part, None)
+    whole, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
     part = replace_keys(part, shifted={"advantages": part["advantages"], "current": current.detach()})
     loss, sums, pieces = 0.0, dict.fromkeys(stats, 0.0), micro_batches(part, MicroBatchSpec(n_mbs=2))
     assert len(pieces) == 2
     for piece in pieces:
-        value, own = PolicyObjective(options, STEP)(piece["current"].requires_grad_(), piece, None)
+        value, own = PolicyObjective(options, STEP)(GivenOutputs(piece["current"].requires_grad_()), piece)
         loss += float(value.detach())
         sums = {k: max(sums[k], v) if k.endswith("_max") else sums[k] + v for k, v in own.items()}
     assert loss == pytest.approx(float(whole.detach()), rel=1e-5, abs=1e-7)
@@ -184,9 +185,9 @@ def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
 def test_recompute_logprob_replaces_the_behaviour_policy(rollout_batch: Any) -> None:
     plain, recomputed = resolve({}), resolve({"recompute_logprob": True})
     current, part = minibatch(rollout_batch, plain, 6)
-    got, stats = PolicyObjective(recomputed, STEP)(current, part, None)
+    got, stats = PolicyObjective(recomputed, STEP)(GivenOutputs(current), part)
     against = replace_keys(part, shifted={"packed_logprobs": part["proximal_logprobs"]})
-    expected, other = PolicyObjective(plain, STEP)(current, against, None)
+    expected, other = PolicyObjective(plain, STEP)(GivenOutputs(current), against)
     assert torch.equal(got, expected) and "behav_weight_mean" not in stats
     assert stats["ratio_mean"] == other["ratio_mean"] and stats["mismatch_abs"] != other["mismatch_abs"]
 
@@ -196,7 +197,7 @@ def test_huge_weight_is_clamped_counted_and_rejected(rollout_batch: Any) -> None
     current, part = minibatch(rollout_batch, options, 0)
     mask = PredictedTokens.of(part).mask
     part = replace_keys(part, shifted={"packed_logprobs": part["packed_logprobs"] - 500.0 * mask})
-    loss, stats = PolicyObjective(options, STEP)(current, part, None)
+    loss, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
     assert float(loss.detach()) == 0 and stats["rejected_fraction"] == float(mask.sum())
     assert stats["clamped_exponents"] == float(mask.sum())
     assert stats["behav_weight_max"] == pytest.approx(math.exp(20.0)) and stats["behav_weight_mean"] == 0

@@ -82,7 +82,7 @@ def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(name: str
     }
     lengths = [[len(row)] for row in rows]
     sample = SequenceSample.from_tensors(["a", "b"], tensors, {key: lengths for key in tensors})
-    scored = PackedForward(model)(sample, temperature=1.0)[0].detach()
+    scored = PackedForward(model)(sample).logprobs()[0].detach()
     sampled = torch.tensor([p for o in out for p in o.logprobs])
     torch.testing.assert_close(scored[scored != 0], sampled, atol=1e-3, rtol=1e-3)
     beyond = model(input_ids=torch.tensor([rows[0]])).logits[0]

@@ -159,7 +159,7 @@ def test_everything_that_an_engine_computes_follows_the_cores(tiny_model: Any, r
     request = GenRequest(0, [7, 8, 9])
     calls: list[Callable[[], object]] = [
         lambda: engine.logprobs(sample, temperature=1.0, mb_spec=whole),
-        lambda: engine.train_batch(sample, lambda logprobs, *_: (-logprobs.sum(), {}), temperature=1.0, mb_spec=whole),
+        lambda: engine.train_batch(sample, lambda outputs, _: (-outputs.logprobs()[0].sum(), {}), mb_spec=whole),
         lambda: engine.generator().generate([request], GenConfig(max_new_tokens=4), stop_ids=(), seed=1),
     ]
     for call in calls:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.api.config import OptimizerConfig
+from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sequence_choice import choose_sequences
 from realhf.backends.training.micro_batches import micro_batches
@@ -79,12 +80,12 @@ def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None
         lambda _, args, kwargs: waiting.__setitem__(0, waiting[0] + kwargs["input_ids"].numel()), with_kwargs=True
     )
 
-    def loss(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         most.append(waiting[0])
         waiting[0] = 0
-        return -logprobs.sum(), {"sequences": float(len(part["number"]))}
+        return -outputs.logprobs()[0].sum(), {"sequences": float(len(part["number"]))}
 
-    result = engine.train_batch(batch(GROUP), loss, temperature=1.0, mb_spec=MicroBatchSpec(1, 128))
+    result = engine.train_batch(batch(GROUP), loss, mb_spec=MicroBatchSpec(1, 128))
     assert len(most) == 4 and max(most) <= 128
     assert result.stats["sequences"] == 8
 
@@ -103,15 +104,15 @@ def test_gradients_equal_the_unsplit_ones(tiny_model: Any, architecture: str, ca
         whole = sample.update(SequenceSample.from_tensors(sample.ids, {"w": weight}, {"w": shifted}))
         kept: list[Tensor] = []
 
-        def loss(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-            return (part["w"] * logprobs).sum(), {}
+        def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+            return (part["w"] * outputs.logprobs()[0]).sum(), {}
 
         def keep_gradient(*_: Any) -> float:
             kept.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).clone())
             return math.nan  # Ends the step before the optimizer.
 
         engine._optimizer.gradient_norm = keep_gradient  # type: ignore[union-attr, method-assign]
-        stats = engine.train_batch(whole, loss, temperature=1.0, mb_spec=spec).stats
+        stats = engine.train_batch(whole, loss, mb_spec=spec).stats
         return kept[0], stats["loss"]
 
     whole, loss = gradient(MicroBatchSpec())

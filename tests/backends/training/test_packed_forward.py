@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.training import packed_forward
+from realhf.backends.training import forward_outputs
+from realhf.backends.training.forward_outputs import Heads
 from realhf.backends.training.packed_forward import PackedForward
 
 GROUPS = [[40, 3, 1], [17], [2, 60, 33, 33]]
@@ -29,7 +30,7 @@ def one_by_one(model: Any, sample: SequenceSample, temperature: float) -> tuple[
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
 def test_equals_one_sequence_at_a_time(tiny_model: Any, ragged_sample: Any, architecture: str) -> None:
     model, sample = tiny_model(architecture), ragged_sample(GROUPS)
-    logprobs, entropies = PackedForward(model)(sample, temperature=0.8, with_entropy=True)
+    logprobs, entropies = PackedForward(model)(sample).logprobs(temperature=0.8, with_entropy=True)
     expected, expected_entropies = one_by_one(model, sample, 0.8)
     assert logprobs.dtype == torch.float32 and entropies is not None
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=0)
@@ -44,27 +45,28 @@ def test_gradient_is_the_same_in_chunks_and_without_a_plain_head(
     def gradient(plain: bool) -> torch.Tensor:
         model = tiny_model()
         forward = PackedForward(model)
-        assert forward._plain_head
-        forward._plain_head = plain
-        logprobs, _ = forward(sample, temperature=0.8)
+        assert forward.heads.language is not None
+        if not plain:
+            forward.heads = Heads()
+        logprobs, _ = forward(sample).logprobs(temperature=0.8)
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
     whole, other = gradient(True), gradient(False)
-    monkeypatch.setattr(packed_forward, "_CHUNK_ELEMENTS", 97 * 8)
+    monkeypatch.setattr(forward_outputs, "_CHUNK_ELEMENTS", 97 * 8)
     torch.testing.assert_close(gradient(True), whole, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(other, whole, atol=1e-4, rtol=1e-4)
 
 
 def test_without_mask_every_token_is_scored(tiny_model: Any, ragged_sample: Any) -> None:
     sample = ragged_sample(GROUPS).select(["packed_input_ids"])
-    logprobs, _ = PackedForward(tiny_model())(sample, temperature=1.0)
+    logprobs, _ = PackedForward(tiny_model())(sample).logprobs()
     assert logprobs.shape == (sum(map(sum, GROUPS)) - 8,) and bool((logprobs < 0).all())
 
 
 def test_bad_input_is_refused(tiny_model: Any, ragged_sample: Any) -> None:
     forward = PackedForward(tiny_model())
     with pytest.raises(ValueError, match="empty sequence"):
-        forward(ragged_sample([[3, 0]]), temperature=1.0)
+        forward(ragged_sample([[3, 0]]))
     with pytest.raises(ValueError, match="temperature"):
-        forward(ragged_sample([[3]]), temperature=0.0)
+        forward(ragged_sample([[3]])).logprobs(temperature=0.0)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from realhf.api.config import GenConfig, LRSchedule, OptimizerConfig
 from realhf.api.experiment import ModelSpec
-from realhf.api.model import GenRequest, TrainResult
+from realhf.api.model import ForwardOutputs, GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.optimizer import learning_rate
 from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
@@ -27,7 +27,8 @@ def engine_of(model: Any, **options: Any) -> TorchEngine:
     return TorchEngine(model, None, optimizer=OPTIMIZER, total_train_steps=10, **options)
 
 
-def mean_nll(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+def mean_nll(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+    logprobs, _ = outputs.logprobs()
     return -logprobs.sum() / 100, {
         "nll_sum": -float(logprobs.detach().sum()),
         "low_max": -float(logprobs.detach().min()),
@@ -35,7 +36,7 @@ def mean_nll(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> 
 
 
 def train(engine: TorchEngine, sample: SequenceSample, spec: MicroBatchSpec | None = None) -> TrainResult:
-    result = engine.train_batch(sample, mean_nll, temperature=1.0, mb_spec=spec or MicroBatchSpec())
+    result = engine.train_batch(sample, mean_nll, mb_spec=spec or MicroBatchSpec())
     engine.version += 1
     return result
 
@@ -96,13 +97,14 @@ def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, whe
     train(engine, sample)
     before, state = weights(engine), str(engine._optimizer.state_dict())
 
-    def broken(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def broken(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+        logprobs, _ = outputs.logprobs()
         if where == "loss":
             return logprobs.sum() * math.nan, {}
         # Finite value, infinite slope at 0.
         return (logprobs - logprobs.detach()).abs().sqrt().sum() + logprobs.sum(), {}
 
-    result = engine.train_batch(sample, broken, temperature=1.0, mb_spec=MicroBatchSpec(n_mbs=2))
+    result = engine.train_batch(sample, broken, mb_spec=MicroBatchSpec(n_mbs=2))
     assert result.skipped and not math.isfinite(result.grad_norm)
     assert torch.equal(weights(engine), before) and str(engine._optimizer.state_dict()) == state
     assert not train(engine, sample).skipped
@@ -217,13 +219,13 @@ def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sam
         outputs = engine.generator().generate(requests, GenConfig(max_new_tokens=5), stop_ids=(), seed=3)
         return [output.token_ids for output in outputs]
 
-    def loss(logprobs: Tensor, part: SequenceSample, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         held.append(engine.generator().kv_bytes)
-        return mean_nll(logprobs, part, entropy)[0] * 0, {}
+        return mean_nll(outputs, part)[0] * 0, {}
 
     tokens, filled = play(), engine.generator().kv_bytes
     assert filled > 0
-    engine.train_batch(ragged_sample(GROUPS), loss, temperature=1.0, mb_spec=MicroBatchSpec(n_mbs=2))
+    engine.train_batch(ragged_sample(GROUPS), loss, mb_spec=MicroBatchSpec(n_mbs=2))
     assert held == [0, 0]
     engine.generator().generate(requests[:1], GenConfig(max_new_tokens=1), stop_ids=(), seed=3)
     assert engine.generator().kv_bytes == filled, "it comes back in one piece"

@@ -1,0 +1,139 @@
+"""Holds the hidden states that a forward pass was asked for, and makes log-probabilities and values of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from realhf.backends.embedded.onednn_linear import linear, suits
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Number of logits held at once: larger vocabularies are projected in chunks, recomputed in the backward pass."""
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Holds the asked-for positions of one pass through the model. ``hidden`` (m, width); ``target`` i64 (m,): the
+    token that follows; ``place`` i64 (m,): where each stands in the packed L-1 layout; ``logits`` (m, vocabulary) only
+    where the model's head is no plain projection."""
+
+    hidden: Tensor
+    target: Tensor
+    place: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Says what a model has on top of its hidden states. ``language`` returns the weight (vocabulary, width) of a head
+    that is a product with it and nothing else; ``value`` is a projection to one number. ``logits``: there is a
+    language-model head, plain or not."""
+
+    language: Callable[[], Tensor] | None = None
+    value: nn.Module | None = None
+    logits: bool = True
+
+
+class PackedOutputs:
+    """Implements ``ForwardOutputs``. ``size`` is the sum of L-1 over the sequences of the micro-batch."""
+
+    def __init__(self, rows: Sequence[ScoredRows], size: int, heads: Heads, device: torch.device) -> None:
+        self._rows, self._size, self._heads, self._device = list(rows), size, heads, device
+        self.kept: dict[str, Tensor] = {}
+
+    def logprobs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """See ``ForwardOutputs``."""
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        if not self._heads.logits:
+            raise ValueError("this model has a value head and no language-model head: it gives no log-probabilities")
+        found = [self._score(rows, temperature, with_entropy) for rows in self._rows]
+        logprobs = self._spread([logprobs for logprobs, _ in found])
+        return logprobs, (self._spread([entropy for _, entropy in found]) if with_entropy else None)
+
+    def values(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        head = self._heads.value
+        if head is None:
+            raise ValueError("this model has no value head: a critic needs a ModelSpec with head='value'")
+        return self._spread([head(rows.hidden)[..., 0].float() for rows in self._rows])
+
+    def keep(self, name: str, values: Tensor) -> None:
+        """See ``ForwardOutputs``. Raises ValueError on another shape."""
+        if values.shape != (self._size,):
+            raise ValueError(f"keep({name!r}): shape {tuple(values.shape)}, the micro-batch has ({self._size},)")
+        self.kept[name] = values.detach().float().cpu()
+
+    @property
+    def hidden(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        return torch.cat([rows.hidden for rows in self._rows]) if self._rows else torch.zeros(0, 0, device=self._device)
+
+    @property
+    def place(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        return self._joined([rows.place for rows in self._rows])
+
+    @property
+    def target(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        return self._joined([rows.target for rows in self._rows])
+
+    @property
+    def head(self) -> Tensor | None:
+        """See ``ForwardOutputs``."""
+        head = self._heads.language
+        return None if head is None else head()
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    def _spread(self, parts: list[Tensor]) -> Tensor:
+        """Put the numbers of all rows, in their order, into the packed L-1 layout."""
+        blank = torch.zeros(self._size, device=self._device)
+        return blank.index_copy(0, self.place, torch.cat(parts)) if parts else blank
+
+    def _score(self, rows: ScoredRows, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        head = self.head
+        if head is None:
+            assert rows.logits is not None, "a head that is no plain projection gives its logits"
+            return _log_softmax(rows.logits, rows.target, temperature, with_entropy)
+        vocabulary = head.shape[0]
+        size = max(1, _CHUNK_ELEMENTS // vocabulary)
+        found = []
+        for hidden, target in zip(rows.hidden.split(size), rows.target.split(size), strict=True):
+            large = hidden.shape[0] * vocabulary > _CHUNK_ELEMENTS // 2
+            found.append(_projected(head, hidden, target, temperature, with_entropy, again=large))
+        return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropy for _, entropy in found])
+
+
+def _projected(
+    head: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    again: bool,
+) -> tuple[Tensor, Tensor]:
+    def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        project = linear if suits(head) else functional.linear
+        return _log_softmax(project(hidden, head), target, temperature, with_entropy)
+
+    if again and torch.is_grad_enabled():
+        return checkpoint(score, hidden, use_reentrant=False)  # type: ignore[return-value]
+    return score(hidden)
+
+
+def _log_softmax(logits: Tensor, target: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if not with_entropy:
+        return -functional.cross_entropy(logits, target, reduction="none"), logits.new_zeros(0)
+    log_p = functional.log_softmax(logits, -1)
+    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
