@@ -65,12 +65,12 @@ ROOMS: dict[str, str] = {
     "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli aws/server base env/containment",
     "aws/grading": "aws/cli aws/tasks",
-    "aws/episode": "aws/cli aws/grading aws/simulator aws/tasks env/server",
-    "aws/evaluation": "api api/chat api/config aws aws/cli aws/episode "
-    "aws/simulator aws/tasks backends/embedded backends/threads backends/training base",
+    "aws/episode": "api aws aws/cli aws/grading aws/simulator aws/tasks env/doors env/server",
+    "aws/evaluation": "api api/chat api/config aws aws/episode aws/simulator aws/tasks "
+    "backends/embedded backends/threads backends/training base rollout/episode rollout/players",
     "aws/playground": "aws/episode aws/grading aws/server aws/simulator aws/tasks env/server",
     "aws/service": "aws/episode aws/playground aws/real_aws aws/server aws/simulator env/server",
-    "aws/training": "aws aws/cli aws/episode aws/simulator aws/tasks",
+    "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks rollout/episode rollout/players",
     "aws/validation/plays": "aws/episode aws/grading aws/tasks",
     "aws/validation": "aws/cli aws/episode aws/grading aws/simulator aws/tasks aws/validation/plays",
     "aws/client": "api aws base env/client rollout/episode rollout/players",

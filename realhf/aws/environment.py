@@ -21,8 +21,8 @@ from realhf.api.environment import (
     Task,
     Turn,
 )
-from realhf.aws.extraction import extract_command
-from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS, observation_text
+from realhf.aws.messages import command_of, command_turn, episode_task, task_opening, told
+from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions, environment_server
 from realhf.aws.tasks.loader import instantiate, training_tags
 from realhf.aws.tasks.task_set import TrainingTasks
@@ -54,9 +54,7 @@ class AwsTaskSet:
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """See ``TaskSet``: the names of training and held-out instances differ."""
-        task = instantiate(int(template_id), seed, split=self._split)
-        payload = {"task": task.to_json(), "chaos": self._chaos}
-        return Task(f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed)
+        return episode_task(instantiate(int(template_id), seed, split=self._split), chaos=self._chaos)
 
 
 class AwsEnvironment:
@@ -81,30 +79,23 @@ class AwsEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode of a whole task, or of what else the server's reset takes."""
         client = await self._connected()
-        result = await _asked(client.reset(**task, seed=seed))
-        shown = result.observation.get("task") or {}
-        return Opening([{"role": "user", "content": shown.get("description", "")}])
+        return task_opening((await _asked(client.reset(**task, seed=seed))).observation)
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Run the command of the turn. Without one, and for one that the server refuses to read, nothing is run."""
-        command = extract_command(message.text or message.content)
+        command = command_of(message)
         if command is None:
-            return _told(NO_COMMAND)
+            return told(NO_COMMAND)
         if self._client is None:
             raise EnvironmentFailure("lost", "the session is not open")
         try:
             result = await _asked(self._client.step(command))
         except _Rejected as error:
-            return _told(f"error: {shorten(str(error), self._chars)}")
+            return told(f"error: {shorten(str(error), self._chars)}")
         if result.reward is None:
             raise EnvironmentFailure("internal", "the environment answered a step without a reward")
-        seen = result.observation
-        return Turn(
-            [{"role": "user", "content": observation_text(seen, max_chars=self._chars)}],
-            done=result.done,
-            reward=result.reward,
-            metrics={"success": float(seen["task_achieved"]), "progress": float(seen["partial_progress"])},
-            final=self._level,
+        return command_turn(
+            result.observation, result.reward, result.done, final=self._level, observation_chars=self._chars
         )
 
     async def close(self) -> None:
@@ -147,10 +138,6 @@ async def _asked(answer: Awaitable[T]) -> T:
         raise EnvironmentFailure("timeout", str(error)) from error
     except ConnectionError as error:
         raise EnvironmentFailure("lost", str(error)) from error
-
-
-def _told(text: str) -> Turn:
-    return Turn([{"role": "user", "content": text}])
 
 
 def build(options: AwsOptions) -> EnvironmentSpec:

@@ -62,7 +62,6 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
             options.temperature,
             options.max_new_tokens,
             concurrency=options.pool_size,
-            observation_chars=options.observation_chars,
             chat_template_kwargs=options.chat_template_kwargs,
         )
         try:
@@ -77,7 +76,6 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
         gen,
         options.seed,
         options.max_total_tokens,
-        options.observation_chars,
         label,
         options.chat_template_kwargs,
     ).load(options.threads)
@@ -87,7 +85,13 @@ def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argp
     """Play all episodes of one agent, with a progress bar on standard error."""
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(agent.name, total=len(tasks))
-        run = EvaluationRun(agent, pool, max_turns=options.max_turns, on_episode=lambda record: progress.advance(bar))
+        run = EvaluationRun(
+            agent,
+            pool,
+            max_turns=options.max_turns,
+            observation_chars=options.observation_chars,
+            on_episode=lambda record: progress.advance(bar),
+        )
         return run.play(tasks)
 
 

@@ -12,21 +12,28 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from realhf.api.chat import parse_turn
-from realhf.api.environment import AssistantMessage, Demonstration, DemonstrationRequest, EnvironmentSpec, Opening
+from realhf.api.env import RolloutOutcome
+from realhf.api.environment import (
+    AssistantMessage,
+    Demonstration,
+    DemonstrationRequest,
+    Environment,
+    EnvironmentSpec,
+    Opening,
+)
+from realhf.api.generation import TokenSource
 from realhf.env.doors.load import build_environment
 from realhf.rollout.episode.played_episode import play_episode
 from realhf.rollout.episode.request import EpisodeRequest
-from realhf.rollout.players.slot_environment import SlotEnvironment
-
-TIMEOUT_S = 60.0
+from realhf.rollout.players.player import NO_TOKENS, Player
 
 
 class Script:
@@ -58,38 +65,46 @@ class Script:
         return bool(self._turns)
 
 
-async def played(spec: EnvironmentSpec, scripts: Sequence[Demonstration]) -> list[dict[str, Any]]:
-    """Return a row per script: task, kind, messages, tools, whether it succeeded, reward. Raises RuntimeError for a
-    script that does not end as it should."""
-    env = SlotEnvironment(
-        spec.name, lambda: spec.make(""), message_timeout_s=TIMEOUT_S, patience_s=0.0, deterministic=False
-    )
-    rows = []
-    try:
-        for number, script in enumerate(track(scripts, "playing demonstrations", console=Console(stderr=True))):
-            env.begin(0)
-            speaker = Script(script)
-            outcome = await play_episode(env, EpisodeRequest(number, script.task), speaker, len(script.turns))
-            if not outcome.valid or outcome.achieved is not script.succeeds:
-                raise RuntimeError(
-                    f"{spec.name}: the {script.kind} of task {script.task.id} ended as {outcome.status} "
-                    f"({outcome.message or 'no message'}), expected {'success' if script.succeeds else 'no success'}"
-                )
-            rows.append(
-                {
-                    "task_id": script.task.id,
-                    "group": script.task.group,
-                    "seed": script.task.seed,
-                    "kind": script.kind,
-                    "messages": speaker.messages,
-                    "tools": [*speaker.tools],
-                    "achieved": outcome.achieved,
-                    "reward": outcome.reward,
-                }
+class ScriptAgent:
+    """Plays demonstrations and keeps their rows: task, kind, messages, tools, whether it succeeded, reward. See
+    ``EpisodeAgent``."""
+
+    def __init__(self, scripts: Sequence[Demonstration], on_row: Callable[[], None]) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
+        self._scripts, self._on_row = scripts, on_row
+
+    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """See ``EpisodeAgent``. Raises RuntimeError for a script that does not end as it should."""
+        script = self._scripts[wanted.index]
+        speaker = Script(script)
+        outcome = await play_episode(env, wanted, speaker, len(script.turns))
+        if not outcome.valid or outcome.achieved is not script.succeeds:
+            raise RuntimeError(
+                f"the {script.kind} of task {script.task.id} ended as {outcome.status} "
+                f"({outcome.message or 'no message'}), expected {'success' if script.succeeds else 'no success'}"
             )
-    finally:
-        await env.close()
-    return rows
+        self.rows[wanted.index] = {
+            "task_id": script.task.id,
+            "group": script.task.group,
+            "seed": script.task.seed,
+            "kind": script.kind,
+            "messages": speaker.messages,
+            "tools": [*speaker.tools],
+            "achieved": outcome.achieved,
+            "reward": outcome.reward,
+        }
+        self._on_row()
+        return outcome
+
+
+async def played(spec: EnvironmentSpec, scripts: Sequence[Demonstration]) -> list[dict[str, Any]]:
+    """Return a row per script, in their order. Raises RuntimeError for a script that does not end as it should."""
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task(f"playing demonstrations of {spec.name}", total=len(scripts))
+        agent = ScriptAgent(scripts, lambda: progress.advance(bar))
+        player = Player(spec, "", agent, 1, patience_s=0.0)
+        await player.play_and_close([EpisodeRequest(n, script.task) for n, script in enumerate(scripts)], NO_TOKENS)
+    return [agent.rows[number] for number in range(len(scripts))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (end o
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,11 @@ class Episode:
         except (StateCallError, ConnectionError) as error:
             raise EpisodeError(f"the simulator cannot be read: {type(error).__name__}") from error
         return StepData(self._observation(result, ""), reward, self.done)
+
+    @property
+    def setup_answers(self) -> tuple[Mapping[str, Any], ...]:
+        """What the calls of the set-up answered, for the captures of a solution; () before a reset."""
+        return self._world.answers if self._world else ()
 
     def fill(self, commands: Sequence[str]) -> list[str]:
         """Commands of this task with the captures of its set-up filled. Raises EpisodeError before a reset,

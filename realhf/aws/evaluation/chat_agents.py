@@ -15,32 +15,21 @@ import httpx
 
 from realhf.api.chat import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.model import GenRequest
+from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.environment import SYSTEM_PROMPT
-from realhf.aws.evaluation.agent import AgentError, Conversation, Reply
-from realhf.aws.extraction import extract_command
-from realhf.aws.observation_text import NO_COMMAND, observation_text
+from realhf.aws.evaluation.agent import AgentError, Conversation, TextAgent
+from realhf.rollout.episode.request import Limits
+from realhf.rollout.players.player import EpisodeAgent, TurnAgent
 
 _ATTEMPTS = 4
 _BACKOFF_S = 0.5
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
 
 
-def observed(reply: Reply, observation: Mapping[str, Any], max_chars: int) -> str:
-    """Return what the model reads after a turn of its own."""
-    return NO_COMMAND if reply.command is None else observation_text(observation, max_chars=max_chars)
-
-
-@dataclass
-class _Tokens:
-    ids: list[int]
-    turns: int = 0
-    ended: bool = True
-
-
 @dataclass
 class LocalModelAgent:
-    """Answers with a causal language model of transformers in this process; ``path`` is a folder or hub id.
+    """Plays with a causal language model of transformers in this process, as training does; ``path`` is a folder or hub
+    id.
 
     ``gen``: sampling (temperature 0: greedy). ``max_total_tokens`` ends a conversation that grew too long. Raises
     ModelLoadError from ``load``.
@@ -50,11 +39,8 @@ class LocalModelAgent:
     gen: GenConfig
     seed: int = 0
     max_total_tokens: int = 4096
-    observation_chars: int = 200
     name: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    _tokens: dict[int, _Tokens] = field(default_factory=dict)
-    _round: int = 0
 
     def load(self, threads: int) -> LocalModelAgent:
         """Read weights and tokenizer; torch computes on ``threads`` threads."""
@@ -70,44 +56,27 @@ class LocalModelAgent:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = EmbeddedGenerator(load_causal_lm(self.path, "model", torch.float32).to(device))
         self._engine.threads = compute_threads(threads)
-        self._chat = TemplateChat(tokenizer, system_prompt=SYSTEM_PROMPT, template_kwargs=self.chat_template_kwargs)
+        self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs)
         return self
 
-    def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
-        """Answer all conversations with one batched generation."""
-        self._round += 1
-        states = [self._grown(conversation) for conversation in conversations]
-        fits = [i for i, s in enumerate(states) if len(s.ids) + self.gen.max_new_tokens <= self.max_total_tokens]
-        requests = [GenRequest(conversations[i].slot, states[i].ids) for i in fits]
-        seed = self.seed * 1_000_003 + self._round
-        outputs = self._engine.generate(requests, self.gen, stop_ids=self._chat.stop_ids, seed=seed)
-        replies = [Reply("", None)] * len(states)
-        for i, output in zip(fits, outputs, strict=True):
-            states[i].ids = states[i].ids + output.token_ids
-            states[i].ended = output.finish_reason == "stop"
-            text = self._chat.decode(output.token_ids)
-            replies[i] = Reply(text, extract_command(text))
-        return replies
+    def speaker(self, max_turns: int) -> EpisodeAgent:
+        """See ``Agent``."""
+        return TurnAgent(
+            self._chat, Limits(max_turns, self.max_total_tokens, self.gen.max_new_tokens), system_prompt=SYSTEM_PROMPT
+        )
 
-    def finish(self, slots: Sequence[int]) -> None:
-        """Free the cached rows and the tokens of these conversations."""
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """See ``Agent``: all turns of a round are sampled as one batch."""
+        seed = self.seed * 1_000_003 + round_index + 1
+        return self._engine.generate(requests, self.gen, stop_ids=self._chat.stop_ids, seed=seed)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """See ``Agent``: free the cached rows."""
         self._engine.free(slots)
-        for slot in slots:
-            self._tokens.pop(slot, None)
-
-    def _grown(self, conversation: Conversation) -> _Tokens:
-        state = self._tokens.get(conversation.slot)
-        if state is None:
-            state = self._tokens[conversation.slot] = _Tokens(self._chat.first(conversation.task_text))
-        for reply, observation in conversation.turns[state.turns :]:
-            text = observed(reply, observation, self.observation_chars)
-            state.ids = state.ids + self._chat.following(text, ended=state.ended)
-            state.turns += 1
-        return state
 
 
 @dataclass
-class ChatApiAgent:
+class ChatApiAgent(TextAgent):
     """Answers with an OpenAI-compatible ``/chat/completions`` endpoint, asked with ``concurrency`` requests at once.
 
     ``base_url`` ends before ``/chat/completions`` (usually in ``/v1``). A request that fails for a moment is sent
@@ -121,7 +90,6 @@ class ChatApiAgent:
     max_new_tokens: int = 256
     timeout_s: float = 120.0
     concurrency: int = 8
-    observation_chars: int = 4000
     name: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -131,24 +99,17 @@ class ChatApiAgent:
         self._client = httpx.Client(base_url=self.base_url.rstrip("/"), headers=headers, timeout=self.timeout_s)
         self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="chat-api")
 
-    def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
+    def act(self, conversations: Sequence[Conversation]) -> list[str]:
         """Ask the endpoint for the next turn of each conversation, concurrently. Raises AgentError."""
         return list(self._threads.map(self._reply, conversations))
-
-    def finish(self, slots: Sequence[int]) -> None:
-        """Do nothing: the endpoint keeps no conversation."""
-        del slots
 
     def close(self) -> None:
         """Close the connections and threads."""
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
 
-    def _reply(self, conversation: Conversation) -> Reply:
-        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": conversation.task_text}]
-        for reply, observation in conversation.turns:
-            messages.append({"role": "assistant", "content": reply.text})
-            messages.append({"role": "user", "content": observed(reply, observation, self.observation_chars)})
+    def _reply(self, conversation: Conversation) -> str:
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}, *conversation.messages]
         request = {
             "model": self.model,
             "messages": messages,
@@ -161,8 +122,10 @@ class ChatApiAgent:
         try:
             text = answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
-            raise AgentError(f"{self.base_url}: the answer is not a chat completion: {str(answer)[:200]}") from None
-        return Reply(text, extract_command(text))
+            text = None
+        if not isinstance(text, str):
+            raise AgentError(f"{self.base_url}: the answer is not a chat completion: {str(answer)[:200]}")
+        return text
 
     def _post(self, request: dict[str, Any]) -> Any:
         problem = ""

@@ -1,32 +1,42 @@
 """Plays an agent on tasks, many episodes at once, and sums up what it can do, by tier, with 95 % intervals.
 
-Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. In every round the agent answers
-all living conversations, then all commands run concurrently. The metrics are success, reward, steps to solve, hints,
-drift repair, and recovery after a failed command.
+Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. They are played in lockstep: in
+every round the agent answers all living conversations, then all commands run concurrently. The metrics are success,
+reward, steps to solve, hints, drift repair, and recovery after a failed command.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
-from realhf.aws.cli.executor import SimulatorLost
-from realhf.aws.episode.episode import Episode, EpisodeError, StepData
-from realhf.aws.evaluation.agent import Agent, Conversation, Reply
+from realhf.api.env import FAILURE_STATUSES, RolloutOutcome
+from realhf.api.environment import Environment, Turn
+from realhf.api.generation import TokenSource
+from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
+from realhf.aws.evaluation.agent import Agent
+from realhf.aws.messages import episode_task
+from realhf.aws.observation_text import OBSERVATION_CHARS
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks.task import Task, TaskError
+from realhf.aws.tasks.task import Task
 from realhf.base.intervals import mean_interval, wilson_interval
+from realhf.rollout.episode.request import EpisodeRequest
+from realhf.rollout.episode.witness import Witness
+from realhf.rollout.players.blocking_player import BlockingPlayer
+from realhf.rollout.players.player import EpisodeAgent, Player
 
 DRIFT = "drift"
 OVERALL = "overall"
+_WORDS = MappingProxyType({"max_turns": "finished", "token_budget": "gave_up"})
 
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """Records one played episode. ``status``: achieved, finished (out of steps or turns), gave_up, env_error. ``steps``
-    counts turns, including those without a command; ``failed_commands`` those that did not succeed."""
+    """Records one played episode. ``status``: achieved, finished (out of steps or turns), gave_up (also: out of
+    tokens), or how the environment failed, see ``FAILURE_STATUSES``. ``steps`` counts turns, including those without a
+    command and the one that gives up; ``failed_commands`` those that did not succeed."""
 
     task_id: int
     template: str
@@ -44,19 +54,12 @@ class EpisodeRecord:
     @property
     def valid(self) -> bool:
         """Whether the episode counts: its environment did not fail."""
-        return self.status != "env_error"
-
-
-@dataclass
-class _Seat:
-    episode: Episode
-    task: Task | None = None
-    conversation: Conversation | None = None
-    record: EpisodeRecord | None = None
+        return self.status not in FAILURE_STATUSES
 
 
 class EvaluationRun:
-    """Plays one agent on a list of tasks. ``on_episode`` is called after each episode."""
+    """Plays one agent on a list of tasks. ``on_episode`` is called after each episode; ``observation_chars`` is what
+    the agent reads of an answer."""
 
     def __init__(
         self,
@@ -64,100 +67,65 @@ class EvaluationRun:
         pool: MiniStackPool,
         *,
         max_turns: int,
+        observation_chars: int = OBSERVATION_CHARS,
         on_episode: Callable[[EpisodeRecord], None] = lambda record: None,
     ) -> None:
-        self._agent = agent
-        self._pool = pool
-        self._max_turns = max_turns
-        self._on_episode = on_episode
+        self._agent, self._pool, self._max_turns = agent, pool, max_turns
+        self._observation_chars, self._on_episode = observation_chars, on_episode
 
     def play(self, tasks: Sequence[Task]) -> list[EpisodeRecord]:
         """Return the records in the order of the tasks. Raises AgentError when the agent fails."""
-        waiting = list(enumerate(tasks))[::-1]
-        slots = [self._pool.acquire() for _ in range(min(self._pool.free_count, max(1, len(tasks))))]
-        seats = [_Seat(Episode(slot, self._max_turns)) for slot in slots]
-        places: dict[int, int] = {}
-        records: dict[int, EpisodeRecord] = {}
-        try:
-            with ThreadPoolExecutor(len(seats), thread_name_prefix="evaluate") as threads:
-                while waiting or places:
-                    idle = [number for number in range(len(seats)) if number not in places]
-                    starts = [(number, *waiting.pop()) for number in idle[: len(waiting)]]
-                    list(threads.map(lambda start: self._start(seats[start[0]], start[0], start[2]), starts))
-                    places.update({number: place for number, place, _ in starts})
-                    self._round([(number, seats[number]) for number in sorted(places)], threads)
-                    over = [number for number in sorted(places) if _ended(seats[number])]
-                    for number in over:
-                        record = seats[number].record
-                        assert record is not None
-                        records[places.pop(number)] = record
-                        self._on_episode(record)
-                    self._agent.finish(over)
-        finally:
-            for slot in slots:
-                self._pool.release(slot)
-        return [records[place] for place in range(len(tasks))]
-
-    def _start(self, seat: _Seat, number: int, task: Task) -> None:
-        seat.task, seat.conversation = task, None
-        seat.record = EpisodeRecord(task.task_id, task.template, task.tier, is_drift(task), task.seed, "playing")
-        try:
-            step = seat.episode.reset(task)
-        except (EpisodeError, SimulatorLost, TaskError):
-            seat.record = replace(seat.record, status="env_error")
-            return
-        seat.conversation = Conversation(number, _task_text(step), seat.episode.fill(task.solution))
-
-    def _round(self, seats: Sequence[tuple[int, _Seat]], threads: ThreadPoolExecutor) -> None:
-        asked = [(seat, seat.conversation) for _, seat in seats if seat.conversation and not _ended(seat)]
-        if asked:
-            replies = self._agent.act([conversation for _, conversation in asked])
-            list(threads.map(self._answer, [seat for seat, _ in asked], replies))
-
-    def _answer(self, seat: _Seat, reply: Reply) -> None:
-        record, conversation = seat.record, seat.conversation
-        assert record is not None and conversation is not None
-        record = replace(record, steps=record.steps + 1)
-        if reply.command is None:
-            conversation.turns.append((reply, {}))
-            status = "gave_up" if not reply.text else "finished" if record.steps >= self._max_turns else "playing"
-            seat.record = replace(record, status=status)
-            return
-        try:
-            step = seat.episode.step(reply.command)
-        except (EpisodeError, SimulatorLost):
-            seat.record = replace(record, status="env_error")
-            return
-        conversation.turns.append((reply, step.observation))
-        seat.record = self._graded(record, step)
-
-    def _graded(self, record: EpisodeRecord, step: StepData) -> EpisodeRecord:
-        seen = step.observation
-        over = step.done or record.steps >= self._max_turns
-        return replace(
-            record,
-            status="achieved" if seen["task_achieved"] else "finished" if over else "playing",
-            achieved=bool(seen["task_achieved"]),
-            reward=record.reward + step.reward,
-            progress=float(seen["partial_progress"]),
-            hints=int(seen["hints_used"]),
-            failed_commands=record.failed_commands + (not seen["command_success"]),
-        )
+        judge = _Judge(self._agent.speaker(self._max_turns), tasks, self._on_episode)
+        size = min(self._pool.free_count, max(1, len(tasks)))
+        with pooled_environment(
+            self._pool, max_steps=self._max_turns, observation_chars=self._observation_chars, desired_state=True
+        ) as spec:
+            player = BlockingPlayer(Player(spec, "", judge, size, message_timeout_s=MESSAGE_TIMEOUT_S))
+            try:
+                player.play([EpisodeRequest(n, episode_task(task)) for n, task in enumerate(tasks)], self._agent)
+            finally:
+                player.close()
+        return [judge.records[place] for place in range(len(tasks))]
 
 
-def _task_text(step: StepData) -> str:
-    task = step.observation["task"]
-    desired = task.get("desired_state_spec")
-    return f"{task['description']}\n\n{desired}" if desired else task["description"]
+class _Judge:
+    """Plays as ``agent`` does and records what came of each episode; see ``EpisodeAgent``."""
+
+    def __init__(self, agent: EpisodeAgent, tasks: Sequence[Task], on_episode: Callable[[EpisodeRecord], None]) -> None:
+        self.records: dict[int, EpisodeRecord] = {}
+        self._agent, self._tasks, self._on_episode = agent, tasks, on_episode
+
+    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """See ``EpisodeAgent``."""
+        seen = Witness(env)
+        outcome = await self._agent.play(seen, wanted, llm, slot)
+        record = self.records[wanted.index] = _record(self._tasks[wanted.index], outcome, seen.turns)
+        self._on_episode(record)
+        return outcome
+
+
+def _record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> EpisodeRecord:
+    seen: list[Mapping[str, Any]] = [turn.info["observation"] for turn in turns if "observation" in turn.info]
+    status = "achieved" if outcome.achieved else _WORDS.get(outcome.status, outcome.status)
+    return EpisodeRecord(
+        task.task_id,
+        task.template,
+        task.tier,
+        is_drift(task),
+        task.seed,
+        status,
+        achieved=outcome.achieved,
+        reward=outcome.reward or 0.0,
+        progress=outcome.progress,
+        steps=len(outcome.turns) + (status == "gave_up"),
+        hints=int(seen[-1]["hints_used"]) if seen else 0,
+        failed_commands=sum(not each["command_success"] for each in seen),
+    )
 
 
 def is_drift(task: Task) -> bool:
     """Return whether a task undoes part of its own set-up and wants it repaired."""
     return bool(task.possible_drifts)
-
-
-def _ended(seat: _Seat) -> bool:
-    return seat.record is not None and seat.record.status != "playing"
 
 
 def report(records: Sequence[EpisodeRecord]) -> dict[str, dict[str, Any]]:

@@ -11,50 +11,60 @@ by template: ``--split heldout`` writes those of templates that training never s
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
-from realhf.aws.episode.episode import Episode
-from realhf.aws.observation_text import observation_text
+from realhf.api.env import RolloutOutcome
+from realhf.api.environment import Environment
+from realhf.api.generation import TokenSource
+from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
+from realhf.aws.messages import episode_task
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.task import TaskError
 from realhf.aws.training.demonstrations import DEFAULT_MIX, HABIT, KINDS, Script, write_scripts
+from realhf.aws.training.reciting import Reciting
+from realhf.rollout.episode.played_episode import play_episode
+from realhf.rollout.episode.request import EpisodeRequest
+from realhf.rollout.episode.witness import Witness
+from realhf.rollout.players.player import NO_TOKENS, Player
+
+_RETRIES = 1
+"""How often an episode is resumed or played again when its simulator is lost."""
 
 
-def play(episode: Episode, script: Script) -> dict[str, Any]:
-    """Play one script and return its row: task_id, template, tier, seed, kind, achieved, reward and messages.
+class ScriptAgent:
+    """Plays scripts and keeps their rows; see ``EpisodeAgent``. ``on_row`` is called after each."""
 
-    Roles: ``user`` the description, ``assistant`` a command (``"train": false`` where it is context, not to be
-    imitated), ``user`` what a policy reads of the answer; the messages of the user carry the whole observation too.
-    """
-    step = episode.reset(script.task)
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": step.observation["task"]["description"], "observation": _lasting(step.observation)}
-    ]
-    reward, outputs = 0.0, []
-    for line in script.lines:
-        if line.number == 1:
-            outputs = []
-        command = resolve(episode.fill([line.command])[0], outputs)
-        step = episode.step(command)
-        reward += step.reward
-        seen = step.observation
-        if line.number:
-            outputs.append(seen["command_output"])
-        messages.append({"role": "assistant", "content": command} | ({} if line.learned else {"train": False}))
-        messages.append({"role": "user", "content": observation_text(seen), "observation": _lasting(seen)})
-        if step.done:
-            break
+    def __init__(self, scripts: Sequence[Script], on_row: Callable[[], None]) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
+        self._scripts, self._on_row = scripts, on_row
+
+    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """See ``EpisodeAgent``. Raises RuntimeError when an episode of a kind that must succeed did not."""
+        script, seen = self._scripts[wanted.index], Witness(env)
+        speaker = Reciting(script, seen)
+        outcome = await play_episode(seen, wanted, speaker, len(script.lines))
+        if outcome.valid:
+            if outcome.achieved is (script.kind == HABIT):
+                raise RuntimeError(
+                    f"{script.kind} episode of {script.task.template} (seed {script.task.seed}) is mislabelled"
+                )
+            self.rows[wanted.index] = _row(script, speaker.messages(), outcome)
+            self._on_row()
+        return outcome
+
+
+def _row(script: Script, messages: list[dict[str, Any]], outcome: RolloutOutcome) -> dict[str, Any]:
+    """Return the row of an episode: task_id, template, tier, seed, kind, messages (``Reciting.messages``), achieved and
+    reward."""
     return {
         "task_id": script.task.task_id,
         "template": script.task.template,
@@ -62,41 +72,24 @@ def play(episode: Episode, script: Script) -> dict[str, Any]:
         "seed": script.task.seed,
         "kind": script.kind,
         "messages": messages,
-        "achieved": bool(step.observation["task_achieved"]),
-        "reward": reward,
+        "achieved": outcome.achieved,
+        "reward": outcome.reward,
     }
 
 
-def play_all(scripts: Sequence[Script], pool: MiniStackPool) -> Iterator[dict[str, Any]]:
-    """Yield rows in the order of the scripts, played on all free slots of a started pool. Raises RuntimeError when an
-    episode of a kind that must succeed did not."""
-    episodes: SimpleQueue[Episode] = SimpleQueue()
-    slots = [pool.acquire() for _ in range(pool.free_count)]
-    for slot in slots:
-        episodes.put(Episode(slot))
-
-    def run(script: Script) -> dict[str, Any]:
-        episode = episodes.get()
-        try:
-            return play(episode, script)
-        finally:
-            episodes.put(episode)
-
-    threads = ThreadPoolExecutor(len(slots))
-    try:
-        for row in threads.map(run, scripts):
-            if row["achieved"] is (row["kind"] == HABIT):
-                raise RuntimeError(f"{row['kind']} episode of {row['template']} (seed {row['seed']}) is mislabelled")
-            yield row
-    finally:
-        threads.shutdown(cancel_futures=True)
-        for slot in slots:
-            pool.release(slot)
-
-
-def _lasting(observation: dict[str, Any]) -> dict[str, Any]:
-    """Return the observation without the random episode id: the file depends on the seed alone."""
-    return {key: value for key, value in observation.items() if key != "episode_id"}
+def play_all(
+    scripts: Sequence[Script], pool: MiniStackPool, on_row: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Return the rows in the order of the scripts, played on all free slots of a started pool. Raises RuntimeError when
+    an episode failed, or when one of a kind that must succeed did not."""
+    agent = ScriptAgent(scripts, on_row)
+    wanted = [EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)]
+    with pooled_environment(pool) as spec:
+        player = Player(spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S)
+        for outcome in asyncio.run(player.play_and_close(wanted, NO_TOKENS)).outcomes:
+            if not outcome.valid:
+                raise RuntimeError(f"the episode {outcome.task_id} failed ({outcome.status}): {outcome.message}")
+    return [agent.rows[number] for number in range(len(scripts))]
 
 
 class Statistics:
@@ -178,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status; argparse exits on wrong options."""
+    """Run the program. Returns the exit status: 0, 1 after an episode that failed; argparse exits on wrong options."""
     command_line = parser()
     options = command_line.parse_args(argv)
     try:
@@ -194,7 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TaskError, ValueError) as error:
         command_line.error(str(error))
     console, statistics = Console(stderr=True), Statistics()
-    write(scripts, options.pool_size, options.out, statistics, console)
+    try:
+        write(scripts, options.pool_size, options.out, statistics, console)
+    except RuntimeError as error:
+        print(f"sft_data: {error}", file=sys.stderr)
+        return 1
     options.out.with_name(options.out.name + ".stats.json").write_text(json.dumps(statistics.groups(), indent=1) + "\n")
     console.print(statistics.table())
     console.print(f"{len(scripts)} episodes written to {options.out}")
@@ -207,8 +204,9 @@ def write(scripts: Sequence[Script], pool_size: int, out: Path, statistics: Stat
     partial = out.with_name(out.name + ".tmp")
     pool.start()
     try:
-        with partial.open("w") as file:
-            for row in track(play_all(scripts, pool), "playing episodes", total=len(scripts), console=console):
+        with partial.open("w") as file, Progress(*Progress.get_default_columns(), console=console) as progress:
+            bar = progress.add_task("playing episodes", total=len(scripts))
+            for row in play_all(scripts, pool, lambda: progress.advance(bar)):
                 statistics.add(row)
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
         partial.replace(out)

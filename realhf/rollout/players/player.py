@@ -16,7 +16,8 @@ from typing import Protocol
 
 from realhf.api.env import ChatFormat, RolloutOutcome
 from realhf.api.environment import Environment, EnvironmentSpec
-from realhf.api.generation import TokenSource
+from realhf.api.generation import GenerationFailed, TokenSource
+from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode.forgetful_speaker import ForgetfulSpeaker
 from realhf.rollout.episode.played_episode import play_episode
 from realhf.rollout.episode.request import EpisodeRequest, Limits
@@ -25,6 +26,21 @@ from realhf.rollout.players.slot_environment import SlotEnvironment
 
 _SHAPES = ((("user",), ("user",)), (("user",), ("tool",)), (("user",), ("user",), ("user",)))
 """Conversations by the roles of their messages, in one of which a template that drops old reasoning does so."""
+
+
+class NoTokens:
+    """Is a ``TokenSource`` without any, for agents whose turns are written already."""
+
+    async def generate(self, request: GenRequest) -> GenOutput:
+        """See ``TokenSource``. Raises GenerationFailed."""
+        raise GenerationFailed(f"the episode on slot {request.slot} is played without an engine")
+
+    def free(self, slots: Sequence[int]) -> None:
+        """See ``TokenSource``."""
+        del slots
+
+
+NO_TOKENS = NoTokens()
 
 
 class EpisodeAgent(Protocol):
@@ -134,6 +150,13 @@ class Player:
             await asyncio.gather(*slots, return_exceptions=True)
         played.outcomes = [found[request.index] for request in wanted]
         return played
+
+    async def play_and_close(self, wanted: Sequence[EpisodeRequest], tokens: TokenSource) -> Played:
+        """Play all requests, once and for all."""
+        try:
+            return await self.play(wanted, tokens)
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         """Close all environments, within seconds."""

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from realhf.aws import evaluate
-from realhf.aws.evaluation.agent import AgentError, Conversation, Reply
+from realhf.aws.evaluation.agent import AgentError, Conversation, TextAgent
 from realhf.aws.evaluation.chat_agents import ChatApiAgent, served_model
 from realhf.aws.evaluation.evaluation import EpisodeRecord, EvaluationRun, report
 from realhf.aws.evaluation.scripted_agents import RandomAgent, ScriptedExpert
@@ -50,14 +50,11 @@ def test_the_expert_solves_everything_and_the_random_agent_nearly_nothing(pool: 
     assert pool.free_count == 3
 
 
-class _Mute:
+class _Mute(TextAgent):
     name = "says nothing useful"
 
-    def act(self, conversations: Sequence[Conversation]) -> list[Reply]:
-        return [Reply("let me think", None) for _ in conversations]
-
-    def finish(self, slots: Sequence[int]) -> None:
-        del slots
+    def act(self, conversations: Sequence[Conversation]) -> list[str]:
+        return ["let me think" for _ in conversations]
 
 
 def test_turns_without_a_command_count_and_end(pool: MiniStackPool) -> None:
@@ -76,7 +73,7 @@ def test_figures_by_hand() -> None:
         record(status="achieved", achieved=True, reward=1.0, steps=2, failed_commands=1),
         record(status="achieved", achieved=True, reward=0.85, steps=4, hints=1),
         record(reward=0.0, steps=6, failed_commands=2),
-        record(status="env_error"),
+        record(status="lost"),
         record(tier="expert", drift=True, status="achieved", achieved=True, reward=1.0, steps=3),
     ]
     found = report(records)

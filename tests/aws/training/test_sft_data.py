@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.hints import HINT_COMMAND
 from realhf.aws.observation_text import observation_text
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate, load_templates
 from realhf.aws.training.demonstrations import Script, numbered, with_short_names, write_script, write_scripts
-from realhf.aws.training.sft_data import main, play, play_all
+from realhf.aws.training.sft_data import main, play_all
 
 STARTER = {"tags": ["starter"]}
 
@@ -78,10 +77,10 @@ def test_impossible_mixes(mix: dict[str, float]) -> None:
 
 
 @pytest.mark.sim
-def test_a_row_is_what_really_happened(episode: Episode) -> None:
+def test_a_row_is_what_really_happened(pool: MiniStackPool) -> None:
     task = instantiate(201, 4)
     create, enable = task.solution
-    row = play(episode, Script(task, "recovery", numbered((enable, create, enable, "aws never sent"))))
+    [row] = play_all([Script(task, "recovery", numbered((enable, create, enable, "aws never sent")))], pool)
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["user"] + ["assistant", "user"] * 3
     assert row["messages"][0]["content"] == task.description
