@@ -1,5 +1,5 @@
-"""The parts that have a name: interfaces, backends, data sources, datasets, environments, advantage estimators and
-policy losses.
+"""The parts that have a name: interfaces, backends, data sources, datasets, environments, advantage estimators, policy
+losses and schedulers.
 
 Built-in parts are listed here as text, so that this module knows everybody and imports nobody. An experiment file adds
 its own with ``@interfaces.register("name")``.
@@ -64,6 +64,7 @@ policy_losses = Registry(
         "reinforce": "realhf.algorithms.policy_gradient.losses:reinforce_loss",
     },
 )
+schedulers = Registry("scheduler", {"local": "realhf.scheduler.local:DEFINITION"})
 
 REGISTRIES: Mapping[str, Registry] = MappingProxyType(
     {
@@ -74,6 +75,7 @@ REGISTRIES: Mapping[str, Registry] = MappingProxyType(
         "environments": environments,
         "advantage_estimators": advantage_estimators,
         "policy_losses": policy_losses,
+        "schedulers": schedulers,
     }
 )
 """By the name that an option gives as ``registry=``."""

@@ -15,6 +15,7 @@ from realhf.api.config.option import walk
 from realhf.base.paths import CONFIGS
 from realhf.base.plugin import absolute
 from realhf.builtins import environments
+from realhf.launch.chosen_scheduler import with_scheduler
 from realhf.launch.experiment_file import ExperimentFile, load_experiment
 from realhf.launch.schema import Schema, close_name
 
@@ -49,7 +50,9 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     if user_file is not None:
         given.setdefault("experiment", user_file.stem)
     name = _experiment(given.get("experiment"), config_dir, user_file)
-    environment = _environment(given, config_dir, name, user_file)
+    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
+    environment = _chosen_path("env", given, config_dir, own)
+    scheduler = _chosen_path("scheduler", given, config_dir, own)
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
         if given.get("env") not in (None, *choices("env", config_dir)):
@@ -58,6 +61,11 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
             f"experiment={name}: choose an environment with env=NAME (known: {', '.join(environments)}), or with "
             "env.path=FILE.py:Name"
         )
+    if scheduler is not None:
+        try:
+            file = file._replace(config_class=with_scheduler(file.config_class, scheduler))
+        except ValueError as error:
+            raise ConfigError(f"scheduler.path: {error}") from None
     schema = Schema(file.config_class)
     _check_names(pairs, name, schema, config_dir)
     # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
@@ -70,6 +78,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         config = _compose(overrides, config_dir, schema, user_file)
     except _Unknown as unknown:
         raise ConfigError(_unknown_option(unknown.option, name, schema, config_dir)) from None
+    _check_scheduler(config, scheduler, own)
     config.experiment_path = str(user_file) if user_file else None
     overridden = tuple(schema.mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
     chosen = {
@@ -77,7 +86,6 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         for group in GROUPS[1:]
         if group in given
     }
-    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
     written = _written(config, schema, own)
     undone = {option for option in schema.set_in(own) if option not in written}
     elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
@@ -136,29 +144,39 @@ def _argument(text: str) -> Argument:
     return Argument(key, value)
 
 
-def _environment(given: dict[str, str], config_dir: Path, name: str, user_file: Path | None) -> str | None:
-    """The environment that was chosen: by ``env.path``, by the file of ``env=NAME``, or by the experiment's YAML. A
-    path in ``given`` becomes absolute, so that every process finds it."""
-    if "env.path" in given:
-        given["env.path"] = absolute(given["env.path"].strip("'\""))
-        return given["env.path"]
-    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
-    for path in (config_dir / "env" / f"{given.get('env')}.yaml", own):
-        if found := _env_path(path):
+def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Path) -> str | None:
+    """The environment or scheduler (``section``) that was chosen: by ``section.path``, by the file of
+    ``section=NAME``, or by the experiment's YAML ``own``. A path in ``given`` becomes absolute, so that every process
+    finds it."""
+    option = f"{section}.path"
+    if option in given:
+        given[option] = absolute(given[option].strip("'\""))
+        return given[option]
+    for path in (config_dir / section / f"{given.get(section)}.yaml", own):
+        if found := _path_in(path, section):
             return found
     return None
 
 
-def _env_path(path: Path) -> str | None:
-    """What a YAML file sets as ``env.path``."""
+def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
+    """Raise ConfigError for a scheduler that was set where nobody looked for its options."""
+    if absolute(config.scheduler.path) != absolute(chosen or ExperimentConfig().scheduler.path):
+        raise ConfigError(
+            f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; what {own.name} "
+            "builds on cannot choose the scheduler"
+        )
+
+
+def _path_in(path: Path, section: str) -> str | None:
+    """What a YAML file sets as ``section.path``."""
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError):
         return None
-    section = content.get("env") if isinstance(content, dict) else None
-    found = section.get("path") if isinstance(section, dict) else None
+    part = content.get(section) if isinstance(content, dict) else None
+    found = part.get("path") if isinstance(part, dict) else None
     return found if isinstance(found, str) else None
 
 
@@ -175,7 +193,8 @@ def _check_names(pairs: Sequence[Argument], experiment: str, schema: Schema, con
     for key, value in pairs:
         if key in ("model", "env", "scheduler"):
             if value not in (names := choices(key, config_dir)):
-                raise ConfigError(f"{key}={value}: {_unknown('choice', value, names)}")
+                hint = " One of your own: scheduler.path=FILE.py:Name" if key == "scheduler" else ""
+                raise ConfigError(f"{key}={value}: {_unknown('choice', value, names)}{hint}")
             if key == "env" and key not in schema.sections:
                 raise ConfigError(f"{key}={value} has no effect in experiment {experiment}: it has no section {key}")
         elif key in schema.sections:

@@ -24,7 +24,6 @@ from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.scheduler.base import Scheduler, WorkerExit, WorkerSpec
 from realhf.scheduler.failure import failure_cause, log_tail
-from realhf.scheduler.local import LocalScheduler
 
 MASTER = "master"
 STOP_GRACE_S = 4.0
@@ -42,13 +41,6 @@ class LaunchError(RuntimeError):
 
 class WorkerFailed(LaunchError):
     """A worker of a run ended; what the run had saved is whole."""
-
-
-def make_scheduler(name: str) -> Scheduler:
-    """Raises LaunchError for a name that ``check_config`` does not know either."""
-    if name != "local":
-        raise LaunchError(f"scheduler={name}: unknown (known: local)")
-    return LocalScheduler(orphans_are_ours=True)
 
 
 def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> None:

@@ -18,10 +18,12 @@ from rich.console import Console
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec
 from realhf.launch.build import BuiltExperiment
-from realhf.launch.processes import LaunchError, make_scheduler, run_job, run_workers
+from realhf.launch.chosen_scheduler import make_scheduler
+from realhf.launch.processes import LaunchError, run_job, run_workers
 from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import write_provenance
 from realhf.monitor.summary import held_out_table
+from realhf.scheduler.base import Scheduler
 from realhf.scheduler.failure import describe
 from realhf.scheduler.process_control import orphans_adopted
 
@@ -97,8 +99,15 @@ def _run(built: BuiltExperiment, spec: ExperimentSpec, started_at: float, displa
             display.say(f"{job.name}: found {job.artifact}")
         else:
             log = spec.run_dir / "logs" / f"{job.name}.log"
-            run_job(job, make_scheduler(built.config.scheduler), log, display)
-    return run_workers(built.plan(spec, started_at), make_scheduler(built.config.scheduler), display)
+            run_job(job, _scheduler(built), log, display)
+    return run_workers(built.plan(spec, started_at), _scheduler(built), display)
+
+
+def _scheduler(built: BuiltExperiment) -> Scheduler:
+    try:
+        return make_scheduler(built.config.scheduler)
+    except ValueError as error:
+        raise LaunchError(f"scheduler.path: {error}") from error
 
 
 def _prepare(built: BuiltExperiment, arguments: Sequence[str]) -> None:

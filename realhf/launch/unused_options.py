@@ -27,11 +27,10 @@ LAUNCHER_OPTIONS = frozenset(
         "seed",
         "mode",
         "recover_mode",
-        "scheduler",
         "torch_threads",
     }
 )
-LAUNCHER_SECTIONS = ("exp_ctrl.", "rpc.", "monitor.")
+LAUNCHER_SECTIONS = ("exp_ctrl.", "rpc.", "monitor.", "scheduler.")
 
 
 def watched(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:

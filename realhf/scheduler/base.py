@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,13 @@ class Scheduler(Protocol):
         """Ask every worker to end (SIGTERM), and kill those still running after ``grace_s`` seconds, with all their
         descendants. Nothing runs afterwards. A second call does no harm."""
         ...
+
+
+@dataclass(frozen=True)
+class SchedulerDefinition:
+    """Is what the name of a scheduler stands for. ``options`` is a dataclass with the scheduler's own options, all with
+    defaults, which stand under ``scheduler:``; ``make`` returns a scheduler for an instance of it. It is called in the
+    launcher, once for every job and once for the workers, on the thread that then owns the scheduler."""
+
+    options: type[Any]
+    make: Callable[[Any], Scheduler]

@@ -14,7 +14,7 @@ from typing import IO
 
 import psutil
 
-from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 
 _KILL_DEADLINE_S = 5.0
 """How long killed processes may take to disappear."""
@@ -186,3 +186,11 @@ def _session(pid: int) -> int:
         return os.getsid(pid)
     except (ProcessLookupError, PermissionError):
         return -1
+
+
+@dataclass
+class LocalOptions:
+    """The scheduler of this machine has no options."""
+
+
+DEFINITION = SchedulerDefinition(LocalOptions, lambda options: LocalScheduler(orphans_are_ours=True))

@@ -33,7 +33,7 @@ DOCS_PATH = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|png)")
 MODULE_PATH = re.compile(r"(?<![\w/.-])realhf/[\w./*-]*[\w/*]")
 DOTTED = re.compile(r"(?P<run>python3? -m )?(?<![\w./-])(?P<name>realhf(?:\.\w+)+)(?::(?P<attribute>\w+))?")
 
-TO_BE_WRITTEN = {"realhf.backends.bigram_generation", "realhf.scheduler.pinned"}
+TO_BE_WRITTEN = {"realhf.backends.bigram_generation"}
 """Modules that a page of ``docs/extend/`` tells its reader to add."""
 
 

@@ -38,7 +38,7 @@ from realhf.env.doors.author import Traits
 from realhf.env.doors.dataset import DatasetOptions
 from realhf.env.doors.load import build_environment
 from realhf.env.server.process import ServerProcess
-from realhf.launch import processes
+from realhf.launch.__main__ import main
 from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
@@ -277,18 +277,25 @@ def test_the_scheduler_pins_its_workers_and_reports_their_ends(tmp_path: Path) -
     assert sorted(os.sched_getaffinity(0)) == mine
 
 
-def test_the_addition_that_the_page_shows_makes_the_scheduler_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function of the page, in place of the launcher's, knows both schedulers and refuses a third."""
-    [function] = re.findall(r"```python\n(from realhf.scheduler.pinned .*?)```", page("scheduler"), re.S)
-    module = example("pinned_scheduler")
-    monkeypatch.setitem(sys.modules, "realhf.scheduler.pinned", module)
-    changed = dict(vars(processes))
-    exec(function, changed)
-    assert isinstance(changed["make_scheduler"]("pinned"), module.PinnedScheduler)
-    assert isinstance(changed["make_scheduler"]("local"), LocalScheduler)
-    for make in (changed["make_scheduler"], processes.make_scheduler):
-        with pytest.raises(processes.LaunchError, match="unknown"):
-            make("elsewhere")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("scheduler.corse=2", None),
+        ("scheduler.cores=0", None),
+        ("scheduler.cores=9999", f"scheduler.cores=9999: this machine has {len(os.sched_getaffinity(0))}"),
+    ],
+)
+def test_a_wrong_option_of_the_scheduler_is_refused_as_the_page_says(
+    capsys: pytest.CaptureFixture[str], given: str, said: str | None
+) -> None:
+    """A name that does not exist, a value out of range and one that this machine does not have end the launch."""
+    path = f"scheduler.path={EXAMPLES / 'pinned_scheduler.py'}:PINNED"
+    assert main(["experiment=sft_aws", "mode=check", path, given]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    if said is None:
+        assert f"    {line}\n" in page("scheduler"), line
+    else:
+        assert line == f"config error: {said}"
 
 
 # ---- agent

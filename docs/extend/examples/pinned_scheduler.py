@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import cycle
 
-from realhf.scheduler.base import Scheduler, WorkerEvent, WorkerSpec
+from realhf.api.config.option import option
+from realhf.scheduler.base import Scheduler, SchedulerDefinition, WorkerEvent, WorkerSpec
+from realhf.scheduler.local import LocalScheduler
+
+
+@dataclass
+class PinnedOptions:
+    """How cores are dealt out."""
+
+    cores: int = option(1, "Every worker gets this many cores, the next ones in turn.", at_least=1)
+
+    def problems(self, name: str) -> Iterator[str]:
+        """A worker cannot get a core twice."""
+        if self.cores > (most := len(os.sched_getaffinity(0))):
+            yield f"{name}.cores={self.cores}: this machine has {most}"
 
 
 class PinnedScheduler:
@@ -31,3 +47,11 @@ class PinnedScheduler:
     def stop(self, grace_s: float = 8.0) -> None:
         """Stop all workers; see ``Scheduler``."""
         self._scheduler.stop(grace_s)
+
+
+def make(options: PinnedOptions) -> PinnedScheduler:
+    """Return a scheduler over the one of this machine, which kills what workers leave behind."""
+    return PinnedScheduler(LocalScheduler(orphans_are_ours=True), options.cores)
+
+
+PINNED = SchedulerDefinition(PinnedOptions, make)

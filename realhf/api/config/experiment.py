@@ -16,7 +16,7 @@ from realhf.api.config.micro_batches import MicroBatchConfig
 from realhf.api.config.model import BuiltinModelConfig, ModelConfig, ReferenceConfig
 from realhf.api.config.option import option, section
 from realhf.api.config.rollout import RolloutConfig
-from realhf.api.config.services import CheckpointConfig, MonitorConfig, RpcConfig
+from realhf.api.config.services import CheckpointConfig, MonitorConfig, RpcConfig, SchedulerConfig
 from realhf.api.config.stream import StreamConfig
 from realhf.api.config.warm_start import WarmStartConfig
 
@@ -55,7 +55,6 @@ class ExperimentConfig:
         RecoverMode.auto,
         "auto goes on after the last valid checkpoint if there is one; resume demands one; disabled starts afresh.",
     )
-    scheduler: str = option("local", "This scheduler starts the processes.", choices=("local",))
     total_train_steps: int = option(60, "The run ends after this many train steps.", at_least=1)
     torch_threads: int = option(
         0,
@@ -79,6 +78,7 @@ class ExperimentConfig:
     async_rl: AsyncConfig = section(AsyncConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
     exp_ctrl: CheckpointConfig = section(CheckpointConfig)
+    scheduler: SchedulerConfig = section(SchedulerConfig)
     rpc: RpcConfig = section(RpcConfig)
     monitor: MonitorConfig = section(MonitorConfig)
 

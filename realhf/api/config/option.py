@@ -19,9 +19,11 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+C = TypeVar("C")
 
 _KEY = "option"
 _IDLE = "idle"
@@ -102,6 +104,25 @@ def section(kind: type[Any], *, idle: str = "", **changed: Any) -> Any:
     """A dataclass field that holds a section. ``changed``: defaults that differ from those of ``kind``; ``idle``: of
     every option in it that has no reason of its own."""
     return field(default_factory=lambda: kind(**changed), metadata={_IDLE: idle})
+
+
+def with_path(options: type[Any], path: str, about: str) -> type[Any]:
+    """Return the options of a part that was chosen, and the option ``path`` that names the part. ``options`` itself
+    where it has a ``path``."""
+    if any(every.name == "path" for every in fields(options)):
+        return options
+    return _derived(options, "path", str, option(path, about))
+
+
+def with_section(config: type[C], name: str, kind: type[Any]) -> type[C]:
+    """Return ``config`` with a section more, or with another one under the same name."""
+    return _derived(config, name, kind, section(kind))
+
+
+def _derived(base: type[Any], name: str, kind: type[Any], default: Any) -> type[Any]:
+    found = make_dataclass(base.__name__, [(name, kind, default)], bases=(base,))
+    found.__module__, found.__doc__ = base.__module__, base.__doc__
+    return found
 
 
 def walk(config: Any, name: str = "", idle: str = "") -> Iterator[Found]:

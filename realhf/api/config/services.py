@@ -9,6 +9,13 @@ from realhf.api.config.option import option
 
 
 @dataclass
+class SchedulerConfig:
+    """How the processes of a run are started. The scheduler that is chosen brings options of its own."""
+
+    path: str = option("local", "The scheduler: a registered name, or FILE.py:Name for one of your own.")
+
+
+@dataclass
 class CheckpointConfig:
     """Recovery checkpoints."""
 

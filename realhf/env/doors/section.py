@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, make_dataclass
+from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
-from realhf.api.config.option import option, section
+from realhf.api.config.option import with_path, with_section
 from realhf.api.environment import EnvironmentSpec
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute
@@ -26,22 +26,14 @@ class ChosenEnvironment(NamedTuple):
 def environment_section(reference: str) -> type[Any]:
     """Return a dataclass with the options of an environment and ``path``, which names it. Raises ValueError when there
     is no such environment."""
-    options = definition_of(reference).options
-    if any(field.name == "path" for field in fields(options)):
-        return options
-    path = option(absolute(reference), "The environment: a registered name, or FILE.py:Name for one of your own.")
-    kind = make_dataclass(options.__name__, [("path", str, path)], bases=(options,))
-    kind.__module__, kind.__doc__ = options.__module__, options.__doc__
-    return kind
+    about = "The environment: a registered name, or FILE.py:Name for one of your own."
+    return with_path(definition_of(reference).options, absolute(reference), about)
 
 
 def with_environment(config: type[C], reference: str) -> type[C]:
     """Return ``config`` with the section of an environment as its ``env``. Raises ValueError when there is no such
     environment."""
-    kind = environment_section(reference)
-    found = make_dataclass(config.__name__, [("env", kind, section(kind))], bases=(config,))
-    found.__module__, found.__doc__ = config.__module__, config.__doc__
-    return found
+    return with_section(config, "env", environment_section(reference))
 
 
 def chosen_environment(chosen: Any) -> ChosenEnvironment:
