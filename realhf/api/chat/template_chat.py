@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+from realhf.api.chat.control_words import ControlWords, control_words
 from realhf.api.chat.families import family_of, reads_tools, unread_variables
 from realhf.api.chat.old_reasoning import boundary, forgotten_turns, open_tag_start, reasoning_end
 from realhf.api.chat.turn_parser import parse_turn
@@ -35,9 +36,9 @@ class ChatTemplateError(ValueError):
 
 class TemplateChat:
     """Implements ``realhf.api.env.ChatFormat`` with a Hugging Face tokenizer. ``system_prompt`` precedes what ``first``
-    opens. ``template_kwargs`` are variables of the
-    template, e.g. ``enable_thinking``, for everything that is rendered; ``family`` says how its policy writes tool
-    calls (``families.FAMILIES``). Raises ChatTemplateError, also for a variable that the template does not read."""
+    opens. ``template_kwargs`` are variables of the template, e.g. ``enable_thinking``, for everything that is rendered;
+    ``family`` says how its policy writes tool calls (``families.FAMILIES``). Control words in messages and tools become
+    ordinary text (``control_words``). Raises ChatTemplateError, also for a variable that the template does not read."""
 
     def __init__(
         self,
@@ -64,6 +65,8 @@ class TemplateChat:
         self._cached_following = lru_cache(_CACHED)(lambda key: array("q", self._following(*marshal.loads(key))))
         self._cached_forgotten = lru_cache(_CACHED)(self._find_forgotten)
         self._needs_calls = lru_cache(_CACHED)(self._find_whether_calls_are_needed)
+        self._control = ControlWords(())
+        self._control = ControlWords(control_words(tokenizer, self._framing()))
         self._turn_end = self._after_marker([], [], generation=False)
         self.stop_ids: tuple[int, ...] = self._find_stop_ids()
         self._stops = frozenset(self.stop_ids)
@@ -196,14 +199,26 @@ class TemplateChat:
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
+                self._control.broken(messages),
+                tools=self._control.broken(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation,
                 **self._template_kwargs,
             )
         except Exception as error:
             raise ChatTemplateError(f"the chat template cannot render the messages: {error}") from error
+
+    def _framing(self) -> str:
+        """Return what the template writes around messages, of all roles that it shows."""
+        user, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
+        function = {"name": "tool", "arguments": {}}
+        calls = {**said, "tool_calls": [{"type": "function", "id": "call00000", "function": function}]}
+        told = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": _PROBE}
+        texts = []
+        for messages in ([{"role": "system", "content": _PROBE}, user], [user, said, user], [user, calls, told, said]):
+            with suppress(ChatTemplateError):
+                texts.append(self._render(messages, [], generation=True))
+        return "".join(texts)
 
     def _after_marker(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
         head = [*self._system, {"role": "user", "content": "task"}, {"role": "assistant", "content": _MARKER}]
