@@ -11,8 +11,10 @@ from transformers.utils import logging as transformers_logging
 from realhf.api.experiment import ModelSpec
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
+from realhf.backends.training.value_head import load_value_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HEADS = ("lm", "value")
 
 
 class TorchBackend:
@@ -30,10 +32,14 @@ class TorchBackend:
             raise ValueError(f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}")
         if spec.trainable and spec.optimizer is None:
             raise ValueError(f"{spec.role} is trainable but has no optimizer")
-        if spec.head != "lm":
-            raise ValueError(f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: lm")
+        if spec.head not in _HEADS:
+            raise ValueError(
+                f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: {', '.join(_HEADS)}"
+            )
         torch.manual_seed(seed)
         model = load_causal_lm(spec.path, spec.role, _DTYPES[spec.dtype]).to(self._device)
+        if spec.head == "value":
+            model = load_value_model(model, spec.path, spec.role)
         return TorchEngine(
             model,
             load_tokenizer(spec.path, spec.role),
