@@ -15,6 +15,7 @@ from realhf.api.registry import Registry
 interfaces = Registry(
     "interface",
     {
+        "critic": "realhf.algorithms.critic.interface:CriticInterface",
         "env_rollout": "realhf.rollout.interface:EnvRolloutInterface",
         "outcome_reward": "realhf.algorithms.reward:OutcomeRewardInterface",
         "logprob": "realhf.algorithms.logprob:LogprobInterface",
@@ -36,6 +37,7 @@ datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatData
 advantage_estimators = Registry(
     "advantage estimator",
     {
+        "gae": "realhf.algorithms.policy_gradient.advantages:gae",
         "grpo": "realhf.algorithms.policy_gradient.advantages:grpo",
         "grpo_nostd": "realhf.algorithms.policy_gradient.advantages:grpo_nostd",
         "rloo": "realhf.algorithms.policy_gradient.advantages:rloo",

@@ -6,6 +6,7 @@ python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --in
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from typing import TYPE_CHECKING, Any, cast
@@ -29,9 +30,9 @@ from realhf.api.calls import (
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
 from realhf.api.model import Model
 from realhf.api.trace import WEIGHTS
-from realhf.base.garbage import settle
-from realhf.builtins import backends, datasets, interfaces
+from realhf.builtins import backends, datasets
 from realhf.data.stream_host import StreamHost
+from realhf.dataflow.call_interfaces import call_interfaces
 from realhf.dataflow.model_host import Handler, ModelHost
 from realhf.monitor.trace import open_trace
 from realhf.transport.rpc.worker import RpcWorker
@@ -98,11 +99,7 @@ class ModelWorker:
         threads = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
         models = {role: self._load(model, threads) for role, model in mine.items()}
-        calls = {
-            mfc.name: (mfc, interfaces.get(mfc.interface)(**mfc.interface_args))
-            for mfc in spec.mfcs
-            if mfc.model_role in mine
-        }
+        calls = call_interfaces(mfc for mfc in spec.mfcs if mfc.model_role in mine)
         dataset = None
         if spec.source.worker == self._index and spec.source.dataset_args is not None:
             tokenizer = next(iter(models.values())).tokenizer
@@ -117,7 +114,7 @@ class ModelWorker:
             tracer=self._tracer,
             given_up=self._rpc.given_up,
         )
-        settle()
+        gc.freeze()  # what was imported and loaded stays: the collector need not walk through it again and again
         return Nothing()
 
     def _publish_weights(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:

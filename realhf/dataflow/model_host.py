@@ -98,7 +98,7 @@ class ModelHost:
         self._cleared_meanwhile: set[str] = set()
         # An evaluation with the arguments of a call shares its interface, and what that holds open.
         self._evaluators: dict[str, Any] = {
-            _interface_key(mfc.interface, mfc.interface_args): interface for mfc, interface in interfaces.values()
+            interface_key(mfc.interface, mfc.interface_args): interface for mfc, interface in interfaces.values()
         }
 
     def handlers(self) -> dict[str, Handler]:
@@ -260,7 +260,7 @@ class ModelHost:
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateAnswer:
         """Run an interface's ``evaluate``. The interface is built once per name and arguments."""
-        key = _interface_key(request.interface, request.interface_args)
+        key = interface_key(request.interface, request.interface_args)
         if key not in self._evaluators:
             build = interface_registry.get(request.interface)
             self._evaluators[key] = build(**request.interface_args)
@@ -318,7 +318,8 @@ def _renamed(mfc: MFCDef, sample: SequenceSample) -> SequenceSample:
     return sample.remap_keys({old: new for old, new in mfc.input_key_remap.items() if old in sample.keys})
 
 
-def _interface_key(name: str, args: Mapping[str, Any]) -> str:
+def interface_key(name: str, args: Mapping[str, Any]) -> str:
+    """Return what an interface with these arguments is known by."""
     return json.dumps([name, dict(args)], sort_keys=True)
 
 

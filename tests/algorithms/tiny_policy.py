@@ -13,6 +13,7 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.torch_engine import TorchEngine
+from realhf.backends.training.value_head import ValueModel
 
 GROUPS = [[9, 14, 6], [5, 5, 12], [8, 7, 10], [6, 11, 4]]
 REWARDS = [1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.25, 0.5, 0.75]
@@ -21,6 +22,19 @@ OUTCOME = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
 
 
 def tiny_actor(lr: float = 1e-2) -> Model:
+    return Model("actor", _engine(_language_model(), lr), None)
+
+
+def tiny_critic(lr: float = 1e-2) -> Model:
+    """A critic of the same size, with a value head at 0."""
+    return Model("critic", _engine(ValueModel(_language_model()), lr), None)
+
+
+def _engine(model: Any, lr: float) -> TorchEngine:
+    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=lr), total_train_steps=10)
+
+
+def _language_model() -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=50,
@@ -33,10 +47,7 @@ def tiny_actor(lr: float = 1e-2) -> Model:
         bos_token_id=1,
         eos_token_id=2,
     )
-    engine = TorchEngine(
-        AutoModelForCausalLM.from_config(config), None, optimizer=OptimizerConfig(lr=lr), total_train_steps=10
-    )
-    return Model("actor", engine, None)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def context(tmp_path: Path, step: int = 0, **spec: Any) -> CallContext:

@@ -54,6 +54,12 @@ def reinforce_pp_baseline(scores: Tensor, valid: Tensor, group: Tensor) -> Tenso
     return grpo_nostd(scores, valid, group)
 
 
+def gae(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return R itself, the reward of an episode's last token; ``generalised`` (``gae.py``) then compares what follows
+    each token with a critic's values."""
+    return reinforce_pp(scores, valid, group)
+
+
 def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0) -> Tensor:
     """Sum discount^(s-t) r_s over s >= t within each sequence: f32 (n,), 0 outside ``mask``.
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.algorithms.aggregation import token_weights
 from realhf.algorithms.minibatches import minibatches
 from realhf.algorithms.nonfinite import NonFiniteGuard
-from realhf.algorithms.policy_gradient.advantages import at_last_token, normalise, return_to_go
-from realhf.algorithms.policy_gradient.losses import kl_estimate
+from realhf.algorithms.policy_gradient.advantages import normalise
+from realhf.algorithms.policy_gradient.kl_controller import KLController
 from realhf.algorithms.policy_gradient.objective import ADVANTAGES, MISMATCH, PROXIMAL, WEIGHTS, PolicyObjective
 from realhf.algorithms.policy_gradient.off_policy_statistics import mismatch_statistics, staleness_statistics
-from realhf.algorithms.policy_gradient.option_checks import RETURN_TO_GO
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient.resolve import resolve
-from realhf.algorithms.policy_gradient.turn_credit import Estimator, of_tokens, returns_by_turn, turn_advantages
-from realhf.algorithms.reward import scored
-from realhf.algorithms.sequences import PredictedTokens, predicted, replace_keys, select_sequences
-from realhf.api.keys import TURN_KEYS
+from realhf.algorithms.policy_gradient.token_advantages import (
+    TrainedTokens,
+    kl_of_behaviour,
+    kl_of_sequences,
+    require,
+    token_advantages,
+    truncated_sequences,
+    valid_sequences,
+)
+from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
-from realhf.builtins import advantage_estimators
 
 
 class PolicyGradientInterface:
@@ -42,6 +44,8 @@ class PolicyGradientInterface:
     A sequence without any advantage contributes nothing to a pure policy gradient, so it is left out of the forward and
     backward pass; the normalisers T and S still count it. With a KL term or an entropy bonus such a sequence does
     contribute and stays in. ``skip_zero_advantage=False`` keeps all (the gradient is the same; tests compare both).
+
+    Train steps before ``first_step`` make no update: there a critic learns what the policy is worth as it is.
     """
 
     def __init__(
@@ -50,23 +54,27 @@ class PolicyGradientInterface:
         temperature: float = 1.0,
         loss_scale_len: int | None = None,
         skip_zero_advantage: bool = True,
+        first_step: int = 0,
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive to train, got {temperature}")
         self.options = resolve(ppo if ppo is not None else PolicyGradientOptions(), loss_scale_len=loss_scale_len)
         self._temperature = temperature
         self._skip_zero = skip_zero_advantage
+        self._first_step = first_step
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)
+        self._kl = KLController(self.options)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
         """Train one step. Raises ValueError on a missing key. After ``max_nonfinite_steps`` consecutive updates without
         a finite gradient the statistic ``stop`` holds the reason."""
-        _require(sample, self._needed_keys())
+        require(sample, self._needed_keys())
         stats = self._staleness(sample, context.step)
         if self._kl_of_proximal and not self.options.needs_actor_inf:
             sample = self._with_proximal(model, sample, context)
         prepared, batch_stats = self.prepare(sample)
-        parts = self._minibatches(model, prepared, context)
+        self._kl.observe(batch_stats.get("kl_of_sequence", 0.0), int(batch_stats["n_trainable"]))
+        parts = self._minibatches(model, prepared, context) if context.step >= self._first_step else []
         results: list[TrainResult] = []
         for part in parts:
             objective = PolicyObjective(self.options, context.step, self._temperature)
@@ -92,7 +100,7 @@ class PolicyGradientInterface:
         if "packed_versions" not in sample.keys:
             return {}
         tokens = PredictedTokens.of(sample)
-        tokens = replace(tokens, mask=tokens.mask & _valid(sample)[tokens.sequence])
+        tokens = replace(tokens, mask=tokens.mask & valid_sequences(sample)[tokens.sequence])
         return staleness_statistics(sample["packed_versions"].cpu(), tokens, step)
 
     def _minibatches(self, model: Model, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
@@ -124,15 +132,14 @@ class PolicyGradientInterface:
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
         """Return the batch with ``advantages`` f32 (L-1) and with ``loss_mask`` False on invalid (and, with
         ``mask_too_long``, truncated) sequences; and statistics of the batch."""
-        valid = _valid(sample)
-        scores, tokens = sample["rewards"].cpu().float(), PredictedTokens.of(sample)
-        trainable = valid & ~_truncated(sample) if self.options.mask_too_long else valid
-        mask = tokens.mask & trainable[tokens.sequence]
-        advantages = self._token_advantages(sample, scores, valid, replace(tokens, mask=mask))
+        trained, scores = TrainedTokens.of(sample, self.options), sample["rewards"].cpu().float()
+        tokens, valid, mask = trained.tokens, trained.valid, trained.tokens.mask
+        kl = kl_of_behaviour(sample, self.options, mask)
+        advantages = token_advantages(sample, self.options, trained, kl, self._kl.value)
         if self.options.adv_norm:
             advantages = normalise(advantages, mask)
         lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
-        token_mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(trainable, lengths)
+        token_mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(trained.trainable, lengths)
         signal = torch.zeros(len(sample), dtype=torch.bool)
         signal[tokens.group[torch.unique(tokens.sequence[advantages != 0])]] = True
         out = replace_keys(
@@ -146,11 +153,19 @@ class PolicyGradientInterface:
             "groups_with_signal": float(signal.sum()),
             "n_groups": float(len(torch.unique(tokens.group))),
             **_length_statistics(sample, tokens, valid),
+            **self._kl_statistics(kl, trained),
             "n_sequences": float(tokens.n_sequences),
             "n_invalid": float((~valid).sum()),
+            "n_trainable": float(trained.trainable.sum()),
             "n_tokens": float(mask.sum()),
         }
         return out, stats
+
+    def _kl_statistics(self, kl: Tensor, trained: TrainedTokens) -> dict[str, float]:
+        """Return the weight of the KL term in the reward and what it weighs, nats a sequence; {} without the term."""
+        if self.options.kl_ctl == 0:
+            return {}
+        return {"kl_ctl": self._kl.value, "kl_of_sequence": kl_of_sequences(kl, trained)}
 
     def _trained_keys(self, sample: SequenceSample) -> list[str]:
         """List the keys of the input that the loss reads. ``proximal_logprobs`` is one only if ``actor_inf`` was asked
@@ -161,47 +176,6 @@ class PolicyGradientInterface:
         if self.options.prox_logp_method == "loglinear":
             keys.append("packed_versions")
         return [key for key in keys if key in sample.keys]
-
-    def _token_advantages(
-        self, sample: SequenceSample, scores: Tensor, valid: Tensor, tokens: PredictedTokens
-    ) -> Tensor:
-        """Return the advantage of every token, f32 (L-1), 0 outside the mask: the estimate of its sequence (or of its
-        turn) plus what the KL terms from there on earn; or, for the estimators that tell tokens apart, the discounted
-        return-to-go of both."""
-        options, mask = self.options, tokens.mask
-        estimator = advantage_estimators.get(options.adv_estimator)
-        if options.credit == "turn":
-            advantages = self._turn_advantages(sample, valid, tokens, estimator)
-        else:
-            per_sequence = estimator(scores, valid, tokens.group)
-            advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
-        rewards = self._kl_rewards(sample, mask) if options.kl_ctl != 0 else torch.zeros(len(mask))
-        if options.adv_estimator in RETURN_TO_GO:
-            rewards = rewards + at_last_token(per_sequence, mask, tokens.sequence)
-            return return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences, options.discount)
-        if options.kl_ctl == 0:
-            return advantages
-        return advantages + return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences)
-
-    def _turn_advantages(
-        self, sample: SequenceSample, valid: Tensor, tokens: PredictedTokens, estimator: Estimator
-    ) -> Tensor:
-        """Return the advantage of every token's turn, f32 (L-1), 0 outside the mask. The return from a turn on is
-        scaled, moved and clipped as the reward of an episode is."""
-        options = self.options
-        counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
-        returns = returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
-        scores = scored(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)
-        advantages = turn_advantages(torch.from_numpy(scores), valid, tokens.group, estimator)
-        return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
-
-    def _kl_rewards(self, sample: SequenceSample, mask: Tensor) -> Tensor:
-        """Return -kl_ctl * KL(old, ref) at every trainable token, 0 elsewhere, f32 (L-1)."""
-        _require(sample, ("packed_ref_logprobs",))
-        old = torch.where(mask, sample[PROXIMAL if self._kl_of_proximal else "packed_logprobs"].cpu(), 0.0)
-        ref = torch.where(mask, sample["packed_ref_logprobs"].cpu(), 0.0)
-        reward = -self.options.kl_ctl * kl_estimate(old, ref, self.options.kl_estimator)
-        return torch.where(mask, reward, 0.0)
 
     def _trained_part(self, part: SequenceSample) -> SequenceSample | None:
         """Return the minibatch with its loss weights, without the sequences that cannot contribute; None if it is
@@ -222,18 +196,14 @@ class PolicyGradientInterface:
         return keep
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of consecutive updates without a finite gradient; the rest of the interface has no state."""
-        return {"nonfinite_in_a_row": self._guard.in_a_row}
+        """Return the count of consecutive updates without a finite gradient, and the weight of the KL reward."""
+        return {"nonfinite_in_a_row": self._guard.in_a_row, "kl_ctl": self._kl.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. Raises KeyError without ``nonfinite_in_a_row``."""
+        """Restore what ``state_dict`` returned. Raises KeyError without ``nonfinite_in_a_row``; an older state has no
+        ``kl_ctl``."""
         self._guard.in_a_row = int(state["nonfinite_in_a_row"])
-
-
-def _valid(sample: SequenceSample) -> Tensor:
-    if "outcome" not in sample.keys:
-        return torch.ones(len(sample["rewards"]), dtype=torch.bool)
-    return sample["outcome"].cpu() == 0
+        self._kl.value = float(state.get("kl_ctl", self._kl.value))
 
 
 def _length_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: Tensor) -> dict[str, float]:
@@ -244,30 +214,8 @@ def _length_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: T
         return {}
     found = {"response_tokens_mean": float(count.double().mean()), "response_tokens_max": float(count.max())}
     if "seq_no_eos_mask" in sample.keys:
-        found["too_long_fraction"] = float(_truncated(sample)[valid].double().mean())
+        found["too_long_fraction"] = float(truncated_sequences(sample)[valid].double().mean())
     return found
-
-
-def _truncated(sample: SequenceSample) -> Tensor:
-    _require(sample, ("seq_no_eos_mask",))
-    return sample["seq_no_eos_mask"].cpu().bool()
-
-
-_WHY = MappingProxyType(
-    {
-        "packed_ref_logprobs": "a KL term (kl_ctl, kl_loss_coef)",
-        "seq_no_eos_mask": "ppo.mask_too_long",
-        "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
-        "packed_versions": "ppo.prox_logp_method=loglinear",
-        **dict.fromkeys(TURN_KEYS, "ppo.credit=turn"),
-    }
-)
-
-
-def _require(sample: SequenceSample, keys: Iterable[str]) -> None:
-    for key in keys:
-        if key not in sample.keys:
-            raise ValueError(f"{_WHY[key]} needs the key {key}")
 
 
 _OF_FIRST = ("mismatch_kl", "mismatch_abs")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.algorithms.policy_gradient.options import GAE, PolicyGradientOptions
 
 RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
 """Estimators whose advantage is what a token and those after it earn; the others give one number per response."""
@@ -42,16 +42,24 @@ def _check_effect(value: Mapping[str, Any], config: PolicyGradientOptions) -> No
     if config.credit == "turn" and value["adv_estimator"] in RETURN_TO_GO:
         raise ValueError(
             f"ppo.credit=turn: adv_estimator {value['adv_estimator']!r} has a return-to-go of its own; use grpo, "
-            "grpo_nostd, rloo or reinforce"
+            "grpo_nostd, rloo, reinforce or gae"
         )
-    if config.discount != 1.0 and value["adv_estimator"] not in RETURN_TO_GO and config.credit != "turn":
+    if config.discount != 1.0 and value["adv_estimator"] not in (*RETURN_TO_GO, GAE) and config.credit != "turn":
         raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
+    if config.gae_lambda != 1.0 and value["adv_estimator"] != GAE:
+        raise ValueError(
+            f"ppo.gae_lambda has no effect with adv_estimator {value['adv_estimator']!r}: remove it, or use gae"
+        )
+    if config.kl_target is not None and value["kl_ctl"] == 0:
+        raise ValueError("ppo.kl_target has no effect while kl_ctl is 0: it is where the steering starts, set it")
+    if config.kl_horizon != PolicyGradientOptions.kl_horizon and config.kl_target is None:
+        raise ValueError("ppo.kl_horizon has no effect without ppo.kl_target: remove it")
     if config.loss_scale_len is not None and value["loss_agg"] != "constant":
         raise ValueError(f"ppo.loss_scale_len has no effect with loss_agg {value['loss_agg']!r}: remove it")
 
 
 def _check_off_policy(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
-    decoupled, mode = config.use_decoupled_loss, config.behav_imp_weight_mode
+    decoupled, mode = value["use_decoupled_loss"], config.behav_imp_weight_mode
     recomputed = value["recompute_logprob"]
     if decoupled and recomputed:
         raise ValueError(
@@ -65,6 +73,11 @@ def _check_off_policy(value: Mapping[str, Any], config: PolicyGradientOptions) -
     if config.prox_logp_method == "loglinear" and recomputed:
         raise ValueError(
             "ppo.prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or recompute"
+        )
+    if value["adv_estimator"] == GAE and recomputed and value["kl_ctl"] != 0 and config.prox_logp_method == "recompute":
+        raise ValueError(
+            "ppo.prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; "
+            "use actor_inf"
         )
     for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS):
         if getattr(config, name) is not None and not decoupled:

@@ -4,7 +4,8 @@ open. It does not import torch, because the launcher resolves options too."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from realhf.algorithms.policy_gradient.presets import PRESETS
 from realhf.api.config import ExperimentConfig
@@ -19,7 +20,11 @@ CREDITS = ("episode", "turn")
 LEVELS = ("token", "sequence")
 """Levels at which the policy ratio and the behaviour weight are taken."""
 
+GAE = "gae"
+"""The estimator whose advantages come from the values of a critic."""
+
 _NO_KL = "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)"
+_NO_KL_REWARD = "there is no KL term in the reward (ppo.kl_ctl)"
 
 
 @dataclass
@@ -31,7 +36,9 @@ class PolicyGradientOptions:
     proximal policy, the weights at the start of the train step, and every token is weighed by its proximal over its
     behaviour probability; ``recompute_logprob`` puts the proximal in the place of the behaviour log-probabilities
     instead. That is the default where the ratio is that of a sequence (gspo): its clip range is narrower than the
-    difference between the log-probabilities of generator and trainer."""
+    difference between the log-probabilities of generator and trainer. Where these differ by more than rounding (older
+    weights, another program, bfloat16), the decoupled objective is the default: with one update a step it costs no
+    forward pass."""
 
     algo: str = option("grpo", "This preset fills in every option that is not set.", choices=tuple(PRESETS))
     group_size: int = option(8, "Every task is played this many times, which makes a group.", at_least=1)
@@ -52,6 +59,18 @@ class PolicyGradientOptions:
     kl_ctl: float | None = option(
         None, "The reward contains the KL divergence from the reference times minus this.", at_least=0
     )
+    kl_target: float | None = option(
+        None,
+        "ppo.kl_ctl is steered to a KL divergence of this many nats a sequence; without it ppo.kl_ctl stays as it is.",
+        above=0,
+        idle=_NO_KL_REWARD,
+    )
+    kl_horizon: float = option(
+        10000.0,
+        "ppo.kl_target: after this many sequences ppo.kl_ctl has changed by about its own size times the error.",
+        above=0,
+        idle="there is no ppo.kl_target",
+    )
     kl_estimator: str | None = option(
         None, "This estimator of the KL divergence is used.", choices=KL_ESTIMATORS, idle=_NO_KL
     )
@@ -64,12 +83,21 @@ class PolicyGradientOptions:
     )
     discount: float = option(
         1.0,
-        "The return-to-go is discounted by this: of reinforce_pp per sampled token, of ppo.credit=turn per turn.",
+        "What comes later is discounted by this, per sampled token (gae, reinforce_pp) or per turn (ppo.credit=turn).",
         above=0,
         at_most=1,
     )
-    use_decoupled_loss: bool = option(
-        False, "The ratio is taken against the proximal policy, and tokens carry a behaviour weight."
+    gae_lambda: float = option(
+        1.0,
+        "adv_estimator=gae mixes returns and values by this: 1 takes the whole return, 0 the next value.",
+        at_least=0,
+        at_most=1,
+        idle="only adv_estimator=gae has values",
+    )
+    use_decoupled_loss: bool | None = option(
+        None,
+        "The ratio is taken against the proximal policy, and tokens carry a behaviour weight. It is the default where "
+        "sampler and trainer differ: in asynchronous runs, with tokens of others, and in bfloat16.",
     )
     recompute_logprob: bool | None = option(
         None, "The proximal log-probabilities stand in the place of the generator's."
@@ -90,7 +118,7 @@ class PolicyGradientOptions:
     behav_imp_weight_floor: float | None = option(None, "A behaviour weight is at least this.", above=0)
     behav_imp_weight_level: str | None = option(
         None,
-        "A behaviour weight is that of a token (the default), or the geometric mean of a sequence.",
+        "A behaviour weight is that of a token, or the geometric mean of a sequence; by default as ppo.ratio.",
         choices=LEVELS,
     )
     loss_scale_len: int | None = option(
@@ -126,11 +154,18 @@ class ResolvedOptions(PolicyGradientOptions):
     kl_ctl: float
     kl_estimator: str
     adv_norm: bool
+    use_decoupled_loss: bool
     recompute_logprob: bool
     behav_imp_weight_mode: str
     behav_imp_weight_cap: float
     behav_imp_weight_floor: float
     behav_imp_weight_level: str
+
+    def chosen(self, given: PolicyGradientOptions) -> dict[str, Any]:
+        """Return the options ``given`` as plain values, with what followed from how tokens are sampled: they resolve to
+        these wherever they are resolved again."""
+        own = {"use_decoupled_loss": self.use_decoupled_loss, "prox_logp_method": self.prox_logp_method}
+        return {**{every.name: getattr(given, every.name) for every in fields(given)}, **own}
 
     @property
     def n_updates(self) -> int:
@@ -148,15 +183,24 @@ class ResolvedOptions(PolicyGradientOptions):
         return self.prox_logp_method == "actor_inf"
 
     @property
+    def needs_values(self) -> bool:
+        """Whether ``values`` is an input, hence a critic in the graph."""
+        return self.adv_estimator == GAE
+
+    @property
     def turn_keys(self) -> tuple[str, ...]:
         """Inputs of the train call that rollouts make only where they are asked for."""
         return TURN_KEYS if self.credit == "turn" else ()
 
     @property
     def scored_keys(self) -> tuple[str, ...]:
-        """Inputs of the train call that ``ref_inf`` and ``actor_inf`` make."""
-        reference = ("packed_ref_logprobs",) if self.needs_reference else ()
-        return (*reference, "proximal_logprobs") if self.needs_actor_inf else reference
+        """Inputs of the train call that ``ref_inf``, ``critic_inf`` and ``actor_inf`` make."""
+        made = {
+            "packed_ref_logprobs": self.needs_reference,
+            "values": self.needs_values,
+            "proximal_logprobs": self.needs_actor_inf,
+        }
+        return tuple(key for key, needed in made.items() if needed)
 
 
 def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:

@@ -41,6 +41,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "kl_estimator": "k1",
             "adv_norm": True,
         },
+        "ppo": {
+            "adv_estimator": "gae",
+            "loss_agg": "token_mean",
+            "kl_ctl": 0.01,
+            "kl_estimator": "k1",
+            "adv_norm": True,
+        },
     }
 )
 """``dapo`` is its loss: clip-higher and token mean. ``rloo`` takes its KL in the reward: set ``kl_ctl``."""

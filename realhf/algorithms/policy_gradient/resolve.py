@@ -9,21 +9,28 @@ from dataclasses import fields
 from typing import Any
 
 from realhf.algorithms.policy_gradient.option_checks import DEFAULT_CAP, check_effects
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions, ResolvedOptions
+from realhf.algorithms.policy_gradient.options import GAE, PolicyGradientOptions, ResolvedOptions
 from realhf.algorithms.policy_gradient.presets import COMMON, PRESETS
 from realhf.api.config.option import problems
 from realhf.builtins import registered_names
 
 
-def resolve(config: PolicyGradientOptions | Mapping[str, Any], *, loss_scale_len: int | None = None) -> ResolvedOptions:
+def resolve(
+    config: PolicyGradientOptions | Mapping[str, Any],
+    *,
+    loss_scale_len: int | None = None,
+    sampler_differs: bool = False,
+) -> ResolvedOptions:
     """Fill in the preset of ``config.algo``. ``loss_scale_len`` is the divisor of ``loss_agg=constant`` where the
-    option of that name is not set. Raises ValueError naming the option that is missing, unknown, out of range, or
-    without effect."""
+    option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with another
+    arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise. Raises
+    ValueError naming the option that is missing, unknown, out of range, or without effect."""
     config = policy_gradient_options(config)
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
     given = {every.name: getattr(config, every.name) for every in fields(config)}
     value = {**COMMON, **PRESETS[config.algo], **{name: item for name, item in given.items() if item is not None}}
+    value["use_decoupled_loss"] = _decouples(config, sampler_differs)
     value["recompute_logprob"] = _recomputes(config, value)
     check_effects(config, value)
     if value["eps_clip_higher"] is None:
@@ -60,6 +67,17 @@ def _divisor(config: PolicyGradientOptions, value: Mapping[str, Any], default: i
     return divisor
 
 
+def _decouples(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
+    """Return whether the ratio is taken against the proximal policy and tokens carry a behaviour weight.
+
+    Where sampler and trainer differ, their ratio is off 1 before any update: the clip would act on this difference in
+    place of the update, and nothing would correct for it.
+    """
+    if config.use_decoupled_loss is not None:
+        return config.use_decoupled_loss
+    return sampler_differs and not config.recompute_logprob
+
+
 def _recomputes(config: PolicyGradientOptions, value: Mapping[str, Any]) -> bool:
     """Return whether the ratio is taken against recomputed log-probabilities in place of the generator's.
 
@@ -68,20 +86,27 @@ def _recomputes(config: PolicyGradientOptions, value: Mapping[str, Any]) -> bool
     """
     if config.recompute_logprob is not None:
         return config.recompute_logprob
-    return value["ratio"] == "sequence" and value["loss"] != "reinforce" and not config.use_decoupled_loss
+    return value["ratio"] == "sequence" and value["loss"] != "reinforce" and not value["use_decoupled_loss"]
 
 
 def _off_policy(config: PolicyGradientOptions, value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options about the proximal policy and the behaviour weight, with their defaults."""
-    proximal = config.use_decoupled_loss or value["recompute_logprob"]
-    chosen = config.use_decoupled_loss or config.recompute_logprob is not None
-    # What nobody chose does not change the graph: the train call recomputes.
-    method = config.prox_logp_method or ("actor_inf" if chosen else "recompute")
+    decoupled = value["use_decoupled_loss"]
     cap, floor = config.behav_imp_weight_cap, config.behav_imp_weight_floor
     return {
-        "prox_logp_method": method if proximal else None,
-        "behav_imp_weight_mode": (config.behav_imp_weight_mode or "mask") if config.use_decoupled_loss else "none",
+        "prox_logp_method": _method(config, value) if decoupled or value["recompute_logprob"] else None,
+        "behav_imp_weight_mode": (config.behav_imp_weight_mode or "mask") if decoupled else "none",
         "behav_imp_weight_cap": DEFAULT_CAP if cap is None else cap,
         "behav_imp_weight_floor": 0.0 if floor is None else floor,
-        "behav_imp_weight_level": config.behav_imp_weight_level or "token",
+        # A clip of whole sequences leaves nothing for weights of single tokens to repair.
+        "behav_imp_weight_level": config.behav_imp_weight_level or value["ratio"],
     }
+
+
+def _method(config: PolicyGradientOptions, value: Mapping[str, Any]) -> str:
+    """Return where the proximal log-probabilities come from. What nobody chose does not change the graph: the train
+    call recomputes. A critic needs those of the reward too, and has no policy to recompute them with."""
+    if config.prox_logp_method is not None:
+        return config.prox_logp_method
+    shared = value["adv_estimator"] == GAE and value["recompute_logprob"] and value["kl_ctl"] != 0
+    return "actor_inf" if config.use_decoupled_loss or config.recompute_logprob is not None or shared else "recompute"

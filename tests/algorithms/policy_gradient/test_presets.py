@@ -76,7 +76,7 @@ def test_any_cell_may_be_overridden() -> None:
     [
         ({"algo": "grop"}, "ppo.algo=grop: unknown .*; did you mean 'grpo'"),
         ({"group_sise": 4}, "ppo.group_sise.*group_size"),
-        ({"adv_estimator": "gae"}, "ppo.adv_estimator=gae: unknown"),
+        ({"adv_estimator": "gea"}, "ppo.adv_estimator=gea: unknown .*; did you mean 'gae'"),
         ({"loss": "pop"}, "ppo.loss=pop: unknown .*; did you mean 'ppo'"),
         ({"loss_agg": "mean"}, "ppo.loss_agg"),
         ({"ratio": "word"}, "ppo.ratio"),

@@ -1,0 +1,63 @@
+"""Defines the section ``critic`` of experiments that train with a critic. It does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from realhf.api.config import ModelConfig
+from realhf.api.config.option import option
+
+ACTOR = "actor"
+"""The path of a critic that starts from the actor's first weights."""
+
+
+@dataclass
+class CriticOptions:
+    """How a critic learns to predict the return of every state that the policy samples in (docs/reference/ppo.md 3)."""
+
+    value_norm: bool = option(True, "The critic predicts returns in units of their running mean and deviation.")
+    value_norm_decay: float = option(
+        0.99,
+        "The running mean and deviation of returns keep this much of themselves in every train step.",
+        at_least=0,
+        at_most=0.99999,
+    )
+    value_clip: float | None = option(
+        0.2,
+        "A prediction moves at most this far in a train step before its loss stops to fall; in units of the running "
+        "deviation with critic.value_norm. null never clips.",
+        above=0,
+    )
+    n_minibatches: int | None = option(
+        None, "A pass of the critic makes this many updates, by default ppo.ppo_n_minibatches.", at_least=1
+    )
+    sample_reuse: int | None = option(
+        None, "The critic makes this many passes over a batch, by default ppo.sample_reuse.", at_least=1
+    )
+
+
+@dataclass
+class CriticConfig(CriticOptions, ModelConfig):
+    """The critic: a model role of its own with a value head, and how it learns."""
+
+    path: str = option(
+        ACTOR,
+        "The critic starts from these weights: 'actor' (the actor's first ones), a folder, or a hub id. A value head "
+        "that is not in them starts at 0.",
+    )
+    warmup_steps: int = option(0, "In this many first train steps the critic trains and the actor waits.", at_least=0)
+
+    def learning(self) -> dict[str, Any]:
+        """The options of ``CriticOptions`` as plain values."""
+        return {every.name: getattr(self, every.name) for every in fields(CriticOptions)}
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Workers must be different ones, weights such as there are, and every option does something."""
+        if not self.value_norm and self.value_norm_decay != CriticOptions.value_norm_decay:
+            yield f"{name}.value_norm_decay={self.value_norm_decay}: has no effect without {name}.value_norm"
+        if self.path in ("builtin", "builtin_tiny"):
+            yield f"{name}.path={self.path}: the built-in policy is made for the actor; {name}.path={ACTOR} takes it"
+        if not self.workers or len(set(self.workers)) < len(self.workers):
+            yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"
