@@ -16,7 +16,7 @@ from experiments import sft
 from experiments.sft import FirstWeights, first_weights
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions, ResolvedOptions, batch_problems
 from realhf.algorithms.policy_gradient.resolve import resolve
-from realhf.api.config import run_folder
+from realhf.api.config import ConfigError, run_folder
 from realhf.api.config.option import section
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
@@ -58,18 +58,20 @@ def config_class(environment: str) -> type[Config]:
     return with_environment(Config, environment)
 
 
-def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
-    ppo = policy_options(config)
+def build(config: Config, *, streamed: bool = False) -> ExperimentSpec:
+    """Return the experiment that ``config`` describes; ``streamed``: older weights may sample its tokens. Raises
+    ConfigError or ValueError for options that contradict."""
+    ppo = without_critic(policy_options(config, streamed=streamed))
     first = first_weights(config)
     models, mfcs = policy_gradient(config, ppo, first)
     return on_tasks(config.experiment, config, models, [actor_gen(config), *mfcs], first)
 
 
 def policy_gradient(
-    config: Config, ppo: ResolvedOptions, first: FirstWeights
+    config: Config, ppo: ResolvedOptions, first: FirstWeights, *, first_step: int = 0
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
-    """Return the models, and the calls that follow the episodes, wherever these come from."""
+    """Return the models, and the calls that follow the episodes, wherever these come from. The actor makes no update
+    before train step ``first_step``."""
     actor = actor_model(config, first.path)
     models, mfcs = {"actor": actor}, [rew_inf(config)]
     if ppo.needs_reference:
@@ -79,17 +81,32 @@ def policy_gradient(
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
-    return models, [*mfcs, actor_train(config, ppo)]
+    return models, [*mfcs, actor_train(config, ppo, first_step=first_step)]
 
 
-def policy_options(config: Config) -> ResolvedOptions:
-    """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most."""
-    return resolve(config.ppo, loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns)
+def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions:
+    """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most. In
+    bfloat16 the two engines round differently, by far more than a clip range may have."""
+    return resolve(
+        config.ppo,
+        loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns,
+        sampler_differs=streamed or config.actor.dtype != "float32",
+    )
+
+
+def without_critic(ppo: ResolvedOptions) -> ResolvedOptions:
+    """The same options. Raises ConfigError where they need values, which only experiments with a critic have."""
+    if ppo.needs_values:
+        raise ConfigError(
+            f"ppo.adv_estimator={ppo.adv_estimator} (ppo.algo={ppo.algo}) takes the values of a critic: use "
+            "experiment=ppo or ppo_async"
+        )
+    return ppo
 
 
 def actor_gen(config: Config) -> MFCDef:
     """Groups of episodes, played by the actor. The task of a sample is metadata, so there are no input keys."""
-    return _call(
+    return call(
         config,
         "actor_gen",
         "actor",
@@ -103,7 +120,7 @@ def actor_gen(config: Config) -> MFCDef:
 def rew_inf(config: Config) -> MFCDef:
     """Outcomes to rewards; it needs no weights and runs where the actor is."""
     args = {name: getattr(config.ppo, name) for name in ("reward_scaling", "reward_bias", "max_reward_clip")}
-    return _call(
+    return call(
         config,
         "rew_inf",
         "actor",
@@ -117,7 +134,7 @@ def rew_inf(config: Config) -> MFCDef:
 
 def ref_inf(config: Config) -> MFCDef:
     """Log-probabilities of the reference, for the KL term: of the trainable tokens, which are a third of all."""
-    return _call(
+    return call(
         config,
         "ref_inf",
         "ref",
@@ -132,7 +149,7 @@ def ref_inf(config: Config) -> MFCDef:
 def actor_inf(config: Config) -> MFCDef:
     """Log-probabilities of the actor before it trains on the step: the proximal policy's."""
     args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
-    return _call(
+    return call(
         config,
         "actor_inf",
         "actor",
@@ -144,12 +161,13 @@ def actor_inf(config: Config) -> MFCDef:
     )
 
 
-def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Advantages within each group, then one step on the objective that ``ppo`` was resolved to."""
+def actor_train(config: Config, ppo: ResolvedOptions, *, first_step: int = 0) -> MFCDef:
+    """Advantages, then one step on the objective that ``ppo`` was resolved to; before ``first_step`` no update."""
     args = {
-        "ppo": to_json_value(config.ppo),
+        "ppo": ppo.chosen(config.ppo),
         "temperature": config.gen.temperature,
         "loss_scale_len": ppo.loss_scale_len,
+        "first_step": first_step,
     }
     keys = (
         "packed_input_ids",
@@ -162,7 +180,7 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         *ppo.scored_keys,
         *ppo.turn_keys,
     )
-    return _call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
+    return call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
 
 
 def actor_model(config: Config, path: str) -> ModelSpec:
@@ -263,7 +281,7 @@ def held_out(config: Config) -> EvaluationSpec:
     return EvaluationSpec("actor", "env_rollout", played, wanted.to_args(), every_steps=evaluation.every_steps)
 
 
-def _call(
+def call(
     config: Config,
     name: str,
     role: str,
@@ -274,6 +292,7 @@ def _call(
     inputs: tuple[str, ...] = (),
     outputs: tuple[str, ...] = (),
 ) -> MFCDef:
+    """A call that takes the samples of a whole step."""
     return MFCDef(
         name,
         role,

@@ -27,7 +27,7 @@ def config_class(environment: str) -> type[Config]:
 
 def build(config: Config) -> ExperimentSpec:
     """Return ``grpo`` with its rollouts streamed. Raises ConfigError for options that contradict."""
-    return asynchronous(grpo.build(config), config)
+    return asynchronous(grpo.build(config, streamed=True), config)
 
 
 def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.grpo import EPISODE_KEYS, policy_gradient
+from experiments.grpo import EPISODE_KEYS, policy_gradient, without_critic
 from experiments.grpo_aws import Config
 from experiments.sft import first_weights
 from realhf.algorithms.policy_gradient.resolve import resolve
@@ -22,7 +22,7 @@ from realhf.api.mfc import InterfaceType, MFCDef
 def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     # Who samples is not known here, and neither is how much: the longest sequence bounds it.
-    ppo = resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens)
+    ppo = without_critic(resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens, sampler_differs=True))
     if ppo.turn_keys:
         raise ConfigError("ppo.credit=turn: groups that others push to a trajectory server have no rewards per turn")
     first = first_weights(config)

@@ -6,7 +6,16 @@
 
 from __future__ import annotations
 
-from experiments.grpo import Config, actor_gen, actor_model, actor_train, on_tasks, policy_options, rew_inf
+from experiments.grpo import (
+    Config,
+    actor_gen,
+    actor_model,
+    actor_train,
+    on_tasks,
+    policy_options,
+    rew_inf,
+    without_critic,
+)
 from experiments.sft import first_weights
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec
@@ -20,7 +29,7 @@ def config_class(environment: str) -> type[Config]:
 
 def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
-    ppo = policy_options(config)
+    ppo = without_critic(policy_options(config))
     if ppo.loss != "reinforce" or ppo.scored_keys:
         raise ConfigError(
             f"{config.experiment} trains with loss reinforce, no KL term and no call actor_inf: leave ppo.loss, "

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
-from realhf.api.config.option import problems
+from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, run_folder
+from realhf.api.config.option import problems, sections
 from realhf.builtins import registered_names
-from realhf.launch.model import BUILTIN_PATHS, model_problems
+from realhf.launch.model import BUILTIN_PATHS, model_problems, vocabulary_problems
 
 
 def check_config(config: ExperimentConfig) -> None:
@@ -24,9 +24,18 @@ def check_config(config: ExperimentConfig) -> None:
         *_names_and_workers(config),
         *_sizes(config),
         *model_problems("actor", config.actor, config.rollout.max_total_tokens),
+        *_other_models(config),
     ]
     if found:
         raise ConfigError("\n".join(found))
+
+
+def _other_models(config: ExperimentConfig) -> Iterator[str]:
+    """Sections of an experiment that are models, too, such as a critic; their path may name the actor's weights."""
+    for role, model in sections(config):
+        if isinstance(model, ModelConfig) and role != "actor" and model.path not in ("actor", *BUILTIN_PATHS):
+            yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
+            yield from vocabulary_problems(role, model, config.actor)
 
 
 def _sampling(config: ExperimentConfig) -> Iterator[str]:

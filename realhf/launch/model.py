@@ -20,9 +20,9 @@ BUILTIN_VARIABLES = ("show_system", "show_tools")
 """What the chat template of the built-in policy reads."""
 
 
-def model_problems(role: str, model: ModelConfig, max_total_tokens: int) -> Iterator[str]:
-    """A folder must hold a model whose tokenizer has a chat template, and whose context holds ``max_total_tokens``;
-    ``owner/name`` may be a hub id, which nobody looks into here."""
+def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, renders: bool = True) -> Iterator[str]:
+    """A folder must hold a model whose tokenizer has a chat template (where the role ``renders`` texts), and whose
+    context holds ``max_total_tokens``; ``owner/name`` may be a hub id, which nobody looks into here."""
     folder = Path(model.path).expanduser()
     if model.path in BUILTIN_PATHS:
         if idle := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
@@ -40,14 +40,31 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int) -> Iter
     if not (folder / "config.json").is_file():
         yield f"{role}.path={model.path}: the folder holds no config.json, so no model"
         return
-    template = _chat_template(folder)
+    template = _chat_template(folder) if renders else "-"
     if not template:
         yield f"{role}.path={model.path}: the tokenizer has no chat template; use an instruction-tuned model"
-    elif idle := unread_variables(template, model.chat_template_kwargs):
+    elif renders and (idle := unread_variables(template, model.chat_template_kwargs)):
         yield f"{role}.chat_template_kwargs: the chat template of {model.path} does not read {', '.join(idle)}"
     limit = context_limit(_json(folder / "config.json"))
     if max_total_tokens > limit:
         yield f"rollout.max_total_tokens={max_total_tokens}: the context of {model.path} holds {limit} tokens"
+
+
+def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig) -> Iterator[str]:
+    """A role that reads the actor's tokens must have as many, as far as both folders say."""
+    sizes = [_vocabulary(Path(every.path).expanduser()) for every in (model, actor)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        yield (
+            f"{role}.path={model.path}: its vocabulary has {sizes[0]} tokens, that of actor.path={actor.path} has "
+            f"{sizes[1]}; the {role} reads the actor's tokens"
+        )
+
+
+def _vocabulary(folder: Path) -> int | None:
+    held = _json(folder / "config.json")
+    inner = held.get("text_config")
+    size = held.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return size if isinstance(size, int) else None
 
 
 def _chat_template(folder: Path) -> str:

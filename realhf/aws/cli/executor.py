@@ -31,7 +31,6 @@ class _Worker:
     commands: int = 0
 
     def close(self) -> None:
-        """Kill the worker and close its channel."""
         self.channel.close()
         self.process.kill()
 

@@ -1,0 +1,152 @@
+"""The graph of PPO with a critic, and what of its options is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realhf.algorithms.critic.interface import CriticInterface
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.api.config import ConfigError
+from realhf.api.keys import TURN_KEYS
+from realhf.launch.build import BuiltExperiment, build_experiment
+from realhf.launch.checks import check_config
+from realhf.launch.compose import compose_config
+
+SIX = [["actor_gen"], ["critic_inf", "ref_inf", "rew_inf"], ["actor_train", "critic_train"]]
+
+
+def built(*arguments: str) -> BuiltExperiment:
+    composed = compose_config(list(arguments))
+    check_config(composed.config)
+    return build_experiment(composed)
+
+
+@pytest.mark.parametrize("environment", ["aws", "countdown"])
+def test_six_calls_of_which_three_and_two_may_overlap(environment: str) -> None:
+    made = built("experiment=ppo", f"env={environment}", "critic.workers=[1]", "ref.workers=[2]")
+    assert made.graph.topological_levels() == SIX and made.spec.n_model_workers == 3
+    critic, actor = made.spec.models["critic"], made.spec.models["actor"]
+    assert (critic.head, critic.path, critic.trainable, critic.workers) == ("value", actor.path, True, (1,))
+    assert actor.head == made.spec.models["ref"].head == "lm" and made.spec.export_role == "actor"
+
+
+def test_without_a_kl_term_there_is_no_reference_and_the_critic_reads_no_log_probabilities() -> None:
+    made = built("experiment=ppo", "env=countdown", "ppo.kl_ctl=0")
+    assert made.graph.topological_levels() == [["actor_gen"], ["critic_inf", "rew_inf"], SIX[2]]
+    assert not {key for key in made.graph.inputs("critic_train") if "logprobs" in key}
+
+
+def test_both_train_calls_are_told_the_same() -> None:
+    options = (
+        "ppo.gae_lambda=0.9",
+        "ppo.credit=turn",
+        "ppo.kl_target=3",
+        "critic.warmup_steps=4",
+        "critic.path=owner/x",
+    )
+    made = built("experiment=ppo", "env=countdown", *options)
+    actor = PolicyGradientInterface(**made.graph["actor_train"].interface_args)
+    critic = CriticInterface(**made.graph["critic_train"].interface_args)
+    assert actor.options == critic.options and actor.options.gae_lambda == 0.9
+    assert made.graph["actor_train"].interface_args["first_step"] == 4
+    assert made.graph["critic_inf"].interface_args == made.graph["critic_train"].interface_args
+    assert all(set(TURN_KEYS) <= set(made.graph.inputs(call)) for call in ("actor_train", "critic_train"))
+    assert made.spec.models["critic"].path == "owner/x"
+
+
+def test_what_the_critic_cannot_recompute_a_call_computes() -> None:
+    """The KL part of the reward is that of the proximal policy, which only the actor knows."""
+    made = built("experiment=ppo", "env=countdown", "ppo.ratio=sequence")
+    assert "proximal_logprobs" in made.graph.inputs("critic_train") and "actor_inf" in {m.name for m in made.graph.mfcs}
+    with pytest.raises(ConfigError, match=r"prox_logp_method=recompute: .* use actor_inf"):
+        built("experiment=ppo", "env=countdown", "ppo.recompute_logprob=true", "ppo.prox_logp_method=recompute")
+
+
+def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
+    made = built("experiment=ppo_async", "env=countdown")
+    assert made.graph.topological_levels() == [["critic_inf", "ref_inf"], ["actor_train", "critic_train"]]
+    assert made.spec.rollout is not None and "values" not in made.spec.rollout.keys
+    options = PolicyGradientInterface(**made.graph["actor_train"].interface_args).options
+    assert options.use_decoupled_loss and options.prox_logp_method == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("experiment=grpo", "ppo.adv_estimator=gae"), "takes the values of a critic: use experiment=ppo"),
+        (("experiment=grpo_async", "ppo.adv_estimator=gae"), "takes the values of a critic: use experiment=ppo"),
+        (("experiment=reinforce", "ppo.adv_estimator=gae"), "takes the values of a critic: use experiment=ppo"),
+        (
+            ("experiment=grpo", "critic.value_clip=1"),
+            "critic.value_clip has no effect in experiment grpo: it belongs to ppo",
+        ),
+        (("experiment=ppo", "ppo.algo=grpo"), r"ppo.adv_estimator=grpo \(ppo.algo=grpo\) reads no values"),
+        (("experiment=ppo", "critic.path=/nowhere"), "critic.path=/nowhere: no such folder"),
+        (("experiment=ppo", "critic.path=builtin"), "critic.path=builtin: .*critic.path=actor takes it"),
+        (("experiment=ppo", "critic.workers=[1,1]"), r"critic.workers=\[1, 1\]: give different indices"),
+        (("experiment=ppo", "critic.workers=[2]"), r"\[1\] of 0..2 hold no model .*critic.workers"),
+        (("experiment=ppo", "critic.warmup_steps=55"), "critic.warmup_steps=55: the actor would never train"),
+        (("experiment=ppo", "critic.chat_template_kwargs={a: 1}"), "critic.chat_template_kwargs has no effect"),
+        (("experiment=ppo", "critic.value_clip=0"), "critic.value_clip=0.0: must be positive"),
+        (
+            ("experiment=ppo", "critic.value_norm=false", "critic.value_norm_decay=0.5"),
+            "critic.value_norm_decay=0.5: has no effect without critic.value_norm",
+        ),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=says):
+        built(*arguments, "env=countdown")
+
+
+def folder(path: Path, config: dict[str, object], template: str = "{{ messages }}") -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    if template:
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return path
+
+
+def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
+    """It needs no chat template, but a context and a vocabulary that fit."""
+    actor = folder(tmp_path / "actor", {"vocab_size": 100, "max_position_embeddings": 2048})
+    fitting = folder(tmp_path / "fitting", {"vocab_size": 100, "max_position_embeddings": 2048}, template="")
+    other = folder(tmp_path / "other", {"text_config": {"vocab_size": 90}, "max_position_embeddings": 2048}, "")
+    short = folder(tmp_path / "short", {"vocab_size": 100, "max_position_embeddings": 32})
+    arguments = ("experiment=ppo", "env=countdown", f"actor.path={actor}")
+    assert built(*arguments, f"critic.path={fitting}").spec.models["critic"].path == str(fitting)
+    with pytest.raises(
+        ConfigError, match=r"critic.path=.*other: its vocabulary has 90 tokens, that of actor.path.* 100"
+    ):
+        built(*arguments, f"critic.path={other}")
+    with pytest.raises(ConfigError, match=r"the context of .*short holds 32 tokens"):
+        built(*arguments, f"critic.path={short}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level"),
+    [
+        (("experiment=grpo",), None),
+        (("experiment=grpo", "actor.dtype=bfloat16", "ppo.algo=gspo"), "sequence"),
+        (("experiment=reinforce", "actor.dtype=bfloat16"), "token"),
+        (("experiment=grpo_async",), "token"),
+        (("experiment=grpo_async", "ppo.use_decoupled_loss=false"), None),
+        (("experiment=grpo_stream_http", "ppo.algo=gspo"), "sequence"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_tokens_are_corrected_for_where_sampler_and_trainer_differ(
+    arguments: tuple[str, ...], level: str | None
+) -> None:
+    """By the token's own weight where the ratio is a token's, and by the sequence's where it is a sequence's; without
+    another call."""
+    made = built(*arguments, *(() if "stream" in arguments[0] else ("env=countdown",)))
+    assert "actor_inf" not in {mfc.name for mfc in made.graph.mfcs}
+    options = PolicyGradientInterface(**made.graph["actor_train"].interface_args).options
+    assert options.use_decoupled_loss == (level is not None)
+    assert options.behav_imp_weight_mode == ("none" if level is None else "mask")
+    if level is not None:
+        assert (options.behav_imp_weight_level, options.prox_logp_method) == (level, "recompute")
