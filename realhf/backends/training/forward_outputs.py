@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from realhf.backends.embedded.onednn_linear import linear, suits
-
-_CHUNK_ELEMENTS = 1 << 24
-"""Number of logits held at once: larger vocabularies are projected in chunks, recomputed in the backward pass."""
+from realhf.backends.training.selected_logprobs import selected_logprobs
 
 
 @dataclass(frozen=True)
@@ -99,41 +95,10 @@ class PackedOutputs:
         return blank.index_copy(0, self.place, torch.cat(parts)) if parts else blank
 
     def _score(self, rows: ScoredRows, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        head = self.head
-        if head is None:
-            assert rows.logits is not None, "a head that is no plain projection gives its logits"
-            return _log_softmax(rows.logits, rows.target, temperature, with_entropy)
-        vocabulary = head.shape[0]
-        size = max(1, _CHUNK_ELEMENTS // vocabulary)
-        found = []
-        for hidden, target in zip(rows.hidden.split(size), rows.target.split(size), strict=True):
-            large = hidden.shape[0] * vocabulary > _CHUNK_ELEMENTS // 2
-            found.append(_projected(head, hidden, target, temperature, with_entropy, again=large))
-        return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropy for _, entropy in found])
-
-
-def _projected(
-    head: Tensor,
-    hidden: Tensor,
-    target: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    again: bool,
-) -> tuple[Tensor, Tensor]:
-    def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        project = linear if suits(head) else functional.linear
-        return _log_softmax(project(hidden, head), target, temperature, with_entropy)
-
-    if again and torch.is_grad_enabled():
-        return checkpoint(score, hidden, use_reentrant=False)  # type: ignore[return-value]
-    return score(hidden)
-
-
-def _log_softmax(logits: Tensor, target: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if not with_entropy:
-        return -functional.cross_entropy(logits, target, reduction="none"), logits.new_zeros(0)
-    log_p = functional.log_softmax(logits, -1)
-    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        if rows.logits is None:
+            head = self.head
+            assert head is not None, "a head that is no plain projection gives its logits"
+            return selected_logprobs(rows.hidden, head, rows.target, temperature, with_entropy=with_entropy)
+        log_p = functional.log_softmax(rows.logits.float() / temperature, -1)
+        logprobs = log_p.gather(-1, rows.target[:, None])[:, 0]
+        return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else torch.zeros_like(logprobs)
