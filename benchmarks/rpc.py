@@ -53,9 +53,11 @@ def serve(endpoint: str, name: str) -> None:
     source = torch.from_numpy(np.ones(ELEMENTS, dtype=np.float32))
 
     def offer(sample_id: str) -> None:
+        """Make the tensor available, and return what fetches it."""
         store.put(SequenceSample.from_tensors([sample_id], {"x": source}, {"x": [[ELEMENTS]]}))
 
     def obtain(wish: dict[str, Any]) -> float:
+        """Fetch the tensor and read one number of it, or all."""
         sample = plane.fetch(wish["endpoint"], [wish["id"]], ["x"], FETCH_TIMEOUT_S)
         return float(sample["x"].numpy().sum()) if wish["read"] else float(sample["x"][-1])
 
@@ -118,12 +120,15 @@ class Rays:
                 self.source = np.ones(ELEMENTS, dtype=np.float32)
 
             def echo(self, payload: bytes) -> bytes:
+                """Return what came."""
                 return payload
 
             def offer(self) -> list[Any]:
+                """Make the tensor available, and return what fetches it."""
                 return [ray.put(self.source)]
 
             def obtain(self, refs: list[Any], read: bool) -> float:
+                """Fetch the tensor and read one number of it, or all."""
                 array = ray.get(refs[0])
                 return float(array.sum()) if read else float(array[-1])
 
@@ -220,6 +225,7 @@ def summarise(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Per measurement: median and range of each side and of the per-round ratio ours / Ray."""
 
     def spread(values: list[float]) -> dict[str, float]:
+        """Return what is reported of several measurements."""
         return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
     out: dict[str, Any] = {}

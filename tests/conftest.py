@@ -6,13 +6,18 @@ examples every time, so that a change is judged by what it does; ``--hypothesis-
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx._transports.default as httpx_transports
 import pytest
 from hypothesis import settings
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.aws.tasks import instantiate, load_templates, solve
 
 POOL_SIZE = 4
 settings.register_profile("same", derandomize=True, print_blob=True)
@@ -20,9 +25,33 @@ settings.register_profile("random", print_blob=True)
 settings.load_profile("same")
 
 
+def pytest_configure() -> None:
+    """Read the certificates of this machine once: httpx does so for every client, which takes 27 ms."""
+    httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files come first, lest one process ends with them while the other has nothing left to do."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small built-in policy, untaught, for whole runs that need no warm start of their own. Its
+    tokenizer was made from tasks and their solutions."""
+    from realhf.api.config import BuiltinModelConfig
+    from realhf.backends.builtin_policy import build_builtin_policy
+
+    folder = tmp_path_factory.mktemp("tiny_policy")
+    tasks = [instantiate(template.task_id, 1) for template in load_templates(["warmup"])]
+    talks = [
+        {"messages": [{"role": "user", "content": task.description}, {"role": "assistant", "content": solve(task)[0]}]}
+        for task in tasks
+    ]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    sizes = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    build_builtin_policy(folder / "talks.jsonl", folder / "policy", sizes, seed=3)
+    return folder / "policy"
 
 
 @pytest.fixture(scope="session")

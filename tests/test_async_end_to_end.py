@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from tests.test_end_to_end import MOVING, launch
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS = 5
+STEPS = 3
 NO_EVALUATION = ("evaluation.episodes_per_task=0",)
+Trained = Callable[..., list[dict[str, Any]]]
 ALIKE = ("ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute", *MOVING, *NO_EVALUATION)
 
 
@@ -24,20 +25,27 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("async-runs")
 
 
-def trained(root: Path, experiment: str, trial: str, *options: str, steps: int = STEPS) -> Iterator[dict[str, Any]]:
-    done = launch(root, trial, f"total_train_steps={steps}", *ALIKE, *options, experiment=experiment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = (root / experiment / trial / "metrics.jsonl").read_text().splitlines()
-    return (json.loads(line) for line in lines)
+@pytest.fixture(scope="module")
+def trained(root: Path, tiny_policy: Path) -> Trained:
+    """trained(experiment, trial, *options, steps=STEPS) -> the metrics of a run that must succeed."""
+
+    def run(experiment: str, trial: str, *options: str, steps: int = STEPS) -> list[dict[str, Any]]:
+        wanted = (f"total_train_steps={steps}", *ALIKE, *options)
+        done = launch(root, trial, *wanted, experiment=experiment, policy=tiny_policy)
+        assert done.returncode == 0, done.stderr[-2000:]
+        lines = (root / experiment / trial / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def streamed(root: Path) -> list[dict[str, Any]]:
-    return list(trained(root, "grpo_aws_async", "eta0", "async_rl.max_head_offpolicyness=0"))
+def streamed(trained: Trained) -> list[dict[str, Any]]:
+    return trained("grpo_aws_async", "eta0", "async_rl.max_head_offpolicyness=0")
 
 
-def test_staleness_zero_is_the_synchronous_run(root: Path, streamed: list[dict[str, Any]]) -> None:
-    played = list(trained(root, "grpo_aws", "sync"))
+def test_staleness_zero_is_the_synchronous_run(root: Path, trained: Trained, streamed: list[dict[str, Any]]) -> None:
+    played = trained("grpo_aws", "sync")
     for one, other in zip(played, streamed, strict=True):
         for name in ("loss", "grad_norm", "n_tokens", "reward_mean"):
             assert one[f"actor_train/{name}"] == pytest.approx(other[f"actor_train/{name}"], rel=1e-5, abs=1e-7), name
@@ -75,8 +83,7 @@ def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]
     assert tally.consumed == tally.admitted == 2 * STEPS and not tally.lost and not tally.twice
 
 
-def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, streamed: list[dict[str, Any]]) -> None:
-    del streamed
+def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, trained: Trained) -> None:
     options = (
         "async_rl.max_head_offpolicyness=2",
         "async_rl.n_rollout_workers=2",
@@ -85,15 +92,15 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, strea
         "async_rl.weights=disk",
     )
     evaluated = ("evaluation.episodes_per_task=2", "evaluation.greedy_episodes_per_task=1", "evaluation.every_steps=2")
-    list(trained(root, "grpo_aws_async", "eta2", *options, *evaluated, steps=3))
-    rows = list(trained(root, "grpo_aws_async", "eta2", *options, *evaluated, steps=6))
+    trained("grpo_aws_async", "eta2", *options, *evaluated, steps=3)
+    rows = trained("grpo_aws_async", "eta2", *options, *evaluated, steps=5)
     reports = json.loads((root / "grpo_aws_async" / "eta2" / "evaluations.json").read_text())
-    assert list(reports) == ["0", "2", "3", "4", "6"]
+    assert list(reports) == ["0", "2", "3", "4", "5"]
     for step, report in reports.items():
         overall, greedy = report["sampled"]["overall"], report["greedy"]["overall"]
         assert overall["episodes"] == 2 * greedy["episodes"] > 0 and overall["failed"] == greedy["failed"] == 0
         assert overall["version"] == greedy["version"] == int(step), "played beside training, by one version"
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert 0 < max(row["staleness/head_max"] for row in rows) <= 2
     fresh = [row for row in rows if row["staleness/head_max"] == 0]
     assert fresh and all(row["actor_train/mismatch/abs_max"] < 1e-4 for row in fresh)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,11 +22,13 @@ from tests.process_family import family
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 
-TINY = (
+WARM_START = (
     "model=builtin_tiny",
     "builtin.vocab_size=400",
     "warm_start.episodes_per_task=1",
     "warm_start.train_steps=3",
+)
+SMALL = (
     "env.pool_size=2",
     "env.tiers=[warmup]",
     "dataset.train_bs_n_seqs=2",
@@ -35,10 +38,12 @@ TINY = (
     "rollout.max_total_tokens=640",
     "evaluation.episodes_per_task=1",
     "evaluation.greedy_episodes_per_task=0",
+    "evaluation.templates=4",
     "torch_threads=1",
     "monitor.tensorboard=false",
     "monitor.progress=false",
 )
+TINY = (*WARM_START, *SMALL)
 MOVING = ("ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01")
 """A policy that is as good as random earns nothing; the entropy makes it move all the same."""
 CLOCKED = ("seconds", "tokens_per_second", "rollout_seconds", "generation_seconds", "env_seconds")
@@ -54,7 +59,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def command(root: Path, trial: str, *options: str, experiment: str = "grpo_aws") -> list[str]:
+def command(
+    root: Path, trial: str, *options: str, experiment: str = "grpo_aws", policy: Path | None = None
+) -> list[str]:
+    """Without a policy the run makes one by a warm start, which later runs below ``root`` find."""
     return [
         sys.executable,
         "-m",
@@ -63,12 +71,13 @@ def command(root: Path, trial: str, *options: str, experiment: str = "grpo_aws")
         "seed=3",
         f"trial_name={trial}",
         f"fileroot={root}",
-        *TINY,
+        *((f"actor.path={policy}",) if policy else WARM_START),
+        *SMALL,
         *options,
     ]
 
 
-def launch(root: Path, trial: str, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
+def launch(root: Path, trial: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(root, trial, *options, **more), capture_output=True, text=True, timeout=170, check=False
     )
@@ -119,7 +128,7 @@ def others(root: Path, first: Rows) -> dict[str, Rows]:
         return {"two steps": trained(root, "again", 2, *MOVING), "three steps": trained(root, "again", 3, *MOVING)}
 
     def on_two_workers() -> dict[str, Rows]:
-        return {"two workers": trained(root, "two_workers", 3, *MOVING, *UNWATCHED, "ref.workers=[1]")}
+        return {"two workers": trained(root, "two_workers", 2, *MOVING, *UNWATCHED, "ref.workers=[1]")}
 
     def reinforce() -> dict[str, Rows]:
         return {"reinforce": trained(root, "reinforce", 1, *MOVING, *UNWATCHED, experiment="reinforce_aws")}
@@ -138,7 +147,7 @@ def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: Rows) -> No
     assert all(row["actor_train/mismatch_abs"] < 1e-3 for row in first)
     run = root / "grpo_aws" / "first"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["heldout_episodes"] == 13 and set(summary["heldout_success_after"]) == {"overall", "warmup"}
+    assert summary["heldout_episodes"] == 4 and set(summary["heldout_success_after"]) == {"overall", "warmup"}
     assert (run / "episodes.txt").read_text().count("===== step 3, episode ") == 2
     model, tokenizer = (kind.from_pretrained(run / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert model.config.vocab_size == 400 and tokenizer.chat_template
@@ -155,7 +164,7 @@ def test_a_reference_on_a_second_worker_changes_no_loss(root: Path, first: Rows,
     rows = others["two workers"]
     assert (root / "grpo_aws" / "two_workers" / "logs" / "model_worker-1.log").exists()
     for name in ("actor_train/loss", "actor_train/kl_ref", "actor_train/grad_norm"):
-        assert [row[name] for row in rows] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-5), name
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in first[:2]], rel=1e-5, abs=1e-5), name
 
 
 def test_the_second_algorithm_needs_no_reference(others: dict[str, Rows]) -> None:

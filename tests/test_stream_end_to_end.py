@@ -17,18 +17,12 @@ from typing import Any
 import pytest
 
 from realhf.trajectory.client import TrajectoryClient, TrajectoryError
-from tests.process_family import family
+from tests.process_family import family, gone
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(200)]
 
 STEPS = 3
 TINY = (
-    "model=builtin_tiny",
-    "builtin.vocab_size=400",
-    "warm_start.episodes_per_task=1",
-    "warm_start.train_steps=3",
-    "env.pool_size=2",
-    "env.tiers=[warmup]",
     "dataset.train_bs_n_seqs=2",
     "ppo.group_size=2",
     "rollout.max_total_tokens=640",
@@ -105,23 +99,30 @@ def kill_model_worker(launcher: subprocess.Popen[bytes]) -> None:
     os.kill(worker.pid, 9)
 
 
-def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path: Path, processes: Processes) -> None:
+def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(
+    tmp_path: Path, processes: Processes, tiny_policy: Path
+) -> None:
     port, env_port, runs = free_port(), free_port(), tmp_path / "runs"
     url, run = f"http://127.0.0.1:{port}", runs / "grpo_stream_http" / "default"
-    launch = ("experiment=grpo_stream_http", f"fileroot={runs}", f"stream.port={port}", *TINY)
+    launch = (
+        "experiment=grpo_stream_http",
+        f"fileroot={runs}",
+        f"stream.port={port}",
+        f"actor.path={tiny_policy}",
+        *TINY,
+    )
     env = processes.start(
         "env", "workers.env_worker", "--port", str(env_port), "--pool-size", "2", "--ministack-base-port", "0"
     )
     # The first run is killed while it waits for its second batch: the first one is trained on, but in no checkpoint.
     first = processes.start("first", "realhf.launch", *launch, f"total_train_steps={STEPS}")
-    policy = until(lambda: next(iter((runs / "warm_start").glob("policy-*")), None), "a policy")
     play = (
         "--server",
         url,
         "--env-url",
         f"http://127.0.0.1:{env_port}",
         "--policy",
-        str(policy),
+        str(tiny_policy),
         "--sessions",
         "2",
         "--group-size",
@@ -140,9 +141,11 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path: Pat
     until(lambda: len(rows(run)) == 1, "the first step")
     [lease] = leases_of(url)
     assert lease["groups"] == 2 and lease["step"] == 0
+    workers = family(first.pid)
     kill_model_worker(first)
     assert first.wait(30) == 1
     assert "model_worker/0 ended before the run did: killed by SIGKILL" in processes.said("first")
+    assert "Traceback" not in processes.said("first") and gone(workers, 10)
     # The second one finds the run and its queue again, is given the first batch again, and trains to the end.
     second = processes.start("second", "realhf.launch", *launch, f"total_train_steps={STEPS}")
     more = processes.start("more", "workers.producer_worker", *play, "--seed", "2", "--groups", "3")

@@ -34,6 +34,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
+from realhf.base.garbage import settle
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
 from realhf.transport.rpc.roster import WorkerInfo
@@ -274,7 +275,9 @@ def main() -> int:
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
-        GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
+        worker = GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master)
+        settle()
+        worker.run()
 
     return run_planned(str(__doc__), work)
 

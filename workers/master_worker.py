@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import sys
 import time
@@ -36,6 +35,7 @@ from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
 from realhf.api.source import DataSource
+from realhf.base.garbage import settle
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
 from realhf.builtins import sources
@@ -436,7 +436,7 @@ def main() -> int:
         plan = RunPlan.read(args.run_dir)
         for plugin in plan.plugins:
             load_plugin(plugin)
-        gc.freeze()  # what was imported stays: the collector need not walk through it again and again
+        settle()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(MasterWorker(plan, args.run_id, events).run())
 

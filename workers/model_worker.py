@@ -6,7 +6,6 @@ python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --in
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +29,7 @@ from realhf.api.calls import (
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
 from realhf.api.model import Model
 from realhf.api.trace import WEIGHTS
+from realhf.base.garbage import settle
 from realhf.builtins import backends, datasets
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.call_interfaces import call_interfaces
@@ -114,7 +114,7 @@ class ModelWorker:
             tracer=self._tracer,
             given_up=self._rpc.given_up,
         )
-        gc.freeze()  # what was imported and loaded stays: the collector need not walk through it again and again
+        settle()
         return Nothing()
 
     def _publish_weights(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:

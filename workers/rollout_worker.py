@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
+from realhf.base.garbage import settle
 from realhf.base.loop_watch import LoopWatch
 from realhf.env.doors.load import build_environment
 from realhf.monitor.trace import open_trace
@@ -192,7 +192,7 @@ def main() -> int:
         torch.set_num_threads(1)
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
-        gc.freeze()  # what was imported stays: the collector need not walk through it again and again
+        settle()
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
 
     return run_planned(str(__doc__), work)

@@ -24,6 +24,7 @@ class Registry:
         """Return a decorator that adds an object under ``name``. Raises ValueError if the name is taken."""
 
         def add(item: T) -> T:
+            """Register ``item`` and return it."""
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already")
             self._entries[name] = item

@@ -173,6 +173,7 @@ class _TraceFile:
             self._failed = True
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _open(self) -> None:

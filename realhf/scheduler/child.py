@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 
+from realhf.base.garbage import collect_rarely
 from realhf.base.process_priority import step_back
 from realhf.scheduler.process_control import die_with_parent
 
@@ -31,6 +32,7 @@ if __name__ == "__main__":
     parent_pid, niceness, module = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with_parent(parent_pid)
     step_back(niceness)
+    collect_rarely()
     sys.argv = [module, *sys.argv[4:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

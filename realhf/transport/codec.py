@@ -167,6 +167,7 @@ class _Entry(NamedTuple):
         return _Entry(key, dtype, tuple(trailing), lengths, raw)
 
     def tensor(self) -> Tensor:
+        """Return the tensor that the entry describes."""
         shape = (self.lengths.total(), *self.trailing)
         return bytes_tensor(self.raw, self.dtype, shape)
 
@@ -179,6 +180,7 @@ class _SharedFrame:
         self._size = 0
 
     def add(self, raw: bytes | memoryview) -> int:
+        """Append bytes at the next aligned offset, and return that."""
         offset = self._size
         padding = -len(raw) % ALIGNMENT
         self._parts += [bytes(raw), bytes(padding)]
@@ -186,6 +188,7 @@ class _SharedFrame:
         return offset
 
     def frame(self) -> bytes:
+        """Return the frame as it is sent."""
         return b"".join(self._parts)
 
 

@@ -20,7 +20,7 @@ from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode.request import EpisodeRequest, Limits
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
-from tests.test_end_to_end import TINY
+from tests.test_end_to_end import SMALL, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -153,7 +153,7 @@ def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None
 def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run: tuple[str, Path]) -> None:
     """The launcher takes the file from where it lies, and the train step in the worker is the example's."""
     folder = first_run[1]
-    toy = [option for option in TINY if not option.startswith(("model=", "builtin.", "warm_start.", "evaluation."))]
+    toy = [option for option in SMALL if not option.startswith("evaluation.")]
     options = [f"fileroot={folder.parents[1]}", f"actor.path={folder / 'policy'}", "total_train_steps=1", *toy]
     command = (sys.executable, "-m", "realhf.launch", f"+experiment_path={EXAMPLES / 'own_algorithm.py'}")
     run(*command, "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", *options)

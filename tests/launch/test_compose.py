@@ -266,6 +266,7 @@ def test_an_error_in_an_experiment_file_shows_its_line(tmp_path: Path, capsys):
     assert "defines no build(config)" in errors(capsys, f"+experiment_path={tmp_path / 'empty.py'}")
 
 
+@pytest.mark.slow
 def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
     code = (
         "import sys\nfrom realhf.launch.__main__ import main\ncode = main(sys.argv[1:])\n"

@@ -86,6 +86,7 @@ def test_a_choice_about_one_section_of_which_nothing_is_read():
         build(CONFIGS, "experiment=grpo_stream_http", "actor.path=owner/name", "env=small")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_what_is_shipped_has_effect(experiment: str):
     environment = [] if "aws" in experiment or "stream" in experiment else ["env.path=countdown"]
@@ -94,6 +95,7 @@ def test_what_is_shipped_has_effect(experiment: str):
         build(CONFIGS, f"experiment={experiment}", f"model={model}", *environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [name for name in choices("env") if name not in ("small", "large")])
 def test_the_settings_of_an_environment_have_effect(environment: str):
     for experiment in ("grpo", "grpo_async", "reinforce", "sft"):

@@ -1,10 +1,14 @@
-"""One model function call on a real model worker process; this process is its master and its only peer."""
+"""One model function call on a real model worker, in a thread: its master and its only peer are in this process, too.
+
+A worker of its own process would import torch once more for every bench; whole runs have such ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +22,7 @@ from realhf.transport.codec import decode_sample
 from realhf.transport.rpc.master import RpcMaster
 from realhf.transport.tensors.data_plane import DataPlane
 from realhf.transport.tensors.store import TensorStore
+from workers.model_worker import ModelWorker
 
 RUN_ID = "mfc"
 WORKER, ENV, PEER = "model_worker/0", "env/0", "peer"
@@ -44,6 +49,7 @@ class MfcBench:
         self._plane = DataPlane(PEER, RUN_ID, self._store)
         self._plane.start()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._thread: threading.Thread | None = None
         try:
             self._start(model, sessions)
         except BaseException:
@@ -61,7 +67,7 @@ class MfcBench:
             seed=1,
             run_dir=self._folder,
         )
-        RunPlan(
+        plan = RunPlan(
             spec,
             RpcConfig(),
             MonitorConfig(),
@@ -69,7 +75,7 @@ class MfcBench:
             RecoverMode.disabled,
             torch_threads=1,
             started_at=time.time(),
-        ).write()
+        )
         self._runner.run(self._master.start())
         join = ("--run-id", RUN_ID, "--master", self._master.endpoint)
         names = [WORKER]
@@ -87,7 +93,9 @@ class MfcBench:
                 str(sessions),
                 *join,
             )
-        self._spawn("workers.model_worker", "--run-dir", str(self._folder), "--index", "0", *join)
+        worker = ModelWorker(plan, 0, RUN_ID, self._master.endpoint)
+        self._thread = threading.Thread(target=worker.run, name=WORKER, daemon=True)
+        self._thread.start()
         self._runner.run(self._master.wait_for(names, TIMEOUT_S))
         self.ask("initialize", {})
         assert self.ask("stats", {})["roles"] == [model.role]
@@ -148,16 +156,18 @@ class MfcBench:
         return folder
 
     def close(self) -> None:
-        """Say bye; every process must end by itself."""
+        """Say bye; the worker and every process must end by themselves."""
         self._runner.run(self._master.close())
         self._plane.close()
         self._runner.close()
+        if self._thread is not None:
+            self._thread.join(TIMEOUT_S)
         try:
             codes = [process.wait(20) for process in self._processes]
         finally:
             for process in self._processes:
                 process.kill()
-        assert codes == [0] * len(codes)
+        assert codes == [0] * len(codes) and not (self._thread and self._thread.is_alive())
 
 
 def as_lists(seqlens: Mapping[str, Any]) -> dict[str, list[list[int]]]:

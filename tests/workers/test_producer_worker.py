@@ -89,6 +89,7 @@ def test_what_was_played_for_a_run_that_ended_goes_to_the_next(url: str):
         assert [item["group_overrides"]["round"] for item in client.pull(5).groups] == [2, 2]
 
 
+@pytest.mark.slow
 def test_its_patience_with_the_trainer_ends(url: str):
     with TrajectoryClient(url) as client:
         client.register(batch_size=4, max_token_len=64, num_steps=1, reset=True)

@@ -31,6 +31,7 @@ class _Worker:
     commands: int = 0
 
     def close(self) -> None:
+        """Kill the worker and close its channel."""
         self.channel.close()
         self.process.kill()
 

@@ -182,6 +182,7 @@ class _Raw(io.BytesIO):
     """Provides what botocore expects of a response body."""
 
     def stream(self, amt: int = 65536, decode_content: bool | None = None) -> Iterator[bytes]:
+        """Yield the rest of the body in pieces."""
         while chunk := self.read(amt):
             yield chunk
 

@@ -99,6 +99,7 @@ class _Handlers:
         return response
 
     async def login(self, request: Request) -> Response:
+        """Admit a visitor who knows the server's token."""
         token = (await _body(request)).get("token")
         if not isinstance(token, str) or not self._auth.needs_login or not self._auth.knows(token):
             raise Refused(401, "WRONG_TOKEN", "this is not the server's token")
@@ -107,12 +108,15 @@ class _Handlers:
         return response
 
     async def tasks(self, request: Request) -> Response:
+        """List the tasks that can be played."""
         return JSONResponse(await asyncio.to_thread(catalog))
 
     async def state(self, request: Request) -> Response:
+        """Return what the visitor's page shows."""
         return JSONResponse(await self._playground.state(self._visitor(request)))
 
     async def log(self, request: Request) -> Response:
+        """Return the episode as a JSON file to keep. 409 without one."""
         log = (await self._playground.state(self._visitor(request)))["log"]
         if log is None:
             raise Refused(409, "NO_EPISODE", "no episode is running here; start one")
@@ -121,6 +125,7 @@ class _Handlers:
         return Response(json.dumps(log, indent=1), media_type="application/json", headers=disposition)
 
     async def reset(self, request: Request) -> Response:
+        """Begin an episode."""
         order = checked_reset(await _body(request))
         if order.get("tier") not in (None, *TIERS):
             raise wire.WireError(wire.VALIDATION_ERROR, f"tier is none of {', '.join(TIERS)}")
@@ -129,13 +134,16 @@ class _Handlers:
         return JSONResponse({"log": await self._playground.reset(self._visitor(request), order)})
 
     async def step(self, request: Request) -> Response:
+        """Run a command of the visitor."""
         action = checked_action(await _body(request), self._config.max_command_bytes)
         return JSONResponse({"step": await self._playground.step(self._visitor(request), action["command"])})
 
     async def solution(self, request: Request) -> Response:
+        """Return how the task can be solved."""
         return JSONResponse(await self._playground.solution(self._visitor(request)))
 
     async def leave(self, request: Request) -> Response:
+        """End the visitor's episode and free its slot."""
         await self._playground.leave(self._visitor(request))
         return JSONResponse({})
 

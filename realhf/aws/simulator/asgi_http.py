@@ -138,6 +138,7 @@ class _Response:
         self._parts: list[bytes] = []
 
     async def send(self, message: dict[str, Any]) -> None:
+        """Take a message of the application: the head, or a part of the body."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._headers = list(message.get("headers", []))

@@ -68,6 +68,7 @@ class _OwnerHttp(http.client.HTTPConnection):
         self._dial = dial
 
     def connect(self) -> None:
+        """Connect through the owner's channel."""
         self.sock = self._dial()
         self.sock.settimeout(self.timeout)
 

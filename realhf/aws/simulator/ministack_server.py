@@ -207,6 +207,7 @@ def main() -> None:
     guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, _ADDRESS_BYTES, may_lack=frozenset(sys.argv[4].split(",")))
     randomness = SeededRandomness()
     randomness.install()
+    gc.disable()  # all that is imported is kept
     deferred = _import_modules()
     app_module = importlib.import_module("ministack.app")
     gate = LambdaGate()
@@ -214,8 +215,8 @@ def main() -> None:
     app = _readable_app(app_module.app)
     _keep_only_metadata(MINISTACK_SERVICES)
     isolated = sandbox.without_network(mode)
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
     def child(request: dict[str, Any], fds: list[int]) -> None:
         if PROBE in request:

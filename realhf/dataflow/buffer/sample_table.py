@@ -32,6 +32,7 @@ class _Column:
         self.row = np.zeros(capacity, np.int64)
 
     def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` samples; new ones are nowhere."""
         self.part = np.concatenate([self.part, np.full(capacity - len(self.part), None, dtype=object)])
         self.row = _grown(self.row, capacity, 0)
 

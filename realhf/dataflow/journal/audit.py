@@ -65,6 +65,7 @@ class _Book:
         self.complete, self.ended = True, False
 
     def frame(self, records: Sequence[Record]) -> None:
+        """Enter the records of one frame, or begin with the totals of a snapshot."""
         if isinstance(records[0], Totals):
             self._snapshot(records[0], records[1:])
             return
@@ -149,6 +150,7 @@ class _Book:
         return self.before + Counter(self.place.values())
 
     def tally(self) -> Tally:
+        """Return the balance of what was entered."""
         counts = self._counts()
         return Tally(
             admitted=counts.total(),

@@ -109,6 +109,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     turns = itertools.count()
 
     def client(server: Served) -> OpenEnvClient:
+        """Return a new client of a server."""
         return OpenEnvClient(
             server.url,
             connect_timeout_s=options.connect_timeout_s,
@@ -118,6 +119,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
         )
 
     def make(_: str) -> Environment:
+        """Return an environment that begins at the next server in turn."""
         first = next(turns) % len(servers)
         return player([partial(client, server) for server in (*servers[first:], *servers[:first])])
 

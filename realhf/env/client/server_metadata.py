@@ -68,6 +68,7 @@ class _Received:
         self._raw = raw
 
     def makefile(self, *_: Any) -> io.BytesIO:
+        """Return what was received, as a file."""
         return io.BytesIO(self._raw)
 
 

@@ -112,6 +112,7 @@ def class_parts(kind: type[Any], *, seeded: bool, check: Callable[[Row], None] =
         options = _with_rows(options)
 
     def tasks(chosen: Any) -> Callable[[str], TaskSet]:
+        """Return what makes the task set of a split, for these options."""
         if function is not None:
             return sets_of(function, kind.__name__, chosen, seeded=seeded, check=check)
         if options is own:
@@ -165,6 +166,7 @@ def sets_of(
     given = (chosen,) if len(inspect.signature(function).parameters) > 1 else ()
 
     def tasks(split: str) -> TaskSet:
+        """Return the task set of a split. Raises ValueError with the line of the author's function."""
         try:
             found = function(split, *given)
             if inspect.isgenerator(found):

@@ -65,6 +65,7 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
     traits = traits_of(sys.modules[function.__module__]) if function.__module__ in sys.modules else Traits()
 
     def build(options: Any) -> EnvironmentSpec:
+        """Return the environment for these options."""
         threads = Threads(function.__name__)
         check = partial(_check_row, verifier, options.prompt_column)
         if bring:

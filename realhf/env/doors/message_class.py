@@ -47,6 +47,7 @@ def message_class(kind: type[Any]) -> EnvironmentDefinition:
     parts = class_parts(kind, seeded=takes(kind.reset, "seed"))
 
     def build(options: Any) -> EnvironmentSpec:
+        """Return the environment for these options."""
         return EnvironmentSpec(
             kind.__name__,
             lambda _: MessageClassEnvironment(kind, lambda: parts.instance(options)),

@@ -62,6 +62,7 @@ def tasks_of_data(
     sets = {split: RowTaskSet(tasks_of_rows(parts[split], options.group_column), seeded=seeded) for split in SPLITS}
 
     def tasks(split: str) -> TaskSet:
+        """Return the tasks of a split. Raises ValueError for one that has none."""
         if not sets[split].group_of:
             raise ValueError(
                 f"{options.data} leaves no task for the split {split!r} with env.heldout_fraction="

@@ -34,6 +34,7 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
     parts = class_parts(kind, seeded="seed" in inspect.signature(kind.reset).parameters, check=_check_prompt)
 
     def build(options: Any) -> EnvironmentSpec:
+        """Return the environment for these options."""
         threads = Threads(kind.__name__, max(MOST_THREADS, parts.traits.concurrency or 0))
         return EnvironmentSpec(
             kind.__name__,

@@ -20,6 +20,7 @@ class _PoolCollector(Collector):
         self._read, self._about, self._label = read, about, label
 
     def collect(self) -> Iterable[Metric]:
+        """Yield a gauge for every number of the pool."""
         for name, value in self._read().items():
             split = isinstance(value, Mapping)
             family = GaugeMetricFamily(

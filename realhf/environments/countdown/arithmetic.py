@@ -81,6 +81,7 @@ class _Reader:
         self._depth = self._operations = 0
 
     def steps(self) -> Evaluated:
+        """Read all steps, and return the value of the last one. Raises ArithmeticRefused."""
         value = self._step()
         while self._skip(","):
             value = self._step()

@@ -93,6 +93,7 @@ class _Attempt:
                 self.left[size] += len(units)
 
     def run(self, need: dict[int, int], recheck: bool) -> Selected | NotSelected:
+        """Take the minimum of every environment in ``need``, then fill up the batch."""
         for env_id in need:
             if env_id not in self.lanes:
                 return NotSelected(f"min_unmet:{env_id}")

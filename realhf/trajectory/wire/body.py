@@ -58,6 +58,7 @@ class _Pieces:
         self.size += len(piece)
 
     def whole(self) -> bytes:
+        """Return all pieces in one."""
         return self._buffer.getvalue()
 
 

@@ -64,6 +64,7 @@ class _Peer:
     next_no: int = 1
 
     def lane(self, call: PendingCall) -> CallLane:
+        """Return the lane that a call is in."""
         return self.calls["ordered" if call.no else "immediate"]
 
 

@@ -54,15 +54,18 @@ def _address_store(exchange: Exchange) -> Any:
         addresses: Sequence[bytes] = ()
 
         def set(self, key: str, value: bytes) -> None:
+            """Keep the address of this member."""
             del key
             self.own = bytes(value)
 
         def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+            """Exchange addresses, once."""
             del keys, timeout
             if not self.addresses:
                 self.addresses = exchange(self.own)
 
         def get(self, key: str) -> bytes:
+            """Return the address of a member."""
             return self.addresses[int(key.rpartition("/")[2])]
 
     return AddressStore()

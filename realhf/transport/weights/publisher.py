@@ -32,7 +32,8 @@ class _Published(Protocol):
     location: str
     checksum: str
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what was published."""
 
 
 class WeightPublisher:

@@ -16,6 +16,8 @@ from realhf.env.check.report import Report
 from realhf.env.check.screen import Screen
 from tests.process_family import family
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 BROKEN = HERE / "broken"
 NAMED = {
