@@ -1,4 +1,4 @@
-"""The order of the tests, and one pool of real simulators for all tests that ask for it.
+"""The order of the tests, and what many of them share: a pool of real simulators, a policy.
 
 ``pytest -n 2 --dist loadfile --no-loadscope-reorder`` shares out files in this order. Property tests draw the same
 examples every time, so that a change is judged by what it does; ``--hypothesis-profile=random`` draws others.
@@ -18,6 +18,7 @@ from hypothesis import settings
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
+from realhf.base.garbage import collect_rarely, settle
 
 POOL_SIZE = 4
 settings.register_profile("same", derandomize=True, print_blob=True)
@@ -28,6 +29,12 @@ settings.load_profile("same")
 def pytest_configure() -> None:
     """Read the certificates of this machine once: httpx does so for every client, which takes 27 ms."""
     httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+    collect_rarely()
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and test items out of what the collector walks through while the tests run."""
+    settle()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,32 +29,38 @@ AGENT = Path(__file__).resolve().parent / "rollout" / "agents" / "branching_agen
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "your_environment.py"
 
 
-def trained(tmp_path: Path, *arguments: str) -> list[dict]:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For all runs of this file, which find the model that one of them has made."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def trained(root: Path, name: str, *arguments: str) -> list[dict]:
     """Run an experiment and return the metrics of its steps."""
-    assert main([*TINY, *arguments, f"fileroot={tmp_path}", "experiment_name=e"]) == 0
-    lines = (tmp_path / "e" / "default" / "metrics.jsonl").read_text().splitlines()
+    assert main([*TINY, *arguments, f"fileroot={root}", f"experiment_name={name}"]) == 0
+    lines = (root / name / "default" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow
-def test_an_environment_that_ships_is_trained_on_after_a_warm_start(tmp_path: Path) -> None:
-    rows = trained(tmp_path, "experiment=grpo", "env=countdown")
+def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root: Path) -> None:
+    rows = trained(root, "countdown", "experiment=grpo", "env=countdown")
     assert len(rows) == 2 and all(row["actor_train/n_tokens"] > 0 for row in rows)
 
 
 @pytest.mark.slow
-def test_a_file_of_ones_own_is_trained_on_untrained_and_asynchronously(tmp_path: Path) -> None:
-    rows = trained(
-        tmp_path, "experiment=grpo_async", f"env.path={EXAMPLE}:Lock", "actor.path=builtin_tiny", "ppo.credit=turn"
-    )
+def test_a_file_of_ones_own_is_trained_on_untrained_and_asynchronously(root: Path) -> None:
+    untrained = ("experiment=grpo_async", f"env.path={EXAMPLE}:Lock", "actor.path=builtin_tiny")
+    rows = trained(root, "lock", *untrained, "ppo.credit=turn")
     assert len(rows) == 2 and all(row["actor_train/n_tokens"] > 0 for row in rows)
 
 
 @pytest.mark.slow
-def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(tmp_path: Path) -> None:
+def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(root: Path) -> None:
     """Rows of every branch arrive, failures of the agent are counted by kind, and no loss is lost to them."""
     rows = trained(
-        tmp_path,
+        root,
+        "branches",
         "experiment=grpo_async",
         f"env.path={EXAMPLE}:Lock",
         "actor.path=builtin_tiny",

@@ -113,6 +113,7 @@ TORCH_FREE = (
 PROGRAMS = {"realhf/aws/evaluate.py"}
 """Commands that put parts of several rooms together, as the launcher does; nothing may import them. So are modules
 called ``__main__``."""
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 READS_ENVIRONMENT = {
     "realhf/env/server/config.py",
     "realhf/aws/server/config.py",
@@ -139,12 +140,20 @@ def imported_by(path: Path) -> tuple[str, ...]:
 
 def imported(node: ast.AST) -> Iterator[str]:
     """Full names of what the code below ``node`` imports; relative imports do not exist in this house."""
-    for item in ast.walk(node):
+    for item in statements(node):
         if isinstance(item, ast.Import):
             yield from (alias.name for alias in item.names)
         elif isinstance(item, ast.ImportFrom):
             assert item.level == 0, f"relative import in line {item.lineno}"
             yield from (f"{item.module}.{alias.name}" for alias in item.names)
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and every statement below it; no expression holds one."""
+    found = [node]
+    for item in found:
+        yield item
+        found += [child for child in ast.iter_child_nodes(item) if isinstance(child, STATEMENTS)]
 
 
 @cache

@@ -96,3 +96,32 @@ def test_the_container_file_runs_targets_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^install:", makefile, re.MULTILINE) and re.search(r"^train:", makefile, re.MULTILINE)
     assert {".git", ".venv*", "runs"} <= set((ROOT / ".dockerignore").read_text().splitlines())
+
+
+@pytest.mark.parametrize("broken", ["", "ruff check", "pyright", "realhf.aws.tasks validate", "-m pytest"])
+def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
+    """Checks run beside the tests: the failure of either is that of make, and what checks say is in one piece."""
+    binaries = folder / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    fails = f'case "$0 $*" in *"{broken}"*) exit 1;; esac\n' if broken else ""
+    for name in ("ruff", "pyright", "python"):
+        (binaries / name).write_text(f'#!/bin/sh\necho "said: {name} $*"\n{fails}')
+        (binaries / name).chmod(0o755)
+    (folder / ".venv" / ".installed").touch()
+    done = subprocess.run(
+        [str(shutil.which("make")), "test"],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder / "path")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == (2 if broken else 0), done.stdout + done.stderr
+    said = [line.removeprefix("said: ") for line in done.stdout.splitlines() if line.startswith("said: ")]
+    [tests] = [line for line in said if "-m pytest" in line]
+    assert said.index(tests) in (0, len(said) - 1) and "--dist loadfile" in tests
+    said.remove(tests)
+    checks = ["ruff check .", "ruff format --check --quiet .", "pyright ", "python -m realhf.aws.tasks validate"]
+    assert said == checks[: len(said)] and (len(said) == len(checks) or broken in said[-1])
+    assert not list((folder / "path").iterdir()), "its notes are gone"
