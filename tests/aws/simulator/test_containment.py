@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -168,12 +169,16 @@ def lambda_slot() -> Iterator[Slot]:
     pool.stop()
 
 
-def _invoke(slot: Slot, source: str) -> object:
+def _archive(source: str) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("index.py", source)
+    return archive.getvalue()
+
+
+def _invoke(slot: Slot, source: str) -> object:
     slot.reset()
-    slot.files.put("code.zip", archive.getvalue())
+    slot.files.put("code.zip", _archive(source))
     created = slot.executor.run(
         "aws lambda create-function --function-name f --runtime python3.12 --handler index.handler --timeout 5 "
         "--role arn:aws:iam::000000000000:role/r --zip-file fileb://code.zip"
@@ -196,9 +201,19 @@ def _invoke(slot: Slot, source: str) -> object:
         ("open('/etc/passwd')", "FileNotFoundError"),
         ("return len(bytearray(300 << 20))", "MemoryError"),
         ("print('x' * 100000)", "Runtime.OutputTooLarge"),
-        ("while True: pass", "Sandbox.CpuExceeded"),
     ],
 )
 def test_lambda_code_runs_in_a_sandbox(lambda_slot: Slot, body: str, expected: object) -> None:
     answer = _invoke(lambda_slot, f"def handler(event, context):\n    {body}\n")
     assert (answer.get("errorType") if isinstance(answer, dict) else answer) == expected, answer
+
+
+@needs_bubblewrap
+def test_lambda_code_that_computes_forever_is_ended_by_its_share_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the broker itself, with a clock that leaves a busy machine the time to give it its two seconds."""
+    monkeypatch.setattr(lambda_broker, "MAX_WALL_S", 150.0)
+    code = base64.b64encode(_archive("def handler(event, context):\n    while True: pass\n")).decode()
+    function = {"name": "f", "runtime": "python3.12", "handler": "index.handler", "variables": {}, "timeout_s": 150}
+    assert BWRAP is not None
+    answer = lambda_broker.invoke(lambda_broker.sandbox_command(BWRAP), {**function, "code": code, "event": {}})
+    assert answer["error"] and answer["body"]["errorType"] == "Sandbox.CpuExceeded", answer
