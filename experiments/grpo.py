@@ -22,6 +22,7 @@ from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.keys import TURN_KEYS
 from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.parallel import alone, parallel_of
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import to_json_value
@@ -76,7 +77,7 @@ def policy_gradient(
     models, mfcs = {"actor": actor}, [rew_inf(config)]
     if ppo.needs_reference:
         models["ref"] = ModelSpec(
-            "ref", actor.path, tuple(config.ref.workers), backend=actor.backend, dtype=actor.dtype
+            "ref", actor.path, tuple(config.ref.workers), backend=alone(actor.backend), dtype=actor.dtype
         )
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
@@ -196,6 +197,7 @@ def actor_model(config: Config, path: str) -> ModelSpec:
         gradient_checkpointing=actor.gradient_checkpointing,
         optimizer=actor.optimizer,
         chat_template_kwargs=actor.chat_template_kwargs,
+        parallel=parallel_of("actor", actor),
     )
 
 

@@ -19,6 +19,7 @@ from realhf.api.config.option import option
 from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
 from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
 from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.parallel import parallel_of
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.content_key import content_key
 from realhf.base.dataclass_json import to_json_value
@@ -130,6 +131,7 @@ def _supervised(config: Config, *, steps: int, batch: int, optimizer: OptimizerC
         gradient_checkpointing=config.actor.gradient_checkpointing,
         optimizer=optimizer,
         chat_template_kwargs=config.actor.chat_template_kwargs,
+        parallel=parallel_of("actor", config.actor),
     )
     train = MFCDef(
         "actor_train",

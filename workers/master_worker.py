@@ -21,10 +21,6 @@ from realhf.api.calls import (
     COMMITTED,
     EVALUATE,
     EXPORT,
-    INITIALIZE,
-    RESTORE,
-    SAVE,
-    CheckpointRequest,
     EvaluateRequest,
     ExportRequest,
     Nothing,
@@ -43,6 +39,7 @@ from realhf.dataflow.buffer.types import EndOfData
 from realhf.dataflow.caller import A, Q, ask
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.executor import FunctionExecutor
+from realhf.dataflow.roles import Roles
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.plan import RolloutPlan
 from realhf.dataflow.step_report import StepReport
@@ -77,10 +74,10 @@ class MasterWorker:
             on_left=self._left,
         )
         self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
-        self._model_workers = [f"model_worker/{index}" for index in range(self._spec.n_model_workers)]
         # The launcher starts successors of these: their death is no reason to wait for them no longer.
         self._replaceable = {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
+        self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s)
         self._wall_before = 0.0
         self._saved_step = 0
         self._drawing: asyncio.Task[None] | None = None
@@ -118,7 +115,7 @@ class MasterWorker:
 
     async def _workers_ready(self) -> None:
         services = [service.name for service in self._spec.services]
-        names = [*self._model_workers, *(["env/0"] if self._spec.needs_env else []), *services]
+        names = [*self._roles.workers, *(["env/0"] if self._spec.needs_env else []), *services]
         if self._spec.rollout is not None:
             names += self._spec.rollout.workers
         self._events.emit("phase", text=f"waiting for {', '.join(names)}")
@@ -126,9 +123,9 @@ class MasterWorker:
         for warning in self._graph.warnings:
             self._events.emit("warning", text=warning)
         timeout = self._plan.rpc.connect_timeout_s
-        await self._rpc.wait_for(self._model_workers, timeout)
+        await self._rpc.wait_for(self._roles.workers, timeout)
         self._events.emit("phase", text="loading models")
-        await asyncio.gather(*(self._ask(worker, INITIALIZE, Nothing()) for worker in self._model_workers))
+        await self._roles.load()
         await self._rpc.wait_for(names, timeout)
 
     def _make_executor(self) -> FunctionExecutor:
@@ -137,7 +134,9 @@ class MasterWorker:
             self._rpc,
             self._steps.results,
             make_loader=self._steps.loader,
-            workers={role: [f"model_worker/{i}" for i in model.workers] for role, model in self._spec.models.items()},
+            workers=self._roles.by_role(),
+            parallel=self._roles.parallel,
+            numbers=self._roles.numbers,
             seed=self._spec.seed,
             endpoints=self._endpoints(),
             control_timeout_s=self._plan.rpc.control_timeout_s,
@@ -182,7 +181,7 @@ class MasterWorker:
     async def _open_rollouts(
         self, rollout: RolloutSpec, source: DataSource, checkpoint: Checkpoint | None
     ) -> AsyncRollouts:
-        trainer = f"model_worker/{self._spec.models[rollout.role].workers[0]}"
+        trainer = self._roles.of(rollout.role)[0]
         plan = RolloutPlan(
             rollout,
             trainer,
@@ -219,6 +218,8 @@ class MasterWorker:
             self._log.phase(text)
         if done >= total and not self._evaluation_is_due(done, last=True):
             return
+        if self._spec.rollout is not None:
+            await self._roles.gather_weights(self._spec.rollout.role)
         await self._steps.start()
         await self._evaluate(done)
         if done < total:
@@ -240,6 +241,8 @@ class MasterWorker:
             except EndOfData as end:
                 await self._data_ended(step, end)
                 break
+            if self._spec.rollout is not None:
+                await self._roles.gather_weights(self._spec.rollout.role)
             await self._steps.publish(step + 1)
             await self._report(report)
             owed = owed or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
@@ -328,7 +331,8 @@ class MasterWorker:
         """The same seed every time: before and after are compared on the same instances."""
         if self._spec.needs_env and self._replaceable:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
-        worker = f"model_worker/{self._spec.models[evaluation.role].workers[0]}"
+        worker = self._roles.of(evaluation.role)[0]
+        await self._roles.gather_weights(evaluation.role)
         request = EvaluateRequest(
             role=evaluation.role,
             interface=evaluation.interface,
@@ -342,23 +346,6 @@ class MasterWorker:
 
     # ---- saving
 
-    def _trainable_roles(self, worker: str) -> list[str]:
-        index = self._model_workers.index(worker)
-        return [role for role, model in self._spec.models.items() if model.trainable and index in model.workers]
-
-    async def _on_model_workers(self, call: Call[CheckpointRequest, Nothing], folder: Path) -> None:
-        """Have every model worker write its state into ``folder``, or read it; each has a folder of its own there."""
-        await asyncio.gather(
-            *(
-                self._ask(
-                    worker,
-                    call,
-                    CheckpointRequest(self._trainable_roles(worker), str(folder / worker.replace("/", "-"))),
-                )
-                for worker in self._model_workers
-            )
-        )
-
     async def _ask(self, worker: str, call: Call[Q, A], request: Q, *, step: int = -1) -> A:
         return await ask(self._rpc, worker, call, request, timeout_s=self._plan.rpc.call_timeout_s, step=step)
 
@@ -371,18 +358,18 @@ class MasterWorker:
         }
         draft = await asyncio.to_thread(self._checkpoints.begin, step)
         try:
-            await self._on_model_workers(SAVE, draft)
+            files = await self._roles.save(draft)
         except Exception as error:
             raise self._checkpoints.failed(step, draft, error) from error
-        folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state)
+        folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state, files)
         self._saved_step = step
-        await asyncio.gather(*(self._ask(worker, COMMITTED, Nothing()) for worker in self._model_workers))
+        await asyncio.gather(*(self._ask(worker, COMMITTED, Nothing()) for worker in self._roles.workers))
         await self._steps.checkpointed(step, folder.name)
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
         check_same_models(checkpoint.state["model_paths"], self._model_paths())
-        await self._on_model_workers(RESTORE, checkpoint.folder)
+        await self._roles.restore(checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
         self._saved_step = checkpoint.step
@@ -397,7 +384,8 @@ class MasterWorker:
             return
         target = self._spec.artifact or self._spec.run_dir / "policy"
         target.parent.mkdir(parents=True, exist_ok=True)
-        worker = f"model_worker/{self._spec.models[role].workers[0]}"
+        worker = self._roles.of(role)[0]
+        await self._roles.gather_weights(role)
         await self._ask(worker, EXPORT, ExportRequest(role, str(target)))
 
     async def _finish(self) -> None:

@@ -11,18 +11,23 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from realhf.api.calls import (
+    ABORT,
     CALL,
     CLEAR,
     COMMITTED,
     EVALUATE,
     EXPORT,
+    GATHER,
     HELD,
     INITIALIZE,
     LOAD,
+    OPEN_WORLD,
     PUBLISH_WEIGHTS,
     RESTORE,
     SAVE,
+    InitializeRequest,
     Nothing,
+    OpenWorldAnswer,
     PublishWeightsAnswer,
     PublishWeightsRequest,
 )
@@ -42,9 +47,10 @@ from realhf.transport.weights.publisher import Medium, WeightPublisher
 from workers.worker_main import run_planned
 
 if TYPE_CHECKING:
+    from realhf.backends.parallel.world import Meeting, World
     from realhf.backends.threads.compute_threads import ComputeThreads
 
-HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, HELD)
+HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, GATHER, HELD)
 
 
 class ModelWorker:
@@ -57,6 +63,8 @@ class ModelWorker:
         self._plane = DataPlane(name, run_id, self._store, shm=plan.rpc.shm)
         self._plane.start()
         self._host: ModelHost | None = None
+        self._meeting: Meeting | None = None
+        self._world: World | None = None
         run_dir, rollout = plan.spec.run_dir, plan.spec.rollout
         self._tracer = open_trace(run_dir, name)
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store)
@@ -70,12 +78,17 @@ class ModelWorker:
             master,
             ordered=dict(
                 [
+                    OPEN_WORLD.served_by(self._open_world),
                     INITIALIZE.served_by(self.initialize),
                     PUBLISH_WEIGHTS.served_by(self._publish_weights),
                     *((call.name, self._on_host(call.name)) for call in HOST_CALLS),
                 ]
             ),
-            immediate={CLEAR.name: self._on_host(CLEAR.name), **self._stream.handlers()},
+            immediate={
+                CLEAR.name: self._on_host(CLEAR.name),
+                ABORT.name: self._on_host(ABORT.name),
+                **self._stream.handlers(),
+            },
             data_endpoint=self._plane.endpoint,
             connect_timeout_s=plan.rpc.connect_timeout_s,
         )
@@ -92,11 +105,28 @@ class ModelWorker:
             self._plane.close()
             self._tracer.close()
 
-    def initialize(self, request: Nothing) -> Nothing:
-        """Load the models of this worker and build the interfaces of its calls."""
+    def _open_world(self, request: Nothing) -> OpenWorldAnswer:
+        """Serve the place where the workers that compute together meet."""
         del request
+        from realhf.backends.parallel.world import Meeting
+
+        self._meeting = Meeting(len(self._plan.spec.world), self._plan.rpc.connect_timeout_s)
+        return OpenWorldAnswer(self._meeting.address)
+
+    def _join_world(self, address: str) -> None:
+        from realhf.backends.parallel.world import World
+
+        rpc = self._plan.rpc
+        self._world = World(
+            address, self._index, self._plan.spec.world, join_s=rpc.connect_timeout_s, timeout_s=rpc.call_timeout_s
+        )
+
+    def initialize(self, request: InitializeRequest) -> Nothing:
+        """Load the models of this worker and build the interfaces of its calls."""
         spec = self._plan.spec
         threads = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
+        if self._index in spec.world:
+            self._join_world(request.world)
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
         models = {role: self._load(model, threads) for role, model in mine.items()}
         calls = call_interfaces(mfc for mfc in spec.mfcs if mfc.model_role in mine)
@@ -128,7 +158,8 @@ class ModelWorker:
 
     def _load(self, model: ModelSpec, threads: ComputeThreads) -> Model:
         spec = self._plan.spec
-        backend = backends.get(model.backend)(**model.backend_args)
+        together = {"world": self._world} if model.parallel.size > 1 else {}
+        backend = backends.get(model.backend)(**model.backend_args, **together)
         engine = backend.build(model, seed=spec.seed, total_train_steps=spec.total_train_steps)
         use_threads = getattr(engine, "use_threads", None)
         if use_threads is not None:

@@ -26,6 +26,39 @@ class Nothing(Message, frozen=True):
 # ---- master to model worker: the graph
 
 
+class InitializeRequest(Message, frozen=True):
+    """Load models. ``world``: where the workers that compute together meet; empty where none do."""
+
+    world: str = ""
+
+
+class OpenWorldAnswer(Message, frozen=True):
+    """Where the workers that compute together meet, host:port."""
+
+    address: str
+
+
+class GroupPart(Message, frozen=True):
+    """One rank's part in a group call: all ranks of a role get the whole batch under the same number ``no``."""
+
+    no: Annotated[int, Meta(ge=1)]
+    rank: Annotated[int, Meta(ge=0)]
+    size: Annotated[int, Meta(ge=2)]
+
+
+class GatherRequest(Message, frozen=True):
+    """Bring the whole weights of ``role`` together on every rank, for what one rank does alone next."""
+
+    role: str
+    group: GroupPart
+
+
+class AbortRequest(Message, frozen=True):
+    """Break off what this worker computes together with others."""
+
+    reason: str
+
+
 class FetchPart(Message, frozen=True):
     """Inputs that lie on another worker."""
 
@@ -35,7 +68,8 @@ class FetchPart(Message, frozen=True):
 
 
 class CallRequest(Message, frozen=True):
-    """Run the model function call ``mfc`` on these samples, with inputs from the own store and from ``fetches``."""
+    """Run the model function call ``mfc`` on these samples, with inputs from the own store and from ``fetches``; in a
+    group call together with other ranks, of which the first alone stores the outputs."""
 
     mfc: str
     role: str
@@ -46,6 +80,7 @@ class CallRequest(Message, frozen=True):
     step: int
     seed: int
     endpoints: Endpoints
+    group: GroupPart | None = None
 
 
 class CallAnswer(Message, frozen=True):
@@ -85,7 +120,10 @@ class HeldAnswer(Message, frozen=True):
     roles: list[str]
 
 
-INITIALIZE = Call("initialize", Nothing, Nothing)
+OPEN_WORLD = Call("open_world", Nothing, OpenWorldAnswer)
+INITIALIZE = Call("initialize", InitializeRequest, Nothing)
+GATHER = Call("gather", GatherRequest, Nothing)
+ABORT = Call("abort", AbortRequest, Nothing)
 CALL = Call("call", CallRequest, CallAnswer)
 LOAD = Call("load", LoadRequest, LoadAnswer)
 CLEAR = Call("clear", ClearRequest, Nothing)
@@ -113,10 +151,25 @@ class EvaluateAnswer(Message, frozen=True):
 
 
 class CheckpointRequest(Message, frozen=True):
-    """Write or read the state of these roles and of all interfaces below ``folder``."""
+    """Write or read the state of roles, each in its own folder (role -> folder), and of all interfaces in ``folder``.
+    A role's folder is that of all its ranks where several workers train it together."""
 
-    roles: list[str]
+    roles: dict[str, str]
     folder: str
+
+
+class SavedFile(Message, frozen=True, array_like=True):
+    """A file that a worker wrote and synced: its path, its size in bytes, and its SHA-256 in hexadecimal."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class SaveAnswer(Message, frozen=True):
+    """Every file that this worker wrote."""
+
+    files: list[SavedFile]
 
 
 class ExportRequest(Message, frozen=True):
@@ -141,7 +194,7 @@ class PublishWeightsAnswer(Message, frozen=True):
 
 
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
-SAVE = Call("save", CheckpointRequest, Nothing)
+SAVE = Call("save", CheckpointRequest, SaveAnswer)
 RESTORE = Call("restore", CheckpointRequest, Nothing)
 COMMITTED = Call("committed", Nothing, Nothing)
 EXPORT = Call("export", ExportRequest, Nothing)

@@ -26,6 +26,7 @@ from realhf.api.config import (
 from realhf.api.env import MAX_BRANCHES
 from realhf.api.environment import EnvironmentService
 from realhf.api.mfc import MFCDef
+from realhf.api.parallel import Parallel
 from realhf.api.rollout import RolloutOptions
 from realhf.base.dataclass_json import from_json_value, to_json_value
 
@@ -36,7 +37,7 @@ PLAN_FILE = "plan.json"
 class ModelSpec:
     """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
     are variables of its tokenizer's chat template; ``head`` is what stands on the decoder: ``lm`` (logits of the next
-    token) or ``value`` (one number for each position)."""
+    token) or ``value`` (one number for each position). ``parallel`` says how several workers train it together."""
 
     role: str
     path: str
@@ -49,6 +50,7 @@ class ModelSpec:
     gradient_checkpointing: bool = False
     optimizer: OptimizerConfig | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,12 @@ class ExperimentSpec:
     def n_model_workers(self) -> int:
         """How many model workers run: as many as the highest index asks for. They are numbered from 0."""
         return 1 + max(index for model in self.models.values() for index in model.workers)
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Model workers that compute together with others, ascending: those of all roles that train on several."""
+        groups = [model.workers for model in self.models.values() if model.parallel.size > 1]
+        return tuple(sorted({index for workers in groups for index in workers}))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Recovery checkpoints that are whole or absent (docs/reference/dataflow.md 12).
 
 A checkpoint is written into ``ckpt-<step>.tmp``, synced, listed with sizes and hashes in ``MANIFEST.json``,
-renamed to ``ckpt-<step>``, and only then named by ``LATEST``. A process killed at any instant leaves the old
+renamed to ``ckpt-<step>``, and only then named by ``LATEST``. Workers sync and hash what they write themselves, so
+that the master, who only commits, reads none of it again. A process killed at any instant leaves the old
 checkpoint or the new one, never a mix; reading verifies every byte and falls back to an older one.
 """
 
@@ -14,10 +15,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from realhf.api.calls import SavedFile
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +77,15 @@ class CheckpointStore:
             raise self.failed(step, draft, error) from error
         return draft
 
-    def commit(self, step: int, draft: Path, state: Mapping[str, Any]) -> Path:
-        """Make the filled folder the latest checkpoint. Raises CheckpointError as ``save`` does."""
+    def commit(self, step: int, draft: Path, state: Mapping[str, Any], saved: Iterable[SavedFile] = ()) -> Path:
+        """Make the filled folder the latest checkpoint. ``saved`` are files in it that their writers have synced and
+        hashed; all others are synced and hashed here. Raises CheckpointError as ``save`` does, also for a file that is
+        not as its writer said."""
         try:
             _write_synced(draft / STATE, json.dumps(state))
-            _write_synced(draft / MANIFEST, json.dumps(_manifest(draft, step), indent=1))
-            _sync_tree(draft)
+            known = _known(draft, saved)
+            _write_synced(draft / MANIFEST, json.dumps(_manifest(draft, step, known), indent=1))
+            _sync_tree(draft, known)
             final = self._unused(step)
             os.rename(draft, final)
             _sync(self.folder)
@@ -170,9 +176,30 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
 
 
-def _manifest(folder: Path, step: int) -> dict[str, Any]:
+def saved_file(path: Path) -> SavedFile:
+    """Sync a file that was just written, and say how long it is and what it holds."""
+    _sync(path)
+    return SavedFile(str(path), path.stat().st_size, _sha256(path))
+
+
+def _known(folder: Path, saved: Iterable[SavedFile]) -> dict[Path, SavedFile]:
+    """What writers said about the files of a folder. Raises OSError for a file that is not there, or not so long."""
+    known = {}
+    for file in saved:
+        path = Path(file.path)
+        if not path.is_relative_to(folder) or not path.is_file() or path.stat().st_size != file.size:
+            raise OSError(f"{file.path} is not there with the {file.size} bytes that its writer reported")
+        known[path] = file
+    return known
+
+
+def _manifest(folder: Path, step: int, known: Mapping[Path, SavedFile]) -> dict[str, Any]:
     files = [
-        {"path": str(path.relative_to(folder)), "size": path.stat().st_size, "sha256": _sha256(path)}
+        {
+            "path": str(path.relative_to(folder)),
+            "size": path.stat().st_size,
+            "sha256": known[path].sha256 if path in known else _sha256(path),
+        }
         for path in _files(folder)
     ]
     return {"step": step, "files": files}
@@ -216,6 +243,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_tree(folder: Path) -> None:
+def _sync_tree(folder: Path, synced: Iterable[Path]) -> None:
+    done = set(synced)
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        if path not in done:
+            _sync(path)

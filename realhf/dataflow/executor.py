@@ -13,10 +13,12 @@ from typing import Any
 from realhf.api.calls import CLEAR, ClearRequest
 from realhf.api.graph import DataFlowGraph
 from realhf.api.mfc import InterfaceType
+from realhf.api.parallel import Parallel
 from realhf.api.source import ResultSink, SampleResult
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer.types import EndOfData, Retired
 from realhf.dataflow.caller import Caller, ask
+from realhf.dataflow.group_call import GroupNumbers
 from realhf.dataflow.loader import StepLoader
 from realhf.dataflow.model_function_call import WAITS, ModelFunctionCall
 from realhf.dataflow.step_report import CallReport, StepReport, step_report
@@ -32,11 +34,12 @@ class StallError(RuntimeError):
 class FunctionExecutor:
     """Owns buffer, storage map, calls and loader.
 
-    ``workers`` maps a model role to the names of the workers that hold it; ``make_loader`` and ``results`` are those
-    of a ``StepSource``; ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
-    ``steps_in_flight`` steps ahead at most: with 1, the synchronous mode, the samples of step k + 1 are drawn
-    after the results of step k were recorded, so that a curriculum always sees the same results in the same
-    order. Use as ``async with``; or ``start`` and ``close``.
+    ``workers`` maps a model role to the names of the workers that hold it, and ``parallel`` says of a role how these
+    train together (``numbers`` counts what they do together); ``make_loader`` and ``results`` are those of a
+    ``StepSource``; ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
+    ``steps_in_flight`` steps ahead at most: with 1, the synchronous mode, the samples of step k + 1 are drawn after the
+    results of step k were recorded, so that a curriculum always sees the same results in the same order. Use as ``async
+    with``; or ``start`` and ``close``.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class FunctionExecutor:
         seed: int,
         make_loader: Callable[[AsyncIOSequenceBuffer, StorageMap], StepLoader],
         endpoints: Mapping[str, Sequence[str]] | None = None,
+        parallel: Mapping[str, Parallel] | None = None,
+        numbers: GroupNumbers | None = None,
         steps_in_flight: int = 1,
         max_size: int | None = None,
         partial_final: str = "serve",
@@ -65,9 +70,17 @@ class FunctionExecutor:
             partial_final=partial_final,
             on_retire=self._on_retire,
         )
-        make_call = partial(ModelFunctionCall, seed=seed, endpoints=endpoints or {})
+        make_call = partial(ModelFunctionCall, seed=seed, endpoints=endpoints or {}, numbers=numbers or GroupNumbers())
         self.calls = {
-            mfc.name: make_call(mfc, graph, self.buffer, self.storage, caller, workers.get(mfc.model_role, ()))
+            mfc.name: make_call(
+                mfc,
+                graph,
+                self.buffer,
+                self.storage,
+                caller,
+                workers.get(mfc.model_role, ()),
+                parallel=(parallel or {}).get(mfc.model_role),
+            )
             for mfc in graph.mfcs
         }
         self.loader = make_loader(self.buffer, self.storage)

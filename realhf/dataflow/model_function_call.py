@@ -1,26 +1,38 @@
 """One node of the graph at run time: takes a batch, splits it over the role's workers, gathers the replies.
 
+A call that the workers make together (``group_call``) goes to all of them with the whole batch.
+
 Only ids, lengths and statistics pass through here; the workers fetch tensors from one another.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.api.calls import CALL, CallAnswer, CallRequest, FetchPart
+from realhf.api.calls import CALL, CallAnswer, CallRequest, FetchPart, GroupPart
 from realhf.api.graph import DataFlowGraph
-from realhf.api.mfc import MFCDef
+from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.parallel import Parallel
 from realhf.api.sample import SequenceSample, inverse_perm
 from realhf.base.messages import MessageError
 from realhf.base.partition import balanced_parts
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer.types import BatchLease
 from realhf.dataflow.caller import Caller
+from realhf.dataflow.group_call import (
+    GroupFailed,
+    GroupNumbers,
+    RanksDiffer,
+    check_agreement,
+    first_failure,
+    gather_weights,
+    group_parts,
+    is_group_call,
+)
 from realhf.dataflow.step_report import CallReport, merge_stats
 from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.transport.codec import decode_sample
@@ -43,12 +55,13 @@ class WrongReply(ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a batch that one worker runs."""
+    """The part of a batch that one worker runs; ``group`` says which rank it is in a call that all make together."""
 
     worker: str
     meta: SequenceSample
     fetches: tuple[Fetch, ...]
     cost: int
+    group: GroupPart | None = None
 
 
 def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
@@ -58,8 +71,8 @@ def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
 
 
 class ModelFunctionCall:
-    """Runs one ``MFCDef`` on ``workers``. Training and evaluation run on a single worker (ValueError
-    otherwise): a training backend spreads over processes by itself."""
+    """Runs one ``MFCDef`` on ``workers``. Training and evaluation run on a single worker, or on as many as ``parallel``
+    says (ValueError otherwise). ``numbers`` counts the group calls of a run."""
 
     def __init__(
         self,
@@ -72,12 +85,17 @@ class ModelFunctionCall:
         *,
         seed: int,
         endpoints: Mapping[str, Sequence[str]],
+        parallel: Parallel | None = None,
+        numbers: GroupNumbers | None = None,
     ) -> None:
+        self._parallel, self._numbers = parallel or Parallel(), numbers or GroupNumbers()
         if not workers:
             raise ValueError(f"{mfc.name}: model role {mfc.model_role!r} has no worker")
-        if not mfc.interface_type.produces_keys and len(workers) > 1:
-            method = mfc.interface_type.value
-            raise ValueError(f"{mfc.name}: {method} runs on one worker, role {mfc.model_role!r} has {len(workers)}")
+        if not mfc.interface_type.produces_keys and len(workers) != self._parallel.size:
+            method, wanted = mfc.interface_type.value, self._parallel.size
+            raise ValueError(
+                f"{mfc.name}: {method} runs on {wanted} worker(s), role {mfc.model_role!r} has {len(workers)}"
+            )
         self.mfc = mfc
         self.inputs = graph.inputs(mfc.name)
         self.activity = WAITS
@@ -100,12 +118,19 @@ class ModelFunctionCall:
 
     async def _run_lease(self, lease: BatchLease, step: int, call: int, queue_s: float) -> CallReport:
         sent = time.monotonic()
+        together = is_group_call(self.mfc, self._parallel)
         try:
-            parts = self._split(lease.meta)
-            shards = self._shards(lease.meta, parts)
+            parts = [list(range(len(lease.meta)))] * len(self._workers) if together else self._split(lease.meta)
+            shards = self._shards(lease.meta, parts, together)
         except (ValueError, KeyError) as error:
             raise MFCFailed(self.mfc.name, step, "master", lease.ids, error) from error
+        if self._parallel.fsdp > 1 and self.mfc.interface_type is InterfaceType.GENERATE:
+            await self._gather_weights(step, lease.ids)
         answers = await self._call_all(shards, step, call)
+        longest = {name: max(getattr(answer, name) for answer in answers) for name in ("compute_s", "fetch_s")}
+        if together:
+            self._check_ranks(shards, answers, step)
+            shards, answers, parts = shards[:1], answers[:1], parts[:1]
         outputs = [self._checked(shard, answer, step) for shard, answer in zip(shards, answers, strict=True)]
         metas = [meta for meta in outputs if meta is not None]
         for shard, meta in zip(shards, metas, strict=False):
@@ -118,8 +143,8 @@ class ModelFunctionCall:
             merge_stats([answer.stats for answer in answers], [len(s.meta) for s in shards], parallel=True),
             queue_s,
             time.monotonic() - sent,
-            max(answer.compute_s for answer in answers),
-            max(answer.fetch_s for answer in answers),
+            longest["compute_s"],
+            longest["fetch_s"],
             sum(shard.cost for shard in shards),
         )
 
@@ -132,15 +157,33 @@ class ModelFunctionCall:
             return [part for part in balanced_parts(meta.costs(), count) if part]
         return [list(range(len(meta) * i // count, len(meta) * (i + 1) // count)) for i in range(count)]
 
-    def _shards(self, meta: SequenceSample, parts: Sequence[Sequence[int]]) -> list[Shard]:
+    async def _gather_weights(self, step: int, ids: Sequence[str]) -> None:
+        """Bring the whole weights together on every worker, each of which then plays its own samples."""
+        try:
+            await gather_weights(
+                self._caller, self._numbers, self.mfc.model_role, self._workers, timeout_s=self.mfc.timeout_s, step=step
+            )
+        except GroupFailed as error:
+            raise MFCFailed(self.mfc.name, step, error.worker, ids, error.cause) from error
+
+    def _check_ranks(self, shards: Sequence[Shard], answers: Sequence[CallAnswer], step: int) -> None:
+        try:
+            check_agreement([answer.stats for answer in answers], self._workers)
+        except RanksDiffer as error:
+            raise MFCFailed(self.mfc.name, step, ", ".join(self._workers), shards[0].meta.ids, error) from error
+
+    def _shards(self, meta: SequenceSample, parts: Sequence[Sequence[int]], together: bool) -> list[Shard]:
         roster = self._caller.roster
         metas = [meta.select_ids(part) for part in parts]
         placement = {worker: m.ids for worker, m in zip(self._workers, metas, strict=False)}
         hosts = {name: info.host for name, info in roster.items()}
         plan = self._storage.plan(placement, self.inputs, hosts)
+        groups: Sequence[GroupPart | None] = [None] * len(metas)
+        if together:
+            groups = group_parts(self._numbers.next(), len(self._workers))
         return [
-            Shard(worker, m, tuple(fetch for fetch in plan if fetch.dst == worker), sum(m.costs()))
-            for worker, m in zip(self._workers, metas, strict=False)
+            Shard(worker, m, tuple(fetch for fetch in plan if fetch.dst == worker), sum(m.costs()), group)
+            for worker, m, group in zip(self._workers, metas, groups, strict=False)
         ]
 
     def _request(self, shard: Shard, index: int, step: int, call: int) -> CallRequest:
@@ -153,12 +196,14 @@ class ModelFunctionCall:
             metadata=shard.meta.metadata,
             fetches=[FetchPart(roster[f.src].data_endpoint, list(f.ids), list(f.keys)) for f in shard.fetches],
             step=step,
-            seed=call_seed(self._seed, self.mfc.name, step, call, index),
+            seed=call_seed(self._seed, self.mfc.name, step, call, 0 if shard.group else index),
             endpoints=self._endpoints,
+            group=shard.group,
         )
 
     async def _call_all(self, shards: Sequence[Shard], step: int, call: int) -> list[CallAnswer]:
-        """Send to all workers without a pause in between, then wait; the first failure cancels the others."""
+        """Send to all workers without a pause in between, so that all see the calls of several roles in one order; then
+        wait. The first failure cancels the others."""
         payloads = [CALL.pack(self._request(shard, index, step, call)) for index, shard in enumerate(shards)]
         futures = [
             self._caller.call(
@@ -167,11 +212,11 @@ class ModelFunctionCall:
             for shard, payload in zip(shards, payloads, strict=True)
         ]
         try:
-            await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-            for shard, future in zip(shards, futures, strict=True):
-                error = future.exception() if future.done() and not future.cancelled() else None
-                if error is not None:
-                    raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, error) from error
+            together = shards[0].group is not None
+            failed = await first_failure(self._caller, [s.worker for s in shards], futures, together=together)
+            if failed is not None:
+                shard = next(shard for shard in shards if shard.worker == failed.worker)
+                raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, failed.cause) from failed.cause
             return [self._read(shard, future.result(), step) for shard, future in zip(shards, futures, strict=True)]
         finally:
             for future in futures:

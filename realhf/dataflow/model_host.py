@@ -19,15 +19,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from realhf.api.calls import (
+    ABORT,
     CALL,
     CLEAR,
     COMMITTED,
     EVALUATE,
     EXPORT,
+    GATHER,
     HELD,
     LOAD,
     RESTORE,
     SAVE,
+    AbortRequest,
     CallAnswer,
     CallRequest,
     CheckpointRequest,
@@ -35,16 +38,21 @@ from realhf.api.calls import (
     EvaluateAnswer,
     EvaluateRequest,
     ExportRequest,
+    GatherRequest,
+    GroupPart,
     HeldAnswer,
     LoadAnswer,
     LoadRequest,
     Nothing,
+    SaveAnswer,
 )
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Model, TrainResult
+from realhf.api.ranks import Group
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
 from realhf.builtins import interfaces as interface_registry
+from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
@@ -112,13 +120,14 @@ class ModelHost:
                 RESTORE.served_by(self.restore),
                 COMMITTED.served_by(self.committed),
                 EXPORT.served_by(self.export),
+                GATHER.served_by(self.gather),
                 HELD.served_by(self.held),
             ]
         )
 
     def immediate_handlers(self) -> dict[str, Handler]:
-        """Handlers for the immediate lane, by name: freeing memory does not wait for a long call."""
-        return dict([CLEAR.served_by(self.clear)])
+        """Handlers for the immediate lane, by name: neither freeing memory nor breaking off waits for a long call."""
+        return dict([CLEAR.served_by(self.clear), ABORT.served_by(self.abort)])
 
     def close(self) -> None:
         """Close the interfaces that hold something open."""
@@ -142,14 +151,40 @@ class ModelHost:
         sample = self._inputs(mfc, request)
         fetched = time.perf_counter()
         context = self._context(request, mfc.mb_spec)
-        model.engine.version = context.step  # a step begins with the version of its number and makes the next one
-        with self._tracer.span(_traced_as(mfc), step=context.step):
+        with self._together(request.role, request.group), self._tracer.span(_traced_as(mfc), step=context.step):
+            model.engine.version = context.step  # a step begins with the version of its number and makes the next one
             result = getattr(interface, mfc.interface_type.value)(model, sample, context)
         if mfc.interface_type is InterfaceType.TRAIN_STEP:
             model.engine.version = context.step + 1
         outputs, stats = _parted(mfc, result)
-        meta = None if outputs is None else self._stored(mfc, outputs, sample.ids, context.step)
+        keeps = outputs is not None and (request.group is None or request.group.rank == 0)
+        meta = self._stored(mfc, outputs, sample.ids, context.step) if keeps and outputs is not None else None
         return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched, fetched - began)
+
+    def _together(self, role: str, group: GroupPart | None) -> contextlib.AbstractContextManager[None]:
+        """Compute with the other ranks of the role, in a group call. Raises RuntimeError where its engine cannot."""
+        if group is None:
+            return contextlib.nullcontext()
+        return self._ranks(role).together(f"{role}, group call {group.no}")
+
+    def _ranks(self, role: str) -> Group:
+        ranks = getattr(self._model(role).engine, "ranks", None)
+        if ranks is None:
+            raise RuntimeError(f"{role}: its backend computes on one worker only")
+        return ranks
+
+    def gather(self, request: GatherRequest) -> Nothing:
+        """Bring the whole weights of a role together, with the other ranks, until it trains again."""
+        with self._together(request.role, request.group):
+            self._model(request.role).engine.gather()  # pyright: ignore[reportAttributeAccessIssue]
+        return Nothing()
+
+    def abort(self, request: AbortRequest) -> Nothing:
+        """Break off what this worker computes together with others. From any thread."""
+        for role in self._models:
+            if getattr(self._models[role].engine, "ranks", None) is not None:
+                self._ranks(role).abort(request.reason)
+        return Nothing()
 
     def _stored(self, mfc: MFCDef, outputs: SequenceSample, ids: Sequence[str], step: int) -> list[bytes]:
         if mfc.output_key_remap:
@@ -269,23 +304,27 @@ class ModelHost:
         evaluator = self._evaluators[key]
         return EvaluateAnswer(evaluator.evaluate(model, request.args, context))
 
-    def save(self, request: CheckpointRequest) -> Nothing:
-        """Write the recovery state of the roles and of all interfaces below ``folder``."""
-        folder = Path(request.folder)
-        for role in request.roles:
-            (folder / role).mkdir(parents=True, exist_ok=True)
-            self._model(role).engine.save_checkpoint(folder / role)
+    def save(self, request: CheckpointRequest) -> SaveAnswer:
+        """Write the recovery state of the roles and of all interfaces; answer with what was written."""
+        files: list[Path] = []
+        for role, folder in ((role, Path(text)) for role, text in request.roles.items()):
+            folder.mkdir(parents=True, exist_ok=True)
+            own = self._model(role).engine.save_checkpoint(folder)
+            files += own if own is not None else [path for path in sorted(folder.rglob("*")) if path.is_file()]
         states = {name: interface.state_dict() for name, (_, interface) in sorted(self._interfaces.items())}
+        folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INTERFACE_STATE).write_text(json.dumps(states))
-        return Nothing()
+        return SaveAnswer([saved_file(path) for path in [*files, folder / INTERFACE_STATE]])
 
     def restore(self, request: CheckpointRequest) -> Nothing:
-        """Read what ``save`` wrote."""
-        folder = Path(request.folder)
-        for role in request.roles:
-            self._model(role).engine.load_checkpoint(folder / role)
-        states = json.loads((folder / INTERFACE_STATE).read_text())
+        """Read what ``save`` wrote, here or on another worker: a call may have moved, or come to one more worker."""
+        for role, folder in request.roles.items():
+            self._model(role).engine.load_checkpoint(Path(folder))
+        own = Path(request.folder)
+        states: dict[str, Any] = {}
+        for path in [*sorted(own.parent.glob(f"*/{INTERFACE_STATE}"), reverse=True), own / INTERFACE_STATE]:
+            states |= json.loads(path.read_text()) if path.is_file() else {}
         for name, (_, interface) in self._interfaces.items():
             interface.load_state_dict(states.get(name, {}))
         return Nothing()

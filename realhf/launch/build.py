@@ -118,9 +118,9 @@ def _check_workers(spec: ExperimentSpec) -> None:
         )
     for mfc in spec.mfcs:
         model = spec.models.get(mfc.model_role)
-        if model is not None and len(model.workers) > 1 and not mfc.interface_type.produces_keys:
+        if model is not None and not mfc.interface_type.produces_keys and len(model.workers) != model.parallel.size:
             raise ConfigError(
                 f"{mfc.model_role}.workers={list(model.workers)}: the call {mfc.name} "
-                f"({mfc.interface_type.value}) runs on one worker; name one, e.g. "
-                f"{mfc.model_role}.workers=[{model.workers[0]}]"
+                f"({mfc.interface_type.value}) runs on {model.parallel.size} worker(s) of its backend {model.backend}; "
+                f"name so many"
             )

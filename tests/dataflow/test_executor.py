@@ -247,9 +247,10 @@ async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
                 await executor.execute_step(step)
             await asyncio.sleep(0.01)
             state = executor.state_dict()
-            first.caller.hosts["w0"].save(CheckpointRequest(["actor"], str(tmp_path / "ckpt")))
+            saved = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
+            first.caller.hosts["w0"].save(saved)
         second = Bench(tmp_path, ONE, steps_in_flight=ahead)
-        second.caller.hosts["w0"].restore(CheckpointRequest(["actor"], str(tmp_path / "ckpt")))
+        second.caller.hosts["w0"].restore(saved)
         second.executor.load_state_dict(state)
         assert second.executor.next_step == 3
         rest = await second.run(2)

@@ -162,7 +162,7 @@ def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     first, second = Host(tmp_path), Host(tmp_path)
     first.model.engine.weight = 0.1 + 0.2  # pyright: ignore
     first.interface.calls = 5
-    request = CheckpointRequest(["actor"], str(tmp_path / "ckpt"))
+    request = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
     first.host.save(request)
     second.host.restore(request)
     assert second.model.engine.weight == 0.1 + 0.2  # pyright: ignore

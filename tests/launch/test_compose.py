@@ -70,7 +70,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
         (["env.tiers=[advanced]", "env.tags=[starter]"], "the tier 'advanced' has no template with the tags starter"),
         (["env.tags=[no-such-tag]"], "unknown tag 'no-such-tag'"),
         (["rollout.on_failure=ignore"], "rollout.on_failure=ignore: unknown (known: minimum_group, retry, fail_fast)"),
-        (["actor.workers=[0,1]"], "actor.workers=[0, 1]: the call actor_train (train_step) runs on one worker"),
+        (["actor.workers=[0,1]"], "actor.workers=[0, 1]: backend torch trains on one worker; set actor.backend=ddp"),
         (["dataset.curriculum=random"], "dataset.curriculum=random: unknown (known: learnability, priority)"),
         (["actor.path=/nowhere/model"], "actor.path=/nowhere/model: no such folder"),
         (["actor.path=model"], "actor.path=model: no such folder"),

@@ -12,7 +12,14 @@ from realhf.api.config.evaluation import EvaluationConfig
 from realhf.api.config.experiment import ExperimentConfig, Mode, RecoverMode, run_folder
 from realhf.api.config.generation import GenConfig
 from realhf.api.config.micro_batches import MicroBatchConfig
-from realhf.api.config.model import BuiltinModelConfig, LRSchedule, ModelConfig, OptimizerConfig, ReferenceConfig
+from realhf.api.config.model import (
+    BuiltinModelConfig,
+    LRSchedule,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReferenceConfig,
+)
 from realhf.api.config.rollout import ON_FAILURE, RolloutConfig
 from realhf.api.config.services import CheckpointConfig, MonitorConfig, RpcConfig
 from realhf.api.config.stream import StreamConfig
@@ -34,6 +41,7 @@ __all__ = [
     "ModelConfig",
     "MonitorConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "RecoverMode",
     "ReferenceConfig",
     "RolloutConfig",

@@ -40,6 +40,19 @@ class OptimizerConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How several workers of a role share its training; the product is the number of its workers."""
+
+    dp: int = option(
+        0, "So many copies of the model share the sequences of a batch; 0: as many as the workers allow.", at_least=0
+    )
+    fsdp: int = option(
+        0, "Every copy is cut over so many workers; 0: over all of them by backend fsdp2, else over one.", at_least=0
+    )
+    tp: int = option(1, "Every layer is cut over so many workers; no backend does this yet.", at_least=1)
+
+
+@dataclass
 class ModelConfig:
     """A model role: where its weights come from, who holds them, and how they train."""
 
@@ -51,7 +64,13 @@ class ModelConfig:
         idle="it is about a model of one's own, in an experiment that does not itself train on demonstrations",
     )
     workers: list[int] = option([0], "The model workers with these indices hold the model.", at_least=0)
-    backend: str = option("torch", "This backend trains the model.", registry="backends")
+    backend: str = option(
+        "torch",
+        "This backend trains the model: torch on one worker, ddp with a copy on each of several, fsdp2 with the model "
+        "cut over several.",
+        registry="backends",
+    )
+    parallel: ParallelConfig = section(ParallelConfig)
     dtype: str = option(
         "float32",
         "Weights have this type; float16 would need a loss scale, which no backend has.",

@@ -1,0 +1,77 @@
+"""Says how several workers of a model role compute together, and what is refused before any of them starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from realhf.api.config.error import ConfigError
+
+if TYPE_CHECKING:
+    from realhf.api.config import ModelConfig
+
+SINGLE, REPLICATED, SHARDED = "torch", "ddp", "fsdp2"
+"""Backends of this package: on one worker, with a copy of the model on each, with the model cut over all."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """``dp`` copies of a model, each cut over ``fsdp`` workers. Ranks are the role's workers in ascending order; rank
+    ``r`` holds part ``r % fsdp`` of copy ``r // fsdp``."""
+
+    dp: int = 1
+    fsdp: int = 1
+
+    @property
+    def size(self) -> int:
+        """How many workers train together."""
+        return self.dp * self.fsdp
+
+
+def parallel_of(role: str, config: ModelConfig) -> Parallel:
+    """Return how the workers of ``role`` train together. Raises ConfigError, with the numbers, for what cannot be: a
+    backend for one worker on several, or sizes whose product is not the number of workers."""
+    workers, asked, backend = len(config.workers), config.parallel, config.backend
+    if asked.tp > 1:
+        raise ConfigError(f"{role}.parallel.tp={asked.tp}: no backend cuts layers; set 1, and cut the model with fsdp")
+    if backend == SINGLE:
+        return _single(role, config)
+    if backend == REPLICATED and asked.fsdp > 1:
+        raise ConfigError(
+            f"{role}.parallel.fsdp={asked.fsdp}: backend {REPLICATED} keeps whole copies; set {role}.backend={SHARDED}"
+        )
+    if backend == SHARDED and asked.fsdp == 0:
+        dp = asked.dp or 1
+        fsdp = max(1, workers // dp)
+    else:
+        fsdp = asked.fsdp or 1
+        dp = asked.dp or max(1, workers // fsdp)
+    if dp * fsdp != workers:
+        raise ConfigError(
+            f"{role}.parallel: dp={dp} times fsdp={fsdp} needs {dp * fsdp} workers, {role}.workers={config.workers} "
+            f"names {workers}"
+        )
+    return Parallel(dp, fsdp)
+
+
+def _single(role: str, config: ModelConfig) -> Parallel:
+    asked = config.parallel
+    for name, size in (("dp", asked.dp), ("fsdp", asked.fsdp)):
+        if size > 1:
+            better = REPLICATED if name == "dp" else SHARDED
+            raise ConfigError(
+                f"{role}.parallel.{name}={size}: backend {SINGLE} trains on one worker; set {role}.backend={better}"
+            )
+    if len(config.workers) > 1:
+        raise ConfigError(
+            f"{role}.workers={config.workers}: backend {SINGLE} trains on one worker; set {role}.backend={REPLICATED} "
+            f"(a copy on each) or {SHARDED} (the model cut over all), or name one worker, e.g. "
+            f"{role}.workers=[{config.workers[0]}]"
+        )
+    return Parallel()
+
+
+def alone(backend: str) -> str:
+    """Return the backend for a role that shares its model with ``backend``'s role and trains nothing: such a role has
+    a whole model on each of its workers."""
+    return SINGLE if backend in (REPLICATED, SHARDED) else backend

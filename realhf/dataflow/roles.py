@@ -1,0 +1,109 @@
+"""Knows which workers hold which model role, and what the master asks all workers of a role for beside the graph."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from realhf.api.calls import (
+    INITIALIZE,
+    OPEN_WORLD,
+    RESTORE,
+    SAVE,
+    CheckpointRequest,
+    InitializeRequest,
+    Nothing,
+    SavedFile,
+)
+from realhf.api.experiment import ExperimentSpec
+from realhf.api.parallel import Parallel
+from realhf.dataflow.caller import Caller, ask
+from realhf.dataflow.group_call import GroupNumbers, gather_weights
+
+
+class Roles:
+    """The model workers of a run, ``model_worker/0`` and so on. ``timeout_s`` bounds what one is asked for."""
+
+    def __init__(self, spec: ExperimentSpec, caller: Caller, *, timeout_s: float) -> None:
+        self._spec, self._caller, self._timeout_s = spec, caller, timeout_s
+        self.numbers = GroupNumbers()
+        self.workers = [_name(index) for index in range(spec.n_model_workers)]
+
+    @property
+    def parallel(self) -> Mapping[str, Parallel]:
+        """How the workers of each role train together."""
+        return {role: model.parallel for role, model in self._spec.models.items()}
+
+    def of(self, role: str) -> list[str]:
+        """The workers of a role; of one that trains on several, in the order of ranks. What one worker does for all,
+        the first does."""
+        model = self._spec.models[role]
+        return [_name(i) for i in (sorted(model.workers) if model.parallel.size > 1 else model.workers)]
+
+    def by_role(self) -> dict[str, list[str]]:
+        """The workers of every role."""
+        return {role: self.of(role) for role in self._spec.models}
+
+    async def load(self) -> None:
+        """Have every worker load its models. Those that compute together meet at the first of them. Raises RuntimeError
+        when they are on several hosts."""
+        members = [_name(index) for index in self._spec.world]
+        hosts = {name: self._caller.roster[name].host for name in members}
+        if len({*hosts.values()}) > 1:
+            on = ", ".join(f"{name} on {host}" for name, host in hosts.items())
+            raise RuntimeError(f"workers that train together must be on one host; they are {on}")
+        world = ""
+        if members:
+            answer = await ask(self._caller, members[0], OPEN_WORLD, Nothing(), timeout_s=self._timeout_s)
+            world = answer.address
+        request = InitializeRequest(world)
+        await asyncio.gather(
+            *(ask(self._caller, worker, INITIALIZE, request, timeout_s=self._timeout_s) for worker in self.workers)
+        )
+
+    async def gather_weights(self, role: str) -> None:
+        """Bring the whole weights together, of a role whose model is cut over workers: one of them acts alone next."""
+        if self._spec.models[role].parallel.fsdp > 1:
+            await gather_weights(self._caller, self.numbers, role, self.of(role), timeout_s=self._timeout_s)
+
+    async def save(self, folder: Path) -> list[SavedFile]:
+        """Have every worker write its state below ``folder``; return what they wrote. Each has a folder of its own
+        there, and a role whose workers train together has one for all of them."""
+        answers = await asyncio.gather(
+            *(
+                ask(self._caller, worker, SAVE, self._request(worker, folder), timeout_s=self._timeout_s)
+                for worker in self.workers
+            )
+        )
+        return [file for answer in answers for file in answer.files]
+
+    async def restore(self, folder: Path) -> None:
+        """Have every worker read its state, from where it lies: a checkpoint may have been made by other workers."""
+        await asyncio.gather(
+            *(
+                ask(self._caller, worker, RESTORE, self._request(worker, folder), timeout_s=self._timeout_s)
+                for worker in self.workers
+            )
+        )
+
+    def _request(self, worker: str, folder: Path) -> CheckpointRequest:
+        own = folder / worker.replace("/", "-")
+        roles = {}
+        for role, model in self._spec.models.items():
+            if model.trainable and worker in self.of(role):
+                usual = folder / role if model.parallel.size > 1 else own / role
+                roles[role] = str(usual if usual.is_dir() else role_folder(folder, role) or usual)
+        return CheckpointRequest(roles, str(own))
+
+
+def role_folder(checkpoint: Path, role: str) -> Path | None:
+    """Where a checkpoint holds a role: below the folder of the one worker that trained it, or, where several did, in a
+    folder of its own. None if it does not hold it."""
+    together = checkpoint / role
+    found: Sequence[Path] = [folder for folder in sorted(checkpoint.glob(f"model_worker-*/{role}")) if folder.is_dir()]
+    return together if together.is_dir() else next(iter(found), None)
+
+
+def _name(index: int) -> str:
+    return f"model_worker/{index}"

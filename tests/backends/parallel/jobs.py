@@ -1,0 +1,65 @@
+"""What ranks do in tests, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from realhf.backends.parallel.group_ranks import GroupRanks
+from realhf.backends.parallel.world import World
+
+CPU = torch.device("cpu")
+
+
+def ranks_of(world: World, size: int, sharded: bool = False) -> GroupRanks:
+    return GroupRanks(world, range(size), sharded=sharded, device=CPU)
+
+
+def sums(world: World, rank: int, size: int) -> dict[str, Any]:
+    ranks = ranks_of(world, size)
+    alone = (ranks.rank, ranks.size, ranks.own([1, 1, 1]))
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
+    if rank == 0:
+        parameters[0].grad = torch.tensor([1.0, 2.0, 3.0])
+    parameters[1].grad = torch.full((2,), 1.0 + rank, dtype=torch.bfloat16)
+    with ranks.together("the test"):
+        total = torch.arange(4.0) * (rank + 1)
+        ranks.sum_(total)
+        ranks.sum_gradients(parameters)
+        found = {
+            "rank": ranks.rank,
+            "size": ranks.size,
+            "sum": total.tolist(),
+            "gradients": [p.grad.tolist() for p in parameters],  # pyright: ignore
+            "gathered": ranks.gather({f"of_{rank}": float("nan") if rank == 1 else 0.1 + rank, "all": 1.0}),
+            "exchanged": ranks.exchange(b"x" * rank),
+        }
+    return {**found, "alone": alone, "after": ranks.size}
+
+
+def another_call(world: World, rank: int, size: int) -> None:
+    with ranks_of(world, size).together(f"call {min(rank, 1)}"):
+        pass
+
+
+def one_fails(world: World, rank: int, size: int, how: str) -> float:
+    """The last rank raises, or is killed, while the others wait in a sum; or all but it are told to break off."""
+    ranks = ranks_of(world, size)
+    began = time.monotonic()
+    with ranks.together("the step"):
+        if rank == size - 1:
+            if how == "raises":
+                raise MemoryError("no room for the batch")
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(2)  # Stuck, and late: the others are told by somebody else.
+        if how == "stuck":
+            threading.Timer(0.2, lambda: ranks.abort("rank 2 is stuck")).start()
+        ranks.sum_(torch.zeros(4))
+    return time.monotonic() - began

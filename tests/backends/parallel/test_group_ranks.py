@@ -1,0 +1,36 @@
+"""Ranks in processes of their own: what they add up, and how they fail together."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.backends.parallel import jobs
+from tests.backends.parallel.rank_processes import results, run_ranks
+
+
+def test_ranks_add_up_to_the_same_bits_and_are_alone_outside_a_group_call() -> None:
+    found = results(run_ranks(3, jobs.sums, 3))
+    for rank, own in enumerate(found):
+        assert own["alone"] == (0, 1, [0, 1, 2]) and own["after"] == 1
+        assert (own["rank"], own["size"]) == (rank, 3)
+        assert own["sum"] == [0.0, 6.0, 12.0, 18.0]
+        assert own["gradients"] == [[1.0, 2.0, 3.0], [6.0, 6.0]], "None counts as 0, and the sum is made in fp32"
+        assert own["exchanged"] == [b"", b"x", b"xx"]
+        assert [numbers["all"] for numbers in own["gathered"]] == [1.0] * 3
+        assert own["gathered"][2]["of_2"] == 2.1 and math.isnan(own["gathered"][1]["of_1"])
+
+
+def test_ranks_that_come_for_different_calls_are_refused() -> None:
+    for outcome in run_ranks(2, jobs.another_call, 2):
+        assert outcome.error == "CollectiveBroken" and "is about call" in outcome.text
+
+
+@pytest.mark.parametrize("how", ["raises", "killed", "stuck"])
+def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
+    outcomes = run_ranks(3, jobs.one_fails, 3, how)
+    own = {"raises": "MemoryError", "killed": "Killed"}
+    for outcome in outcomes[:2]:
+        assert outcome.error == "CollectiveBroken" and "broke off the step" in outcome.text
+    assert outcomes[2].error == own.get(how, "CollectiveBroken")
