@@ -24,7 +24,14 @@ interfaces = Registry(
         "trajectory_stream": "realhf.trajectory.training.stream_interface:TrajectoryStreamInterface",
     },
 )
-backends = Registry("backend", {"torch": "realhf.backends.training.torch_backend:TorchBackend"})
+backends = Registry(
+    "backend",
+    {
+        "torch": "realhf.backends.training.torch_backend:TorchBackend",
+        "ddp": "realhf.backends.parallel.ddp:DdpBackend",
+        "fsdp2": "realhf.backends.parallel.fsdp:FsdpBackend",
+    },
+)
 sources = Registry(
     "data source",
     {

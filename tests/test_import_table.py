@@ -31,7 +31,7 @@ ROOMS: dict[str, str] = {
     "backends/threads": "",
     "backends/embedded": "api api/config backends/threads base",
     "backends/training": "api api/config backends/embedded backends/threads base",
-    "backends/parallel": "api",
+    "backends/parallel": "api backends/embedded backends/training",
     "backends/vllm": "api api/config backends/embedded base",
     "backends": "api api/config backends/embedded backends/training backends/vllm",
     "data": "api api/chat transport transport/service transport/stream transport/tensors",

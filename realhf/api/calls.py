@@ -47,10 +47,11 @@ class GroupPart(Message, frozen=True):
 
 
 class GatherRequest(Message, frozen=True):
-    """Bring the whole weights of ``role`` together on every rank, for what one rank does alone next."""
+    """Bring the whole weights of ``role`` together, for what ranks do alone next: on each of them, or on the first."""
 
     role: str
     group: GroupPart
+    everywhere: bool
 
 
 class AbortRequest(Message, frozen=True):

@@ -1,9 +1,15 @@
-"""Says how several workers of a model role compute together, and what is refused before any of them starts."""
+"""Defines how several workers of a model role, its *ranks*, compute together, and refuses what cannot be before any
+of them starts.
+
+Every rank of a group call gets the whole batch and computes what concerns all of it alike; the engine divides the
+sequences and sums gradients and statistics over ranks. No algorithm knows ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from realhf.api.config.error import ConfigError
 
@@ -12,6 +18,24 @@ if TYPE_CHECKING:
 
 SINGLE, REPLICATED, SHARDED = "torch", "ddp", "fsdp2"
 """Backends of this package: on one worker, with a copy of the model on each, with the model cut over all."""
+
+
+class CollectiveBroken(RuntimeError):
+    """What several ranks compute together broke off, because another rank failed, left or was too slow."""
+
+
+class Group(Protocol):
+    """The ranks of a role as the model host sees them: the attribute ``ranks`` of their engines. Outside ``together``
+    a rank is alone: it computes every sequence of a batch, and waits for nobody."""
+
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Compute with the other ranks meanwhile. Raises CollectiveBroken when they do not come, or come for something
+        else than ``what``. An error inside breaks off what the others compute; those raise CollectiveBroken."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Break off for good what the ranks compute together. May be called on any thread."""
+        ...
 
 
 @dataclass(frozen=True)

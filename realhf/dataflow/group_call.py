@@ -13,8 +13,7 @@ from typing import Any
 
 from realhf.api.calls import ABORT, GATHER, AbortRequest, GatherRequest, GroupPart
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.parallel import Parallel
-from realhf.api.ranks import CollectiveBroken
+from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.dataflow.caller import Caller
 from realhf.transport.errors import RemoteError
 
@@ -63,10 +62,18 @@ class GroupNumbers:
 
 
 async def gather_weights(
-    caller: Caller, numbers: GroupNumbers, role: str, workers: Sequence[str], *, timeout_s: float, step: int = -1
+    caller: Caller,
+    numbers: GroupNumbers,
+    role: str,
+    workers: Sequence[str],
+    *,
+    everywhere: bool,
+    timeout_s: float,
+    step: int = -1,
 ) -> None:
-    """Bring the whole weights of a role together on each of its workers, until it trains again. Raises GroupFailed."""
-    requests = [GatherRequest(role, part) for part in group_parts(numbers.next(), len(workers))]
+    """Bring the whole weights of a role together, on each of its workers or on the first, until it trains again. Raises
+    GroupFailed."""
+    requests = [GatherRequest(role, part, everywhere) for part in group_parts(numbers.next(), len(workers))]
     futures = [
         caller.call(worker, GATHER.name, GATHER.pack(request), timeout_s=timeout_s, step=step)
         for worker, request in zip(workers, requests, strict=True)

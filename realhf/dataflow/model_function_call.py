@@ -161,7 +161,13 @@ class ModelFunctionCall:
         """Bring the whole weights together on every worker, each of which then plays its own samples."""
         try:
             await gather_weights(
-                self._caller, self._numbers, self.mfc.model_role, self._workers, timeout_s=self.mfc.timeout_s, step=step
+                self._caller,
+                self._numbers,
+                self.mfc.model_role,
+                self._workers,
+                everywhere=True,
+                timeout_s=self.mfc.timeout_s,
+                step=step,
             )
         except GroupFailed as error:
             raise MFCFailed(self.mfc.name, step, error.worker, ids, error.cause) from error

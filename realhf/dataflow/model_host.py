@@ -48,7 +48,7 @@ from realhf.api.calls import (
 )
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Model, TrainResult
-from realhf.api.ranks import Group
+from realhf.api.parallel import Group
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
 from realhf.builtins import interfaces as interface_registry
@@ -176,7 +176,8 @@ class ModelHost:
     def gather(self, request: GatherRequest) -> Nothing:
         """Bring the whole weights of a role together, with the other ranks, until it trains again."""
         with self._together(request.role, request.group):
-            self._model(request.role).engine.gather()  # pyright: ignore[reportAttributeAccessIssue]
+            here = request.everywhere or request.group.rank == 0
+            self._model(request.role).engine.gather(here=here)  # pyright: ignore[reportAttributeAccessIssue]
         return Nothing()
 
     def abort(self, request: AbortRequest) -> Nothing:

@@ -63,9 +63,12 @@ class Roles:
         )
 
     async def gather_weights(self, role: str) -> None:
-        """Bring the whole weights together, of a role whose model is cut over workers: one of them acts alone next."""
+        """Bring the whole weights together on the first worker of a role whose model is cut over workers: it acts alone
+        next."""
         if self._spec.models[role].parallel.fsdp > 1:
-            await gather_weights(self._caller, self.numbers, role, self.of(role), timeout_s=self._timeout_s)
+            await gather_weights(
+                self._caller, self.numbers, role, self.of(role), everywhere=False, timeout_s=self._timeout_s
+            )
 
     async def save(self, folder: Path) -> list[SavedFile]:
         """Have every worker write its state below ``folder``; return what they wrote. Each has a folder of its own

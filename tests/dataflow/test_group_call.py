@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.parallel import Parallel
-from realhf.api.ranks import CollectiveBroken
+from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.dataflow.executor import FunctionExecutor
 from realhf.dataflow.group_call import RanksDiffer, check_agreement, is_group_call
 from realhf.dataflow.model_function_call import MFCFailed
@@ -52,7 +51,7 @@ class Bench:
         for name in WORKERS:
             host = self.caller.add(name, ["actor", *(["ref"] if name == "w0" else [])], graph, folder)
             engine: Any = host._models["actor"].engine
-            engine.ranks, engine.gather = self.ranks[name], lambda name=name: self.gathered.append(name)
+            engine.ranks, engine.gather = self.ranks[name], lambda here, name=name: self.gathered.append(name)
         steps = SynchronousSteps(
             source, self.caller, worker="w0", keys=graph.required_dataset_keys(), n_seqs=graph.n_seqs, timeout_s=20.0
         )

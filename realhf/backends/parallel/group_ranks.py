@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from realhf.api.ranks import CollectiveBroken
+from realhf.api.parallel import CollectiveBroken
 from realhf.backends.parallel.world import World
 
 BUCKET_BYTES = 32 << 20
@@ -56,7 +56,7 @@ class GroupRanks:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """See ``realhf.api.ranks.Group``."""
+        """See ``realhf.api.parallel.Group``."""
         self._active = True
         try:
             self._agree(what)
@@ -71,7 +71,7 @@ class GroupRanks:
             self._active = False
 
     def abort(self, reason: str = "") -> None:
-        """See ``realhf.api.ranks.Group``."""
+        """See ``realhf.api.parallel.Group``."""
         self._world.abort(reason)
 
     def own(self, costs: Sequence[int]) -> list[int]:

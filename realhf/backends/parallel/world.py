@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from realhf.api.ranks import CollectiveBroken
+from realhf.api.parallel import CollectiveBroken
 from realhf.backends.parallel.sockets import Sockets
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class World:
     def group(self, workers: Sequence[int]) -> Any:
         """Return the process group of these workers, ranks in ascending order; all of them call this. Raises
         CollectiveBroken."""
-        places = sorted(self._workers.index(worker) for worker in workers)
+        places = self.places(workers)
         try:
             with self._sockets.recording():
                 group = dist.new_group(places, timeout=self._timeout, use_local_synchronization=True)
@@ -88,6 +88,10 @@ class World:
             raise CollectiveBroken(f"no group of the workers {list(workers)}: {error}") from None
         self._groups.append(group)
         return group
+
+    def places(self, workers: Sequence[int]) -> list[int]:
+        """Return the numbers of these workers in the world, ascending."""
+        return sorted(self._workers.index(worker) for worker in workers)
 
     @property
     def aborted(self) -> str:

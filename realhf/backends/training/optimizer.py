@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from realhf.api.config import LRSchedule, OptimizerConfig
 
@@ -63,7 +64,8 @@ class PolicyOptimizer:
     def gradient_norm(self) -> float:
         """Return the global L2 norm of the gradients, before clipping; fp32. 0 without any gradient."""
         grads = [p.grad.float() for p in self._parameters if p.grad is not None]
-        return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @torch.no_grad()
     def step(self, version: int, norm: float) -> float:
@@ -88,6 +90,33 @@ class PolicyOptimizer:
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None
+
+    def tensors(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+        """Return the optimizer's tensors, themselves: ``exp_avg/NAME`` and the like, and ``master/NAME`` where there
+        are master weights. ``names`` names the parameters."""
+        found: dict[str, Tensor] = {}
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if master is not parameter:
+                found[f"master/{names[parameter]}"] = master.detach()
+            for kind, value in self._adamw.state.get(master, {}).items():
+                found[f"{kind}/{names[parameter]}"] = value
+        return found
+
+    def begin_moments(self, of: Collection[nn.Parameter]) -> None:
+        """Have moments, 0 at first, for these parameters and no others: ``tensors`` then has a place for saved ones."""
+        self._adamw.state.clear()
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter in of:
+                self._adamw.state[master] = {
+                    "step": torch.zeros((), device=master.device),
+                    "exp_avg": torch.zeros_like(master, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+                }
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the master weights to the model."""
+        self._publish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moments, and the master weights where they differ from the model's."""

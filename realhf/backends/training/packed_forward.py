@@ -54,9 +54,14 @@ class PackedForward:
         return PackedOutputs(rows, size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
-        """Run one token through the decoder; return a 0 with its graph."""
+        """Run one token through the decoder; return a 0 with its graph, which every weight is part of."""
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        return 0.0 * self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.sum()
+        nothing = 0.0 * self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.sum()
+        language = None if self.heads.value is not None else self.model.get_output_embeddings()
+        for head in (language, self.heads.value):
+            for weight in () if head is None else head.parameters():
+                nothing = nothing + 0.0 * weight.sum()
+        return nothing
 
     def _rows(self, bucket: _Bucket) -> ScoredRows:
         device = self.model.device

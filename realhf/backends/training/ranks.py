@@ -49,7 +49,7 @@ class Ranks(Protocol):
         compute; it counts as 0."""
         ...
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Give up what the ranks have in common, so that nobody waits for this one."""
         ...
 
@@ -75,5 +75,6 @@ class SingleRank:
         """Leave the gradients as they are."""
         del parameters
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Do nothing: nobody waits."""
+        del reason

@@ -40,13 +40,19 @@ class TorchBackend:
         model = load_causal_lm(spec.path, spec.role, _DTYPES[spec.dtype]).to(self._device)
         if spec.head == "value":
             model = load_value_model(model, spec.path, spec.role)
-        return TorchEngine(
+        return self._engine(
+            spec,
             model,
             load_tokenizer(spec.path, spec.role),
             optimizer=spec.optimizer if spec.trainable else None,
             total_train_steps=total_train_steps,
             gradient_checkpointing=spec.gradient_checkpointing,
         )
+
+    def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
+        """Make the engine around the loaded model; a backend for several workers makes another."""
+        del spec
+        return TorchEngine(model, tokenizer, **options)
 
 
 def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from realhf.backends.training.micro_batches import Part, parts_of
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.ranks import Ranks, SingleRank
+from realhf.backends.training.sharded_files import is_sharded
+from realhf.backends.training.sharded_state import load_state
 from realhf.backends.training.step_account import StepAccount
 
-_WEIGHTS, _STATE = "model.safetensors", "engine.pt"
+WEIGHTS_FILE, STATE_FILE = "model.safetensors", "engine.pt"
 
 
 class TorchEngine:
@@ -53,6 +55,7 @@ class TorchEngine:
         model.eval()
         use_onednn(model)
         self._forward = PackedForward(model)
+        self._place_weights()
         self._ranks: Ranks = SingleRank() if ranks is None else ranks
         self._checkpointing = gradient_checkpointing and optimizer is not None
         if self._checkpointing:
@@ -66,6 +69,14 @@ class TorchEngine:
         generates = self._forward.heads.logits
         self._generator = EmbeddedGenerator(model, version=lambda: self._version) if generates else None
         self._threads = unmanaged()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The workers that train this model together."""
+        return self._ranks
+
+    def _place_weights(self) -> None:
+        """Put the weights of the loaded model where they train; before there is an optimizer."""
 
     def use_threads(self, threads: ComputeThreads) -> None:
         """Let ``threads`` compute here from now on. All engines of one thread share them."""
@@ -121,21 +132,33 @@ class TorchEngine:
         """Go forward and backward through the micro-batches of this rank."""
         account = StepAccount(_shifted_size(sample))
         parts = parts_of(sample, spec, self._ranks)
-        for part in parts:
+        others = self._passes_of_others(parts)
+
+        def loss_of(part: Part) -> Tensor:
             outputs = self._forward(part.sample, max_tokens=spec.max_tokens_per_mb)
             self._threads.pace()
             loss, stats = loss_fn(outputs, part.sample)
             loss = loss / normaliser if normaliser != 1.0 else loss
             account.add(part, float(loss.detach()), stats, outputs.kept)
+            return loss
+
+        for part in parts:
+            loss = self._within(part.empty, lambda part=part: loss_of(part))
             if loss.requires_grad:
                 loss.backward()
                 account.backward = True
-        for _ in range(self._passes_of_others(parts)):
-            self._forward.nothing().backward()
+        for _ in range(others):
+            self._within(False, self._forward.nothing).backward()
         return account
 
+    def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
+        """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""
+        del empty
+        return run()
+
     def _passes_of_others(self, parts: list[Part]) -> int:
-        """Return in how many passes this rank has to take part after its own."""
+        """Return in how many passes this rank has to take part after its own. Asked before the first of them: a rank
+        that is through would wait for an answer, and the others for its part in theirs."""
         if not self._ranks.in_step:
             return 0
         own = sum(not part.empty for part in parts)
@@ -150,18 +173,26 @@ class TorchEngine:
         finally:
             self.model.eval()
 
+    def _without_gradient(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.inference_mode()
+
     def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
         """See ``Engine.forward``."""
         result = torch.zeros(_shifted_size(sample))
-        with torch.inference_mode(), self._threads.computing():
+
+        def found_in(part: Part) -> Tensor:
+            return post_fn(self._forward(part.sample, max_tokens=mb_spec.max_tokens_per_mb), part.sample)
+
+        with self._without_gradient(), self._threads.computing():
             parts = parts_of(sample, mb_spec, self._ranks)
+            others = self._passes_of_others(parts)
             for part in parts:
-                found = post_fn(self._forward(part.sample, max_tokens=mb_spec.max_tokens_per_mb), part.sample)
+                found = self._within(part.empty, lambda part=part: found_in(part))
                 if found.shape != part.place.shape:
                     raise ValueError(f"forward: post_fn returned {tuple(found.shape)}, not {tuple(part.place.shape)}")
                 result[part.place] = found.float().cpu()
-            for _ in range(self._passes_of_others(parts)):
-                self._forward.nothing()
+            for _ in range(others):
+                self._within(False, self._forward.nothing)
         self._ranks.sum_(result)
         return result
 
@@ -186,18 +217,24 @@ class TorchEngine:
         folder.mkdir(parents=True, exist_ok=True)
         state = self.state()
         if state.pop("weights", None) is not None:
-            save_model(self.model, str(folder / _WEIGHTS))
-        torch.save(state, folder / _STATE)
+            save_model(self.model, str(folder / WEIGHTS_FILE))
+        torch.save(state, folder / STATE_FILE)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore what ``save_checkpoint`` wrote. Raises FileNotFoundError or ValueError naming the folder."""
-        if not (folder / _STATE).is_file():
+        """Restore what ``save_checkpoint`` wrote, here or on several ranks. Raises FileNotFoundError or ValueError
+        naming the folder."""
+        if is_sharded(folder):
+            if self._optimizer is None:
+                raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
+            self.version = load_state(folder, self.model, self._optimizer)
+            return
+        if not (folder / STATE_FILE).is_file():
             raise FileNotFoundError(f"no engine checkpoint in {folder}")
-        state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         if (self._optimizer is None) != ("optimizer" not in state):
             raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
         if self._optimizer is not None:
-            load_model(self.model, str(folder / _WEIGHTS))
+            load_model(self.model, str(folder / WEIGHTS_FILE))
             self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["torch_rng"])
         self.version = int(state["version"])

@@ -1,0 +1,144 @@
+"""Trains one model that is cut over ranks: the backend ``fsdp2``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from realhf.api.experiment import ModelSpec
+from realhf.api.model import LossFn, TrainResult
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.backends.parallel.cut_model import Whole, cut, empty_like, gather_into
+from realhf.backends.parallel.group_ranks import GroupRanks
+from realhf.backends.parallel.meshes import mesh_of
+from realhf.backends.parallel.whole_state import load_whole_state
+from realhf.backends.parallel.world import World
+from realhf.backends.training.sharded_files import is_sharded
+from realhf.backends.training.sharded_state import load_state, save_state
+from realhf.backends.training.torch_backend import TorchBackend
+from realhf.backends.training.torch_engine import TorchEngine
+
+
+class FsdpEngine(TorchEngine):
+    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``gather`` brings whole
+    weights together; generation, export and publication use those, until the next train step."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, mesh: DeviceMesh, role: str, **options: Any):
+        self._group, self._mesh, self._role = ranks, mesh, role
+        self._whole: Whole | None = None
+        self._copy: Any = None
+        with ranks.together(f"the weights of {role}"):
+            super().__init__(model, tokenizer, ranks=ranks, **options)
+        self._generator = None  # It would generate with parts of the weights.
+
+    def _place_weights(self) -> None:
+        self._whole = cut(self.model, self._mesh)
+
+    def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
+        assert self._whole is not None
+        return run() if empty else self._whole(run)
+
+    def _without_gradient(self) -> contextlib.AbstractContextManager[Any]:
+        # What is gathered in inference mode could not be used by a train step later.
+        return torch.no_grad()
+
+    def train_batch(
+        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
+    ) -> TrainResult:
+        """See ``Engine.train_batch``. Whole weights are given up: they are about to change, and their memory is
+        wanted."""
+        self._forget()
+        return super().train_batch(sample, loss_fn, mb_spec=mb_spec, normaliser=normaliser)
+
+    # ---- whole weights
+
+    def gather(self, here: bool = True) -> None:
+        """Bring the whole weights together, on the ranks that want them ``here``, until the next train step. Every rank
+        calls this in a group call."""
+        copy = empty_like(self.model) if here else None
+        with torch.no_grad():
+            gather_into(copy, self.model)
+        if copy is not None:
+            self._copy = copy
+            self._generator = EmbeddedGenerator(copy, version=lambda: self._version)
+            self._generator.threads = self._threads
+
+    def _forget(self) -> None:
+        self._copy = self._generator = None
+
+    def _gathered(self) -> Any:
+        if self._copy is None:
+            raise RuntimeError(f"{self._role}: its whole weights were not brought together on this worker")
+        return self._copy
+
+    def generator(self) -> EmbeddedGenerator:
+        """Return the generation engine over the whole weights. Raises RuntimeError where they were not gathered."""
+        self._gathered()
+        return super().generator()
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Engine.weights``. Raises RuntimeError where they were not gathered."""
+        return self._of_copy(super().weights)
+
+    def export_hf(self, folder: Path) -> None:
+        """See ``Engine.export_hf``. Raises RuntimeError where the weights were not gathered."""
+        self._of_copy(lambda: super(FsdpEngine, self).export_hf(folder))
+
+    def _of_copy(self, run: Callable[[], Any]) -> Any:
+        """Run what is about a whole model."""
+        cut_model, self.model = self.model, self._gathered()
+        try:
+            return run()
+        finally:
+            self.model = cut_model
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """See ``Engine.state``: the parts of this rank."""
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        optimizer = self._optimizer.state_dict() if self._optimizer is not None else {}
+        return {"version": self._version, "optimizer": optimizer, "weights": weights}
+
+    def save_checkpoint(self, folder: Path) -> list[Path]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write the parts of this rank into ``folder``, which all ranks share; return the files it wrote."""
+        assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
+        group = self._group
+        with group.together(f"saving {self._role}"):
+            return save_state(folder, self.model, self._optimizer, self._version, group=group.group, rank=group.number)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what any number of ranks wrote, or one worker with the backend ``torch``. Raises FileNotFoundError or
+        ValueError naming the folder."""
+        assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
+        self._forget()
+        with self._group.together(f"loading {self._role}"):
+            if is_sharded(folder):
+                self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
+            else:
+                self.version = load_whole_state(folder, self.model, self._optimizer)
+
+
+class FsdpBackend(TorchBackend):
+    """Builds engines with a part of the model on each of several workers, which met in ``world``. For a role on one
+    worker it builds what the backend ``torch`` does."""
+
+    def __init__(self, device: str = "auto", world: World | None = None) -> None:
+        super().__init__(device)
+        self._world = world
+
+    def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
+        if spec.parallel.size == 1:
+            return super()._engine(spec, model, tokenizer, **options)
+        if self._world is None:
+            raise RuntimeError(f"{spec.role}: {spec.parallel.size} workers train together, but they have not met")
+        ranks = GroupRanks(self._world, spec.workers, sharded=True, device=self._device)
+        mesh = mesh_of(self._world, spec.workers, spec.parallel, ranks, self._device.type)
+        return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, **options)

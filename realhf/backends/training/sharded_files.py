@@ -1,0 +1,70 @@
+"""Writes and reads a set of named tensors that several ranks hold in parts (torch.distributed.checkpoint).
+
+Each rank writes its own files; what all ranks hold alike, one of them writes. The files are read by any number of
+ranks, and by one process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import load, save  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+INDEX = ".metadata"
+"""The file that says which tensor lies where; the first rank writes it when all have written theirs."""
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether ``save_shards`` wrote into this folder."""
+    return (folder / INDEX).is_file()
+
+
+def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None, rank: int = 0) -> list[Path]:
+    """Write ``tensors`` with the other ranks of ``group`` (None: alone); return the files that this rank wrote. All
+    ranks name the same tensors: parts of one (``DTensor``), or the same values."""
+    with _quiet():
+        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    own = sorted(folder.glob(f"__{rank}_*"))
+    return [*own, folder / INDEX] if rank == 0 else own
+
+
+def names_in(folder: Path) -> frozenset[str]:
+    """Return the names of the tensors in a folder."""
+    return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
+    """Read into ``tensors``, in place, with the other ranks of ``group`` (None: alone). Raises ValueError that names a
+    tensor which is missing, or of another shape."""
+    held = FileSystemReader(folder).read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        if name not in held:
+            raise ValueError(f"checkpoint {folder} has no tensor {name}")
+        size = getattr(held[name], "size", None)
+        if size is None or tuple(size) != tuple(tensor.shape):
+            raise ValueError(f"checkpoint {folder}: {name} has shape {tuple(size or ())}, here {tuple(tensor.shape)}")
+    if tensors:
+        with _quiet():
+            load(dict(tensors), storage_reader=FileSystemReader(folder), process_group=group, no_dist=group is None)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch warns here of what is asked for: a process that saves alone, and tensors on the CPU."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,51 @@
+"""The same losses, log-probabilities and tokens, whatever the number of workers is and however the model is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.parallel import Parallel
+from tests.backends.parallel import training
+from tests.backends.parallel.rank_processes import results, run_ranks
+
+slow = pytest.mark.slow
+CASES = [
+    pytest.param(Parallel(dp=2), "grpo", True, id="dp2-grpo"),
+    pytest.param(Parallel(fsdp=2), "grpo", True, id="fsdp2-grpo"),
+    pytest.param(Parallel(dp=4), "sft", False, marks=slow, id="dp4-sft"),
+    pytest.param(Parallel(fsdp=4), "sft", False, marks=slow, id="fsdp4-sft"),
+    pytest.param(Parallel(dp=4), "grpo", True, marks=slow, id="dp4-grpo"),
+    pytest.param(Parallel(fsdp=4), "grpo", True, marks=slow, id="fsdp4-grpo"),
+    pytest.param(Parallel(dp=2), "sft", False, marks=slow, id="dp2-sft"),
+    pytest.param(Parallel(fsdp=2), "sft", False, marks=slow, id="fsdp2-sft"),
+    pytest.param(Parallel(dp=2, fsdp=2), "grpo", False, marks=slow, id="dp2-fsdp2-grpo"),
+]
+
+
+def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.parametrize(("parallel", "name", "tied"), CASES)
+def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied: bool) -> None:
+    torch.set_num_threads(1)
+    one = training.alone(training.tiny_model(tied))
+    expected = training.steps(one, name, range(5), together=False)
+    outcomes = results(run_ranks(parallel.size, training.on_ranks, parallel.size, parallel, name, tied))
+    for rank, found in enumerate(outcomes):
+        assert found["stats"] == outcomes[0]["stats"], f"rank {rank} reports what rank 0 does, to the bit"
+        for own, alone in zip(found["stats"], expected, strict=True):
+            close(own, alone)
+        assert found["scores"] == pytest.approx(training.scores(one), abs=1e-5)
+        if "refused" in found:
+            assert rank == 1 and "were not brought together" in found["refused"]
+            continue
+        assert found["tokens"] == training.tokens(one)
+        assert found["weights"].keys() == one.weights().keys()
+        for name_of, tensor in one.weights().items():
+            torch.testing.assert_close(torch.tensor(found["weights"][name_of]), tensor, atol=1e-5, rtol=1e-4)

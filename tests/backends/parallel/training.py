@@ -1,0 +1,126 @@
+"""A tiny model, batches, and five train steps of an algorithm: alone and on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.sft import SFTInterface
+from realhf.api.config import GenConfig, OptimizerConfig
+from realhf.api.model import CallContext, GenRequest, Model
+from realhf.api.parallel import Parallel
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.parallel.ddp import DdpEngine
+from realhf.backends.parallel.fsdp import FsdpEngine
+from realhf.backends.parallel.group_ranks import GroupRanks
+from realhf.backends.parallel.meshes import mesh_of
+from realhf.backends.parallel.world import World
+from realhf.backends.training.torch_engine import TorchEngine
+
+CPU = torch.device("cpu")
+GROUPS = ([[9, 14, 6], [5, 5, 12]], [[8, 7], [6, 11, 4]], [[13, 2]], [[20]], [[7, 3, 9, 4], [5]])
+"""Five batches; the third has fewer sequences than four ranks, the fourth one valid sequence only."""
+SPEC = MicroBatchSpec(2, 24)
+
+
+def tiny_model(tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
+        "num_key_value_heads": 1, "intermediate_size": 24, "bos_token_id": 1, "eos_token_id": 2,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**shape) if tied else LlamaConfig(**shape))
+    return model.to(dtype).eval()
+
+
+def batch(step: int) -> SequenceSample:
+    groups = GROUPS[step]
+    g = torch.Generator().manual_seed(step)
+    lengths = [n for group in groups for n in group]
+    total, n = sum(lengths), len(lengths)
+    tensors = {
+        "packed_input_ids": torch.randint(0, 50, (total,), generator=g),
+        "loss_mask": torch.rand(total, generator=g) < 0.6,
+        "packed_logprobs": -3 * torch.rand(total - n, generator=g),
+        "packed_ref_logprobs": -3 * torch.rand(total - n, generator=g),
+        "rewards": torch.rand(n, generator=g),
+        "outcome": torch.zeros(n, dtype=torch.uint8),
+    }
+    shifted, single = [[m - 1 for m in group] for group in groups], [[1] * len(group) for group in groups]
+    seqlens = {
+        "packed_input_ids": groups, "loss_mask": groups, "packed_logprobs": shifted,
+        "packed_ref_logprobs": shifted, "rewards": single, "outcome": single,
+    }  # fmt: skip
+    return SequenceSample.from_tensors([f"t{i}" for i in range(len(groups))], tensors, seqlens)
+
+
+def algorithm(name: str) -> Any:
+    if name == "sft":
+        return SFTInterface()
+    return PolicyGradientInterface({"algo": "grpo", "ppo_n_minibatches": 2, "kl_loss_coef": 0.1, "adv_norm": True})
+
+
+def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
+    """An engine with copies of the model, or with the model cut."""
+    options = {"optimizer": OptimizerConfig(lr=1e-2), "total_train_steps": 10}
+    ranks = GroupRanks(world, range(size), sharded=parallel.fsdp > 1, device=CPU)
+    if parallel.fsdp == 1:
+        return DdpEngine(model, None, ranks=ranks, role="actor", **options)
+    mesh = mesh_of(world, range(size), parallel, ranks, "cpu")
+    return FsdpEngine(model, None, ranks=ranks, mesh=mesh, role="actor", **options)
+
+
+def alone(model: Any) -> TorchEngine:
+    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=10)
+
+
+def steps(engine: Any, name: str, which: Sequence[int], together: bool = True) -> list[dict[str, float]]:
+    """Train the batches ``which``; the statistics of each step."""
+    interface, model, found = algorithm(name), Model("actor", engine, None), []
+    for step in which:
+        engine.version = step
+        context = CallContext(step, 1000 + step, SPEC, Path())
+        if together:
+            with engine.ranks.together(f"step {step}"):
+                found.append(interface.train_step(model, batch(step), context))
+        else:
+            found.append(interface.train_step(model, batch(step), context))
+        engine.version = step + 1
+    return found
+
+
+def scores(engine: Any) -> list[float]:
+    """Log-probabilities of a batch."""
+    return engine.logprobs(batch(0), temperature=0.8, mb_spec=SPEC).tolist()
+
+
+def tokens(engine: Any) -> list[list[int]]:
+    """What the engine generates, greedily."""
+    requests = [GenRequest(i, [3 + i, 5, 7]) for i in range(3)]
+    outputs = engine.generator().generate(requests, GenConfig(max_new_tokens=6, temperature=0.0), stop_ids=[2], seed=1)
+    return [output.token_ids for output in outputs]
+
+
+def on_ranks(world: World, rank: int, size: int, parallel: Parallel, name: str, tied: bool) -> Mapping[str, Any]:
+    """Five steps on ranks, and what the model says then."""
+    engine = engine_on(world, size, parallel, tiny_model(tied))
+    found: dict[str, Any] = {"stats": steps(engine, name, range(5))}
+    with engine.ranks.together("scores"):
+        found["scores"] = scores(engine)
+        if parallel.fsdp > 1:
+            engine.gather(here=rank != 1)
+    if rank != 1 or parallel.fsdp == 1:
+        found["tokens"] = tokens(engine)
+        found["weights"] = {name: tensor.tolist() for name, tensor in engine.weights().items()}
+    else:
+        try:
+            engine.generator()
+        except RuntimeError as error:
+            found["refused"] = str(error)
+    return found
