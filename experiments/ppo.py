@@ -23,6 +23,7 @@ from realhf.api.config import ConfigError
 from realhf.api.config.option import section
 from realhf.api.experiment import ExperimentSpec, ModelSpec
 from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.parallel import parallel_of
 from realhf.env.doors.section import with_environment
 
 INTERFACE = "critic"
@@ -79,6 +80,7 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
         head="value",
         gradient_checkpointing=critic.gradient_checkpointing,
         optimizer=critic.optimizer,
+        parallel=parallel_of("critic", critic),
     )
 
 
