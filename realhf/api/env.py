@@ -27,23 +27,6 @@ class StepResult:
     done: bool
 
 
-class EnvClient(Protocol):
-    """Drives one session of an environment. Its methods raise ConnectionError, TimeoutError or RuntimeError."""
-
-    async def reset(self, **kwargs: Any) -> StepResult:
-        """Begin an episode; ``kwargs`` are the reset's arguments on the wire, e.g. the task. Returns the first
-        observation."""
-        ...
-
-    async def step(self, command: str) -> StepResult:
-        """Run one command of the agent and return what the environment answered."""
-        ...
-
-    async def close(self) -> None:
-        """End the session and give its slot back."""
-        ...
-
-
 class ChatFormat(Protocol):
     """Turns text into the exact ids of a conversation; never re-tokenises what was sampled."""
 

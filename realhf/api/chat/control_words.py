@@ -14,6 +14,7 @@ from typing import Any
 
 _TAG = re.compile(r"</?\w+>")
 """``<think>``, ``<tool_call>``: tags within a turn, which an environment may speak of."""
+_HEAD = 3
 _log = logging.getLogger(__name__)
 
 
@@ -73,5 +74,9 @@ class ControlWords:
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    ordered = sorted(words, key=lambda word: (-len(word), word))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+    """Words with the same beginning stand together: some tokenizers have hundreds, and a page thousands of brackets."""
+    tails: dict[str, list[str]] = {}
+    for word in sorted(words, key=lambda word: (-len(word), word)):
+        tails.setdefault(word[:_HEAD], []).append(re.escape(word[_HEAD:]))
+    branches = [f"{re.escape(head)}(?:{'|'.join(rest)})" for head, rest in tails.items()]
+    return re.compile("|".join(branches)) if branches else None

@@ -72,7 +72,7 @@ class EnvError(RuntimeError):
 
 
 class OpenEnvClient:
-    """``realhf.api.env.EnvClient`` over the wire. One request at a time; use it on one event loop.
+    """Drives one session over the wire. One request at a time; use it on one event loop.
 
     Args:
         base_url: ``http(s)://`` or ``ws(s)://`` address of the server.
