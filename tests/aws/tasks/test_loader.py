@@ -40,17 +40,19 @@ SPLITS = ("train", "heldout")
 
 def test_counts_ids_and_services() -> None:
     tiers = [template.tier for template in STARTERS]
-    assert {tier: tiers.count(tier) for tier in set(tiers)} == {"warmup": 13, "beginner": 13, "intermediate": 13}
+    counts = {tier: tiers.count(tier) for tier in set(tiers)}
+    assert counts.keys() == {"warmup", "beginner", "intermediate"}
+    assert min(counts.values()) >= 13 and max(counts.values()) - min(counts.values()) <= 1, "a starter has a weight"
     assert len({template.name for template in TEMPLATES}) == len(TEMPLATES)
     warmup_services = {solve(instantiate(t.task_id, 0))[0].split()[1] for t in STARTERS if t.tier == "warmup"}
-    assert len(warmup_services) == 13
+    assert len(warmup_services) == counts["warmup"]
     assert ACCOUNT_ID == ACCOUNT
 
 
 def test_half_of_the_creates_demand_an_attribute() -> None:
     beginner = [criteria_of(instantiate(t.task_id, 0)) for t in STARTERS if t.tier == "beginner"]
     demanding = sum(bool(criteria.resource and criteria.resource.attributes) for criteria in beginner)
-    assert 5 <= demanding <= 8
+    assert abs(demanding - len(beginner) / 2) <= 2.5
 
 
 @pytest.mark.parametrize("template", STARTERS, ids=lambda template: template.name)

@@ -14,18 +14,20 @@ def services(templates: list[Template]) -> set[str]:
 
 
 @pytest.mark.parametrize(("tier", "first"), FIRST_IDS.items())
-def test_a_tier_has_25_templates_of_which_5_are_held_out(tier: str, first: int) -> None:
+def test_a_tier_counts_its_templates_and_holds_out_a_fifth(tier: str, first: int) -> None:
+    """Identities have no gap; a task more is welcome."""
     templates = load_templates([tier])
-    assert [template.task_id for template in templates] == list(range(first, first + 25))
+    assert len(templates) >= 25
+    assert [template.task_id for template in templates] == list(range(first, first + len(templates)))
     held_out = [template for template in templates if template.split == "heldout"]
-    assert len(held_out) == 5
+    assert abs(len(held_out) - len(templates) / 5) < 1
     assert not any("starter" in template.tags for template in held_out)
     assert all(template.tags for template in templates)
 
 
 def test_services_are_many() -> None:
     warmup, easy = load_templates(["warmup"]), load_templates(FIRST_IDS)
-    assert len(services(warmup)) == 25, "each warmup task is about another service"
+    assert len(services(warmup)) == len(warmup), "each warmup task is about another service"
     assert len(services(easy)) >= 30
     assert services(easy) <= set(ALLOWED)
 
@@ -33,7 +35,7 @@ def test_services_are_many() -> None:
 def test_about_half_of_the_creations_demand_attributes() -> None:
     criteria = [criteria_of(instantiate(template.task_id, 0)) for template in load_templates(["beginner"])]
     demanding = sum(bool(one.resource and one.resource.attributes) for one in criteria)
-    assert 12 <= demanding <= 14
+    assert abs(demanding - len(criteria) / 2) <= 2
 
 
 def test_every_strategy_fits_its_tier() -> None:
