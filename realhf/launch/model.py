@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from realhf.api.chat import unread_variables
 from realhf.api.config import ModelConfig
-from realhf.base.context_limit import context_limit
+from realhf.base.context_limit import context_limit, context_reason
+from realhf.base.decoder_kind import decoder_problem
 
 BUILTIN, BUILTIN_TINY = "builtin", "builtin_tiny"
 BUILTIN_PATHS = (BUILTIN, BUILTIN_TINY)
@@ -20,9 +22,14 @@ BUILTIN_VARIABLES = ("show_system", "show_tools")
 """What the chat template of the built-in policy reads."""
 
 
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_LARGEST_HEAD = 100_000_000
+"""Largest number of bytes that the format allows for the head of a file."""
+
+
 def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, renders: bool = True) -> Iterator[str]:
-    """A folder must hold a model whose tokenizer has a chat template (where the role ``renders`` texts), and whose
-    context holds ``max_total_tokens``; ``owner/name`` may be a hub id, which nobody looks into here."""
+    """A folder must hold a dense decoder whose tokenizer fits to it and has a chat template (where the role ``renders``
+    texts), and whose context holds ``max_total_tokens``; ``owner/name`` may be a hub id, which is not looked into."""
     folder = Path(model.path).expanduser()
     if model.path in BUILTIN_PATHS:
         if idle := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
@@ -45,9 +52,52 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
         yield f"{role}.path={model.path}: the tokenizer has no chat template; use an instruction-tuned model"
     elif renders and (idle := unread_variables(template, model.chat_template_kwargs)):
         yield f"{role}.chat_template_kwargs: the chat template of {model.path} does not read {', '.join(idle)}"
-    limit = context_limit(_json(folder / "config.json"))
+    yield from _weights_problems(role, model.path, folder, max_total_tokens)
+
+
+def _weights_problems(role: str, path: str, folder: Path, max_total_tokens: int) -> Iterator[str]:
+    """What the configuration of a model says against it, and what does not fit together in its folder."""
+    described = _json(folder / "config.json")
+    if not described:
+        yield f"{role}.path={path}: config.json describes no model"
+        return
+    if problem := decoder_problem(described):
+        yield f"{role}.path={path}: {problem}"
+    limit = context_limit(described)
     if max_total_tokens > limit:
-        yield f"rollout.max_total_tokens={max_total_tokens}: the context of {model.path} holds {limit} tokens"
+        reason = context_reason(described)
+        yield f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens{reason}"
+    if (size := _vocabulary(folder)) is None:
+        return
+    if (highest := _highest_id(folder)) >= size:
+        yield f"{role}.path={path}: the tokenizer has the id {highest}, the model's vocabulary {size} tokens"
+    rows = _embedding_rows(folder)
+    if rows is not None and rows != size:
+        yield f"{role}.path={path}: the checkpoint embeds {rows} tokens, config.json says vocab_size={size}"
+
+
+def _highest_id(folder: Path) -> int:
+    """The highest token id of ``tokenizer.json``; -1 where that cannot be said."""
+    held = _json(folder / "tokenizer.json")
+    model, added = held.get("model"), held.get("added_tokens")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(words.values()) if isinstance(words, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return max((found for found in ids if isinstance(found, int)), default=-1)
+
+
+def _embedding_rows(folder: Path) -> int | None:
+    """How many tokens the checkpoint embeds, read from the head of its safetensors files; None where that cannot be
+    said."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+            with file.open("rb") as content:
+                size = int.from_bytes(content.read(8), "little")
+                head = json.loads(content.read(size)) if size <= _LARGEST_HEAD else {}
+            for name, tensor in head.items():
+                if name.endswith(_EMBEDDINGS):
+                    return int(tensor["shape"][0])
+    return None
 
 
 def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig) -> Iterator[str]:

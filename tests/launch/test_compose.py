@@ -203,7 +203,7 @@ def test_all_problems_are_listed_at_once(capsys):
 
 def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_path: Path):
     assert "holds no config.json" in errors(capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert f"actor.path={tmp_path}: the tokenizer has no chat template" in errors(
         capsys, "experiment=grpo_aws", f"actor.path={tmp_path}"

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from realhf.api.chat import unread_variables
-from realhf.api.config import ModelConfig
+from realhf.api.config import ConfigError, ModelConfig
 from realhf.backends.builtin_policy import CHAT_TEMPLATE
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_context
 from realhf.launch.build import build_experiment
+from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 from realhf.launch.model import BUILTIN_PATHS, BUILTIN_VARIABLES, model_problems
 
@@ -69,3 +72,68 @@ def test_rollout_workers_refuse_a_context_that_is_too_short(tmp_path: Path):
     check_context(str(tmp_path), "actor", 4096)
     with pytest.raises(ModelLoadError, match="holds 4096 tokens"):
         check_context(str(tmp_path), "actor", 4097)
+
+
+LAYERS = "it has layers of the type {}, whose state is not keys and values for each token"
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, LAYERS.format("linear_attention")),
+        ({"layers_block_type": ["attention", "mamba"]}, LAYERS.format("mamba")),
+        ({"text_config": {"layer_types": ["chunked_attention"]}}, LAYERS.format("chunked_attention")),
+        ({"model_type": "mamba2", "state_size": 64}, "it has state-space or linear layers ('mamba2' with state_size)"),
+        ({"model_type": "rwkv"}, "it has state-space or linear layers ('rwkv')"),
+        ({"model_type": "bloom"}, "'bloom' tells positions by ALiBi"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is an encoder with a decoder"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not a causal language model"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantized (mxfp4); save them in float32"),
+        ({"hidden_size": 30, "num_attention_heads": 6, "rope_theta": 1e4}, "its attention heads are 5 wide"),
+    ],
+)
+def test_a_model_that_is_no_dense_decoder_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str):
+    [found] = problems(folder_of(tmp_path, **config))
+    assert found.startswith(f"actor.path={tmp_path}: {problem}")
+
+
+def test_mistakes_in_a_folder_end_the_check(tmp_path: Path):
+    """What is written in config.json comes from others: whatever it is, it is answered with a line."""
+    odd = {"layer_types": [3, []], "architectures": 4, "rope_parameters": 7, "vocab_size": "x", "head_dim": [1]}
+    odd |= {"max_position_embeddings": "many", "quantization_config": [1], "model_type": 5, "hidden_size": None}
+    texts = [json.dumps(odd), json.dumps({"text_config": 3, **odd}), json.dumps({"text_config": odd})]
+    for text in ("", "[]", "{", *texts):
+        folder_of(tmp_path)
+        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "tokenizer.json").write_text(text)
+        assert all("\n" not in problem for problem in problems(str(tmp_path)))
+    (tmp_path / "tokenizer.json").unlink()
+    folder_of(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert problems(str(tmp_path)) == [f"actor.path={tmp_path}: config.json describes no model"]
+    folder_of(tmp_path, layer_types=["linear_attention"])
+    with pytest.raises(ConfigError, match="layers of the type linear_attention"):
+        check_config(compose_config(["experiment=grpo_aws", f"actor.path={tmp_path}"]).config)
+
+
+def test_a_text_that_turns_its_tokens_otherwise_when_longer_is_no_context(tmp_path: Path):
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+    [problem] = problems(folder_of(tmp_path, rope_scaling=rope), total=513)
+    assert problem.endswith("holds 512 tokens (its rotary embedding, longrope, changes for longer texts)")
+    assert problems(str(tmp_path), total=512) == []
+
+
+def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path: Path):
+    folder = folder_of(tmp_path, vocab_size=4)
+    words = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 3, "content": "<end>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    save_file({"model.embed_tokens.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
+    assert problems(folder) == []
+    words["added_tokens"] = [{"id": 4, "content": "<end>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    assert problems(folder) == [f"actor.path={folder}: the tokenizer has the id 4, the model's vocabulary 4 tokens"]
+    folder_of(tmp_path, vocab_size=5)
+    assert problems(folder) == [f"actor.path={folder}: the checkpoint embeds 4 tokens, config.json says vocab_size=5"]
+    for broken in (b"", b"\xff" * 9, (2).to_bytes(8, "little") + b"{]", (8).to_bytes(8, "little") + b'{"a": 1}'):
+        (tmp_path / "model.safetensors").write_bytes(broken)
+        assert problems(folder) == []

@@ -87,7 +87,8 @@ class ModulePass:
         width = int(decoding.positions.max()) + 1
         at = self._index(positions)
         self._cache.bind_decode(at, torch.arange(n, device=at.device), width)
-        logits = self._forward(self._index(tokens)[:, None], at[:, None], width)
+        # A position beyond the others would let a rotary embedding that depends on the length take the text for longer.
+        logits = self._forward(self._index(tokens)[:, None], at.clamp(max=width - 1)[:, None], width)
         return logits[self._index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[Piece]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from realhf.base.context_limit import context_limit
+from realhf.base.context_limit import context_limit, context_reason
 
 
 class ModelLoadError(ValueError):
@@ -29,11 +29,14 @@ def check_context(path: str, role: str, max_total_tokens: int) -> None:
 
     check_folder(path, role)
     try:
-        limit = context_limit(AutoConfig.from_pretrained(path).to_dict())
+        described = AutoConfig.from_pretrained(path).to_dict()
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"{role}.path={path}: no readable model there ({first_line(error)})") from None
-    if max_total_tokens > limit:
-        raise ModelLoadError(f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens")
+    if max_total_tokens > (limit := context_limit(described)):
+        reason = context_reason(described)
+        raise ModelLoadError(
+            f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens{reason}"
+        )
 
 
 def check_folder(path: str, role: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.training.value_head import load_value_model
+from realhf.base.decoder_kind import decoder_problem
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HEADS = ("lm", "value")
@@ -37,7 +39,7 @@ class TorchBackend:
                 f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: {', '.join(_HEADS)}"
             )
         torch.manual_seed(seed)
-        model = load_causal_lm(spec.path, spec.role, _DTYPES[spec.dtype]).to(self._device)
+        model = load_causal_lm(spec.path, spec.role, _DTYPES[spec.dtype], with_head=spec.head == "lm").to(self._device)
         if spec.head == "value":
             model = load_value_model(model, spec.path, spec.role)
         return self._engine(
@@ -55,10 +57,34 @@ class TorchBackend:
         return TorchEngine(model, tokenizer, **options)
 
 
-def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:
-    """Load the model of a folder or hub id, in evaluation mode. Raises ModelLoadError."""
+def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool = True) -> Any:
+    """Load the model of a folder or hub id, in evaluation mode. Where no projection to the vocabulary is wanted
+    (``with_head``), the checkpoint may lack it. Raises ModelLoadError for what is not there, not whole or no dense
+    decoder."""
     check_folder(path, role)
     transformers_logging.disable_progress_bar()
+    kernel = _kernel(path, role)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=kernel,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are told below, by name.
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"{role}.path={path}: weights do not load ({first_line(error)})") from None
+    model, report = loaded
+    if problem := _unlike(model, report, with_head):
+        raise ModelLoadError(f"{role}.path={path}: {problem}")
+    model.eval()
+    if not _looks_back_only(model):
+        raise ModelLoadError(f"{role}.path={path}: {type(model).__name__} looks at later tokens, so it cannot generate")
+    return model
+
+
+def _kernel(path: str, role: str) -> str:
+    """Return the attention implementation for the model there. Raises ModelLoadError when it is no dense decoder."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -68,12 +94,37 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype) -> Any:
     known = AutoModelForCausalLM._model_mapping  # type: ignore[attr-defined]
     if type(config) not in known:
         raise ModelLoadError(f"{role}.path={path}: {config.model_type!r} is not a causal language model")
+    if problem := decoder_problem(config.to_dict()):
+        raise ModelLoadError(f"{role}.path={path}: {problem}")
     # Attention with soft caps or sinks, as in Gemma 2 and gpt-oss, has no fused kernel here.
-    kernel = "sdpa" if getattr(known[type(config)], "_supports_sdpa", True) else "eager"
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=kernel).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelLoadError(f"{role}.path={path}: weights do not load ({first_line(error)})") from None
+    return "sdpa" if getattr(known[type(config)], "_supports_sdpa", True) else "eager"
+
+
+def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | None:
+    """Return how a checkpoint differs from the model that its configuration describes. What is missing would be random
+    numbers, and nobody would say so."""
+    name, head = type(model).__name__, model.get_output_embeddings()
+    unwanted = () if with_head else tuple(f"{at}." for at, module in model.named_modules() if module is head)
+    if missing := sorted(key for key in report["missing_keys"] if not key.startswith(unwanted)):
+        return f"the checkpoint of a {name} lacks {missing[0]}, and {len(missing) - 1} others"
+    if other := sorted(report["mismatched_keys"]):
+        tensor, held, wanted = other[0]
+        return (
+            f"{tensor} of the checkpoint has the shape {tuple(held)}, in {name} {tuple(wanted)}, and {len(other) - 1} "
+            "others differ"
+        )
+    return None
+
+
+@torch.inference_mode()
+def _looks_back_only(model: Any) -> bool:
+    """Whether a prediction does not depend on later tokens. Bidirectional encoders load as causal models, too."""
+    texts = (
+        torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % model.get_input_embeddings().weight.shape[0]
+    )
+    one, other = model(input_ids=texts, use_cache=False).logits[:, :2].float()
+    rounding = max(1e-4, 4 * torch.finfo(model.dtype).eps) * float(one.abs().max())
+    return torch.allclose(one, other, rtol=0.0, atol=rounding)
 
 
 def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:

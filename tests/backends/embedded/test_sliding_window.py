@@ -13,17 +13,18 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
-    Qwen3Config,
 )
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import SequenceSample
+from realhf.backends.embedded.decode_core import DecodeCore, Turn
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_backend import load_causal_lm
-from realhf.base.context_limit import context_limit
+from realhf.base.context_limit import context_limit, context_reason
 
 WINDOW = 8
 SHAPE: dict[str, Any] = {
@@ -39,27 +40,12 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-CONFIGS = {
-    "mistral": MistralConfig(**SHAPE),
-    "gemma2": Gemma2Config(**SHAPE, head_dim=8, query_pre_attn_scalar=8),
-    "gemma3": Gemma3TextConfig(
-        **SHAPE, head_dim=8, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]
-    ),
-    "gpt_oss": GptOssConfig(
-        **SHAPE,
-        head_dim=8,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    ),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=8, use_sliding_window=True, max_window_layers=1),
-}
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(name: str, tmp_path: Any) -> None:
+def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(tmp_path: Any) -> None:
+    """Two layers of eight tokens: what lies further back is out of sight."""
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(CONFIGS[name])
+    made = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim > 1:
@@ -87,8 +73,14 @@ def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(name: str
     torch.testing.assert_close(scored[scored != 0], sampled, atol=1e-3, rtol=1e-3)
     beyond = model(input_ids=torch.tensor([rows[0]])).logits[0]
     changed = model(input_ids=torch.tensor([[9, *rows[0][1:]]])).logits[0]
-    if name == "mistral":  # Two layers of eight tokens: what lies further back is out of sight.
-        assert torch.equal(beyond[2 * WINDOW :], changed[2 * WINDOW :]), "the window is real"
+    assert torch.equal(beyond[2 * WINDOW :], changed[2 * WINDOW :]) and not torch.equal(beyond[0], changed[0])
+
+
+PHI_LONG = Phi3Config(
+    max_position_embeddings=131072,
+    original_max_position_embeddings=4096,
+    rope_parameters={"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "rope_theta": 1e4},
+)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +117,38 @@ def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(name: str
             ),
             131072,
         ),
+        (LlamaConfig(max_position_embeddings=2048, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), 2048),
+        (PHI_LONG, 4096),
     ],
 )
 def test_the_context_is_that_of_the_positions_with_their_scaling(config: Any, limit: int) -> None:
     assert context_limit(config.to_dict()) == limit
     assert context_limit({"text_config": config.to_dict()}) == limit
+
+
+def test_a_rotary_embedding_that_depends_on_the_length_is_named_as_the_reason() -> None:
+    reason = context_reason(PHI_LONG.to_dict())
+    assert reason == " (its rotary embedding, longrope, changes for longer texts)"
+    by_layer = {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}}
+    assert "dynamic" in context_reason(by_layer) and context_limit({**by_layer, "max_position_embeddings": 8}) == 8
+    assert context_reason(MistralConfig().to_dict()) == context_reason({"rope_scaling": None}) == ""
+
+
+def test_a_row_that_idles_does_not_lengthen_the_text_of_others() -> None:
+    """A rotary embedding by length took the place where idle rows are fed, at the end of the cache, for a position."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    shape = {**SHAPE, "sliding_window": None, "original_max_position_embeddings": 60}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Phi3Config(**shape, rope_parameters=rope)).eval()
+    core, over = DecodeCore(model), []
+    turns = [
+        Turn(GenRequest(slot, [5 + slot] * 9), GenConfig(max_new_tokens=24), frozenset(), budget, stream=slot)
+        for slot, budget in ((0, 2), (1, 24))
+    ]
+    core.join(turns)
+    while core.live:
+        over += core.step(0)
+    ids = torch.tensor([[6] * 9 + turns[1].token_ids])
+    assert len(over) == 2 and ids.shape[1] == 33
+    plain = model(input_ids=ids).logits[0, 8:-1].log_softmax(-1).gather(1, ids[0, 9:, None])[:, 0]
+    torch.testing.assert_close(plain.detach(), torch.tensor(turns[1].logprobs), atol=1e-5, rtol=0)
