@@ -24,7 +24,7 @@ ROOMS: dict[str, str] = {
     "transport/service": "base transport",
     "transport/stream": "api transport",
     "transport/tensors": "api transport",
-    "transport/weights": "api transport",
+    "transport/weights": "api base transport",
     "algorithms": "api",
     "algorithms/policy_gradient": "algorithms api api/config builtins",
     "algorithms/critic": "algorithms algorithms/policy_gradient api api/config",

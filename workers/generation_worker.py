@@ -17,6 +17,7 @@ from realhf.api.calls import (
     FREE,
     GENERATE,
     PIN_WEIGHTS,
+    PROBE_WEIGHTS,
     STATUS,
     UNPIN_WEIGHTS,
     UPDATE_WEIGHTS,
@@ -34,12 +35,14 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
+from realhf.backends.weight_probe import WeightProbe, probe_ids
 from realhf.base.garbage import settle
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.server import Request, ServiceServer
+from realhf.transport.weights.held import HeldWeights
 from realhf.transport.weights.receiver import receive
 from workers.worker_main import run_planned
 
@@ -162,7 +165,8 @@ class GenerationWorker:
         self._tracer = self._stack.enter_context(open_trace(plan.spec.run_dir, name))
         model = plan.spec.models[spec.role]
         self._gen = spec.episodes.gen
-        chat = TemplateChat(load_tokenizer(model.path, spec.role), template_kwargs=model.chat_template_kwargs)
+        tokenizer = load_tokenizer(model.path, spec.role)
+        chat = TemplateChat(tokenizer, template_kwargs=model.chat_template_kwargs)
         self._stop_ids = chat.stop_ids
         self._engine: StreamingGenerator = self._stack.enter_context(
             make_streaming_generator(
@@ -175,6 +179,8 @@ class GenerationWorker:
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)
+        self._held = HeldWeights(self._engine)
+        self._probe = WeightProbe(self._engine, probe_ids(tokenizer, spec.options), spec.options.kv_policy)
         self._kept = KeptWeights(self._engine)
         self._stack.callback(self._kept.unpin, Nothing())
         self._service = ServiceServer(name, run_id, self._on_request)
@@ -188,6 +194,7 @@ class GenerationWorker:
             ordered=dict(
                 [
                     UPDATE_WEIGHTS.served_by(self._update_weights),
+                    PROBE_WEIGHTS.served_by(self._probe.sample),
                     PIN_WEIGHTS.served_by(self._kept.pin),
                     UNPIN_WEIGHTS.served_by(self._kept.unpin),
                 ]
@@ -238,16 +245,22 @@ class GenerationWorker:
             raise ValueError(f"there is no request {request.method!r}")
 
     def _update_weights(self, request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
-        """Stage a version while generation goes on, then take it between two tokens."""
+        """Stage a version while generation goes on, then take it between two tokens, and say what is there now."""
         manifest = request.manifest
         began = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
             tensors = receive(manifest, self._plan.rpc.control_timeout_s)
         staged = time.perf_counter()
+        changed = [] if manifest.trial else self._held.changed()
+        checked = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
-            self._engine.load_weights(manifest.version, tensors)
+            self._engine.load_weights(manifest.version, tensors, again=manifest.trial > 0)
         self._gate.open()
-        return UpdateWeightsAnswer(1000 * (staged - began), 1000 * (time.perf_counter() - staged))
+        loaded = time.perf_counter()
+        with self._tracer.span(f"{WEIGHTS}/digest", version=manifest.version):
+            held = self._held.after(manifest, tensors)
+        digest_s = checked - staged + time.perf_counter() - loaded
+        return UpdateWeightsAnswer(1000 * (staged - began), 1000 * (loaded - checked), 1000 * digest_s, held, changed)
 
     def _status(self, request: Nothing) -> StatusAnswer:
         del request

@@ -39,6 +39,7 @@ from realhf.builtins import backends, datasets
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.call_interfaces import call_interfaces
 from realhf.dataflow.model_host import Handler, ModelHost
+from realhf.dataflow.weight_trial import WeightTrial
 from realhf.monitor.trace import open_trace
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
@@ -69,6 +70,7 @@ class ModelWorker:
         self._tracer = open_trace(run_dir, name)
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store)
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
+        self._trial = WeightTrial()
         self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium)
         self._rpc = RpcWorker(
             name,
@@ -152,9 +154,19 @@ class ModelWorker:
         if self._host is None:
             raise RuntimeError("publish_weights before initialize")
         with self._tracer.span(f"{WEIGHTS}/publish", version=request.version):
-            tensors = self._host.weights(request.role, request.version)
-            manifest = self._publisher.publish(request.version, tensors, receivers=request.receivers)
-        return PublishWeightsAnswer(manifest)
+            engine = self._host.engine(request.role, request.version)
+            tensors = engine.weights()
+            alone = len(self._plan.spec.models[request.role].workers) == 1
+            probes = request.probes if alone else []  # a forward pass of one worker among several would wait for them
+            changed, restored = self._trial.step(request.trial, engine, tensors, probes)
+            manifest = self._publisher.publish(
+                request.version,
+                tensors,
+                receivers=request.receivers,
+                trial=request.trial,
+                changed=self._trial.names,
+            )
+        return PublishWeightsAnswer(manifest, changed, restored)
 
     def _load(self, model: ModelSpec, threads: ComputeThreads) -> Model:
         spec = self._plan.spec

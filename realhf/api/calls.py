@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta, field
 
 from realhf.api.evaluation import EpisodeResult
-from realhf.api.generation import WeightsManifest
+from realhf.api.generation import HeldTensor, WeightsManifest
 from realhf.api.streaming import Arrival, EvaluationPart, PayloadRef, RolloutLease
 from realhf.base.messages import Call, Message
 
@@ -133,6 +133,13 @@ HELD = Call("stats", Nothing, HeldAnswer)
 # ---- master to model worker: beside the graph
 
 
+class Probe(Message, frozen=True):
+    """What an engine sampled after a fixed prefix: the whole sequence, and the log-probabilities of its last tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 class EvaluateRequest(Message, frozen=True):
     """Evaluate a role by an interface."""
 
@@ -181,18 +188,29 @@ class ExportRequest(Message, frozen=True):
 
 
 class PublishWeightsRequest(Message, frozen=True):
-    """Make the weights of ``role`` available to so many receivers; they must be of this policy version."""
+    """Make the weights of ``role`` available to so many receivers; they must be of this policy version. In a self-test
+    (``trial``) they are changed before, by ``TRIAL_CHANGE``, and
+    changed back by ``TRIAL_RESTORE``."""
 
     role: str
     version: int
     receivers: int
+    trial: int = 0
+    probes: list[Probe] = field(default_factory=list)
 
 
 class PublishWeightsAnswer(Message, frozen=True):
-    """How to get the weights."""
+    """How to get the weights. ``changed`` and ``restored``, of ``TRIAL_RESTORE``: for each probe the log-probabilities
+    of what was sampled, by the trainer's own forward pass under the changed and under the restored weights; empty where
+    the change did not reach the trainer's model, as where ``weights`` are copies."""
 
     manifest: WeightsManifest
+    changed: list[list[float]] = field(default_factory=list)
+    restored: list[list[float]] = field(default_factory=list)
 
+
+TRIAL_CHANGE, TRIAL_RESTORE = 1, 2
+"""Steps of a self-test of weight updates."""
 
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
 SAVE = Call("save", CheckpointRequest, SaveAnswer)
@@ -263,11 +281,24 @@ class UpdateWeightsRequest(Message, frozen=True):
     manifest: WeightsManifest
 
 
+class ChangedTensor(Message, frozen=True, array_like=True):
+    """A tensor that an engine changed, or lost, without an update; digests."""
+
+    name: str
+    before: str
+    now: str
+
+
 class UpdateWeightsAnswer(Message, frozen=True):
-    """How long the weights were on their way, and how long generation stood still."""
+    """How long the weights were on their way, how long generation stood still, and how long digests took. ``held``:
+    what the engine holds now, by the manifest's names; None: it cannot tell. ``changed``: tensors that were not, before
+    this update, what they were after the one before."""
 
     weight_stage_ms: float
     weight_pause_ms: float
+    weight_digest_ms: float = 0.0
+    held: dict[str, HeldTensor] | None = None
+    changed: list[ChangedTensor] = field(default_factory=list)
 
 
 class PinAnswer(Message, frozen=True):
@@ -289,8 +320,15 @@ class StatusAnswer(Message, frozen=True):
     waiting: float
 
 
+class ProbeRequest(Message, frozen=True):
+    """Sample after the fixed prefix. ``last``: nothing need be cached for another one."""
+
+    last: bool
+
+
 PLAY = Call("play", PlayRequest, Nothing)
 UPDATE_WEIGHTS = Call("update_weights", UpdateWeightsRequest, UpdateWeightsAnswer)
+PROBE_WEIGHTS = Call("probe_weights", ProbeRequest, Probe)
 PIN_WEIGHTS = Call("pin_weights", Nothing, PinAnswer)
 UNPIN_WEIGHTS = Call("unpin_weights", Nothing, Nothing)
 STATUS = Call("status", Nothing, StatusAnswer)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.messages import Message
+from realhf.base.tensor_digest import joint_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +50,15 @@ class StreamingGenerator(Protocol):
         """Start sampling again after ``pause``."""
         ...
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
         """Take new weights between two tokens: all of them or, on an error, none. A version that is in use already is
-        left alone; a lower one raises ValueError, so does a tensor that is missing or of another shape."""
+        left alone, unless it is to be loaded ``again``; a lower one raises ValueError, so does a tensor that is missing
+        or of another shape."""
+        ...
+
+    def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
+        """Return digests of what the engine holds under these names at this moment, leaving out names that it does not
+        know; nothing at all where it cannot tell. Call it while no weights are being loaded."""
         ...
 
     def replica(self) -> StreamingGenerator | None:
@@ -86,19 +93,32 @@ class GenerationFailed(RuntimeError):
 
 
 class TensorSlot(Message, frozen=True, array_like=True):
-    """Says where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of ``realhf.api.keys``."""
+    """Says where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of ``realhf.api.keys``; ``digest`` was
+    computed on the trainer's own tensor (``realhf.base.tensor_digest``)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    digest: str = ""
+
+
+class HeldTensor(Message, frozen=True, array_like=True):
+    """Says what an engine holds of one tensor: a digest of it in the engine's own element type. ``expected`` is the
+    digest of what it received, converted to that type, where the type is not that of the manifest; else empty."""
+
+    dtype: str
+    digest: str
+    expected: str = ""
 
 
 class WeightsManifest(Message, frozen=True):
     """Describes one version of a policy's weights and how to get it. ``medium``: ``shm`` (``location``: name of a
     segment), ``disk`` (a safetensors file) or ``broadcast`` (address of a rendezvous). ``checksum``: hex digest
-    (blake2b, 16 bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset."""
+    (blake2b, 16 bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset; for ``shm``, whose
+    buffer nobody can change, of the tensors' digests. ``trial``: weights of a self-test, which an engine loads though
+    it has this version."""
 
     version: int
     medium: str
@@ -106,6 +126,12 @@ class WeightsManifest(Message, frozen=True):
     nbytes: int
     checksum: str
     slots: tuple[TensorSlot, ...] = ()
+    trial: int = 0
+
+    @property
+    def digest(self) -> str:
+        """One digest of all tensors, by which files and logs name these weights."""
+        return joint_digest({slot.name: slot.digest for slot in self.slots})
 
 
 Generate = Callable[[GenRequest], Awaitable[GenOutput]]

@@ -47,13 +47,14 @@ from realhf.api.calls import (
     SaveAnswer,
 )
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.model import CallContext, Model, TrainResult
+from realhf.api.model import CallContext, Engine, Model, TrainResult
 from realhf.api.parallel import Group
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
 from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
+from realhf.dataflow.weight_files import check_digests, write_digests
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
 from realhf.transport.tensors.store import TensorStore
@@ -232,13 +233,13 @@ class ModelHost:
             raise KeyError(f"this worker has no model role {role!r} (it has {', '.join(sorted(self._models))})")
         return self._models[role]
 
-    def weights(self, role: str, version: int) -> Mapping[str, Any]:
-        """The parameters of a role by name, as they are: copy what has to stay. Raises RuntimeError where they are of
-        another policy version than the caller believes."""
+    def engine(self, role: str, version: int) -> Engine:
+        """The engine of a role. Raises RuntimeError where its weights are of another policy version than the caller
+        believes."""
         engine = self._model(role).engine
         if engine.version != version:
             raise RuntimeError(f"{role} has weights of version {engine.version}, not of version {version}")
-        return engine.weights()
+        return engine
 
     # ---- data
 
@@ -310,8 +311,12 @@ class ModelHost:
         files: list[Path] = []
         for role, folder in ((role, Path(text)) for role, text in request.roles.items()):
             folder.mkdir(parents=True, exist_ok=True)
-            own = self._model(role).engine.save_checkpoint(folder)
-            files += own if own is not None else [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            engine = self._model(role).engine
+            own = engine.save_checkpoint(folder)
+            if own is None:
+                write_digests(folder, engine)
+                own = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            files += own
         states = {name: interface.state_dict() for name, (_, interface) in sorted(self._interfaces.items())}
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -319,9 +324,12 @@ class ModelHost:
         return SaveAnswer([saved_file(path) for path in [*files, folder / INTERFACE_STATE]])
 
     def restore(self, request: CheckpointRequest) -> Nothing:
-        """Read what ``save`` wrote, here or on another worker: a call may have moved, or come to one more worker."""
+        """Read what ``save`` wrote, here or on another worker: a call may have moved, or come to one more worker.
+        Raises ValueError where the weights are not those that were saved."""
         for role, folder in request.roles.items():
-            self._model(role).engine.load_checkpoint(Path(folder))
+            engine = self._model(role).engine
+            engine.load_checkpoint(Path(folder))
+            check_digests(Path(folder), engine)
         own = Path(request.folder)
         states: dict[str, Any] = {}
         for path in [*sorted(own.parent.glob(f"*/{INTERFACE_STATE}"), reverse=True), own / INTERFACE_STATE]:
@@ -340,10 +348,12 @@ class ModelHost:
         return Nothing()
 
     def export(self, request: ExportRequest) -> Nothing:
-        """Write a role in Hugging Face format into ``folder``."""
+        """Write a role in Hugging Face format into ``folder``, with the digests of its weights."""
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._model(request.role).engine.export_hf(folder)
+        engine = self._model(request.role).engine
+        engine.export_hf(folder)
+        write_digests(folder, engine)
         return Nothing()
 
 

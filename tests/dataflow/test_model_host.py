@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from realhf.api.calls import CheckpointRequest, ExportRequest, Nothing
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import Model, TrainResult
 from realhf.api.sample import SequenceSample
+from realhf.base.tensor_digest import digests, joint_digest
 from realhf.dataflow.model_function_call import WrongReply
 from realhf.dataflow.model_host import ModelHost
 from realhf.transport.codec import decode_sample
@@ -138,10 +140,9 @@ def test_the_host_owns_the_policy_version(tmp_path: Path) -> None:
     host.store.put(sample(["s1"]))
     host.call(["s1"], mfc="train")
     assert host.model.engine.version == 5, "also where the update was skipped"
-    host.model.engine.weights = lambda: {"w": 1}  # pyright: ignore
-    assert host.host.weights("actor", 5) == {"w": 1}
+    assert host.host.engine("actor", 5) is host.model.engine
     with pytest.raises(RuntimeError, match="actor has weights of version 5, not of version 4"):
-        host.host.weights("actor", 4)
+        host.host.engine("actor", 4)
 
 
 def test_an_unknown_role_is_named(tmp_path: Path) -> None:
@@ -239,3 +240,21 @@ def test_a_call_that_nobody_waits_for_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(CallCancelled, match="as it began"):
         bench.call(["s1"])
     assert not bench.store.has("s1", "result")
+
+
+def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved_is_not_restored(
+    tmp_path: Path,
+) -> None:
+    host, request = (
+        Host(tmp_path),
+        CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt")),
+    )
+    host.host.save(request)
+    host.host.restore(request)
+    host.host.export(ExportRequest("actor", str(tmp_path / "policy")))
+    said = json.loads((tmp_path / "policy" / "weight_digests.json").read_text())
+    assert said == json.loads((tmp_path / "ckpt" / "actor" / "weight_digests.json").read_text())
+    assert said["tensors"] == digests(host.model.engine.weights()) and said["digest"] == joint_digest(said["tensors"])
+    (tmp_path / "ckpt" / "actor" / "weight.txt").write_text("1.0000001 0")
+    with pytest.raises(ValueError, match=r"weight was saved with digest [0-9a-f]+ and is restored with [0-9a-f]+"):
+        host.host.restore(request)

@@ -30,6 +30,9 @@ class ToyEngine:
         self.version = 0
         self.weight = 1.0
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.tensor(self.weight)}
+
     def save_checkpoint(self, folder: Path) -> None:
         (folder / "weight.txt").write_text(f"{self.weight!r} {self.version}")
 

@@ -33,6 +33,7 @@ from realhf.aws.validation.static_checks import template_problems
 from realhf.aws.validation.validation import validate
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
+from realhf.base.tensor_digest import digests
 from realhf.env.client.openenv_client import OpenEnvClient
 from realhf.env.doors.author import Traits
 from realhf.env.doors.dataset import DatasetOptions
@@ -184,6 +185,7 @@ def test_the_generation_engine_keeps_its_contract() -> None:
     engine.submit(GenRequest(0, [1]), greedy, [], answers.done)
     assert (engine.version, engine.stats()["waiting"]) == (-1, 1.0)
     engine.load_weights(0, {"logits": counting})
+    assert engine.weight_digests(["logits", "other"])["logits"].digest == digests({"logits": counting})["logits"]
     first = answers.next()
     assert isinstance(first, GenOutput)
     assert (first.token_ids, first.versions, first.finish_reason) == ([2, 3, 4], [0, 0, 0], "length")

@@ -24,6 +24,9 @@ class ToyEngine:
     tokenizer = None
     weight = 0.0
 
+    def weights(self) -> dict[str, Any]:
+        return {}
+
     def save_checkpoint(self, folder: Path) -> None:
         (folder / "weight.json").write_text(json.dumps(self.weight))
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
-from realhf.api.generation import Done
+from realhf.api.generation import Done, HeldTensor
+from realhf.api.keys import dtype_tag
 from realhf.api.model import GenOutput, GenRequest
+from realhf.base.tensor_digest import TensorDigester
 
 
 @dataclass
@@ -103,10 +105,10 @@ class BigramGenerator:
             self._paused = False
             self._changed.notify_all()
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
         """Take the table of a newer version between two tokens."""
         with self._changed:
-            if version == self._version:
+            if version == self._version and not again:
                 return
             if version < self._version:
                 raise ValueError(f"version {version} is older than {self._version}, which is in use")
@@ -115,6 +117,13 @@ class BigramGenerator:
                 raise ValueError("the weights need a tensor 'logits' of the shape of the one before")
             self._table, self._version = table.detach().cpu().clone(), version
             self._changed.notify_all()
+
+    def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
+        """Return a digest of the table that is sampled from."""
+        with self._changed:
+            if self._table is None or "logits" not in names:
+                return {}
+            return {"logits": HeldTensor(dtype_tag(self._table.dtype), TensorDigester().digest(self._table))}
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, and what goes on now."""

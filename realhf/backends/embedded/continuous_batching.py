@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
-from realhf.api.generation import Done
+from realhf.api.generation import Done, HeldTensor
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.embedded.sampling import check_gen_config, stream_of
-from realhf.backends.embedded.weight_copy import copy_weights
+from realhf.backends.embedded.weight_copy import copy_weights, held_digests
 from realhf.backends.threads.compute_threads import threads as compute_threads
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class _NewWeights:
 
     version: int
     tensors: Mapping[str, Tensor]
+    again: bool
     over: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -152,9 +153,9 @@ class ContinuousGenerator:
             self._paused = self._parked = False
             self._changed.notify_all()
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
         """See ``StreamingGenerator``. Raises TimeoutError when the engine's current step does not end."""
-        update = _NewWeights(version, tensors)
+        update = _NewWeights(version, tensors, again)
         with self._changed:
             if not self._changed.wait_for(lambda: self._weights is None or self._closing, self._pause_timeout_s):
                 raise TimeoutError(f"the generation engine was busy with other weights for {self._pause_timeout_s:g} s")
@@ -170,6 +171,10 @@ class ContinuousGenerator:
             update.over.wait()  # the engine is copying, which needs no other thread
         if update.error is not None:
             raise update.error
+
+    def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
+        """See ``StreamingGenerator``. Computed on the caller's thread, while generation goes on."""
+        return held_digests(self._model, names)
 
     def replica(self) -> ContinuousGenerator | None:
         """See ``StreamingGenerator``: None where there is no memory for the weights twice. The threads of the replica
@@ -294,7 +299,7 @@ class ContinuousGenerator:
         try:
             if update.version < self._version:
                 raise ValueError(f"weights of version {update.version} after those of version {self._version}")
-            if update.version > self._version:
+            if update.version > self._version or update.again:
                 self._report()
                 copy_weights(self._model, update.tensors)
                 self._version = update.version

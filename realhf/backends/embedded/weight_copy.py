@@ -1,12 +1,17 @@
-"""Names the weights of a model and copies new ones into its own tensors: all or, on an error, none."""
+"""Names the weights of a model, copies new ones into its own tensors, all or, on an error, none, and says what it
+holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from realhf.api.generation import HeldTensor
+from realhf.api.keys import dtype_tag
+from realhf.base.tensor_digest import TensorDigester
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
@@ -38,6 +43,13 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, new in tensors.items():
             targets[name].copy_(new)
+
+
+def held_digests(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
+    """Return digests of the tensors that a model has under these names of its state dict, as they are now."""
+    own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+    digester = TensorDigester()
+    return {name: HeldTensor(dtype_tag(own[name].dtype), digester.digest(own[name])) for name in names if name in own}
 
 
 def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:

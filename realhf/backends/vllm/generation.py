@@ -22,12 +22,20 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from realhf.api.config import GenConfig
-from realhf.api.generation import Done
+from realhf.api.generation import Done, HeldTensor
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS, NoTrace, Tracer
 from realhf.backends.embedded.sampling import check_gen_config
 from realhf.backends.vllm.api import Completion, ServedModel, VllmApi, VllmError
-from realhf.backends.vllm.weights import TIED_HEAD, Shapes, checked, file_in_memory, folder_on_disk, folder_shapes
+from realhf.backends.vllm.weights import (
+    TIED_HEAD,
+    Shapes,
+    checked,
+    file_in_memory,
+    folder_on_disk,
+    folder_shapes,
+    held_by_server,
+)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -148,11 +156,11 @@ class VllmGenerator:
             self._call(self._api.resume(), _CALL_TIMEOUT_S)
             self._paused = False
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
         """See ``StreamingGenerator``. Raises VllmError when the server could not take the weights; if it may hold a
         mixture of old and new ones, every request fails from then on."""
         with self._update:
-            if version == self._version:
+            if version == self._version and not again:
                 return
             if version < self._version:
                 raise ValueError(f"weights of version {version} come after version {self._version}")
@@ -162,6 +170,17 @@ class VllmGenerator:
             with self._tracer.span(f"{WEIGHTS}/vllm", version=version):
                 self._load(version, given)
             self._expected = {name: tuple(t.shape) for name, t in given.items()}
+
+    def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
+        """See ``StreamingGenerator``: nothing without our extension, or where the server is several workers, each of
+        which holds a part. Raises VllmError or TimeoutError."""
+        if self._model.extension != EXTENSION:
+            return {}
+        with self._update:
+            answers = self._call(
+                self._api.on_workers("weight_digests", {}, self._update_timeout_s), self._update_timeout_s
+            )
+        return held_by_server(answers, names)
 
     def replica(self) -> None:
         """See ``StreamingGenerator``: the server has room for one policy."""

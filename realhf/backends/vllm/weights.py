@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from realhf.api.generation import HeldTensor
+from realhf.api.keys import dtype_tag
 
 TIED_HEAD = "lm_head.weight"
 """Name of a tensor that a model with tied embeddings may lack."""
@@ -46,6 +50,14 @@ def checked(tensors: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor
         if tuple(tensors[name].shape) != shape:
             raise ValueError(f"weights: {name} has shape {tuple(tensors[name].shape)}, the server's model {shape}")
     return {name: tensors[name].detach().cpu().contiguous() for name in expected}
+
+
+def held_by_server(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:
+    """Return what the single worker of a server holds under these names; nothing for several workers."""
+    if len(answers) != 1:
+        return {}
+    held = answers[0]["held"]
+    return {name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held}
 
 
 @contextlib.contextmanager

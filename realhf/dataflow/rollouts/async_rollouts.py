@@ -41,6 +41,8 @@ from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.statistics import episode_texts, rollout_figures
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.dataflow.rollouts.stream_loader import StreamLoader
+from realhf.dataflow.rollouts.weight_proof import WeightRecord
+from realhf.dataflow.rollouts.weight_selftest import SelfTest
 from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpdates
 from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.storage_map import StorageMap
@@ -70,12 +72,15 @@ class AsyncRollouts:
         options = plan.spec.options
         self._plan, self._caller, self._ledger, self._warn = plan, caller, ledger, warn
         self._queue, self._staleness = SampleQueue(source, plan.batch_size), plan.staleness()
+        self._record = WeightRecord(plan.folder.parent, warn)
         self._weights = WeightUpdates(
             caller,
             plan.trainer,
             plan.spec.role,
             on_version=lambda version: self.control.set_version(version),
             on_failed=self._not_loaded,
+            on_wrong=lambda error: self.control.fail(error),
+            record=self._record,
             timeout_s=plan.load_s,
         )
         self._held_out = HeldOutEvaluations(
@@ -212,11 +217,22 @@ class AsyncRollouts:
             self.control.fail(WorkerDied(name, reason))
 
     async def start(self) -> None:
-        """Give the generation workers their weights and let the rollout workers play."""
+        """Give the generation workers their weights, prove that these arrive, and let the rollout workers play."""
         await self.publish(self._plan.completed_steps)
+        await self._prove()
         self._spawn(self._watch())
         self._playing = True
         await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
+
+    async def _prove(self) -> None:
+        """Run the self-test of weight updates. Raises WrongWeights, or what went wrong with the rollouts meanwhile."""
+        test = SelfTest(self._caller, self._weights, timeout_s=self._plan.load_s, warn=self._warn)
+        running = asyncio.ensure_future(test.run())
+        try:
+            await self.control.unless_failed(running)
+        finally:
+            running.cancel()
+        self._record.proven(self._weights.published, running.result())
 
     async def _play(self, name: str) -> None:
         """Once for every process, as long as it plays: two at once would share sessions and cache rows. Without the

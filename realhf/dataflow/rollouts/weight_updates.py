@@ -3,8 +3,12 @@
 The trainer publishes a version; every generation worker loads it in the background of the next step. Nothing is polled.
 
 A generation worker is *current* once it has the version that admission counts, and stays so, because admission counts
-the lowest version of those that are current. Only these are listed for the rollout workers: one that joins, in the
-middle of an update perhaps, brings itself up to date first.
+the lowest version of those that are current. Only these are listed for the rollout workers. All others are *stale*: one
+that joins, in the middle of an update perhaps, brings itself up to date first; so does one that takes much longer for a
+version than another, which goes on without it meanwhile.
+
+Each engine answers with digests of what it holds. They must be those of the trainer's tensors; else ``on_wrong`` is
+told, which must end the run.
 """
 
 from __future__ import annotations
@@ -12,13 +16,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from realhf.api.calls import PUBLISH_WEIGHTS, UPDATE_WEIGHTS, PublishWeightsRequest, UpdateWeightsRequest
+from realhf.api.calls import (
+    PUBLISH_WEIGHTS,
+    TRIAL_CHANGE,
+    TRIAL_RESTORE,
+    UPDATE_WEIGHTS,
+    Probe,
+    PublishWeightsAnswer,
+    PublishWeightsRequest,
+    UpdateWeightsRequest,
+)
 from realhf.api.generation import WeightsManifest
 from realhf.dataflow.caller import Caller, ask
-from realhf.transport.errors import RemoteError, RpcError
+from realhf.dataflow.rollouts.weight_proof import WeightRecord, WrongWeights, check_held
+from realhf.transport.errors import RemoteError, RpcError, WorkerDied
 from realhf.transport.weights.deadline import staging_s
 
 _log = logging.getLogger(__name__)
@@ -36,11 +50,17 @@ class GenerationCaller(Caller, Protocol):
         ...
 
 
+LAG_S = 10.0
+"""Seconds that a worker may take longer than the first one, or as long again as that took, before others go on without
+it."""
+
+
 class WeightUpdates:
     """``trainer`` is the model worker that holds ``role``; ``on_version(v)`` is told the lowest version of all current
     generation workers when it grows; ``on_failed(worker, error)`` when one could not load a version that is still the
     newest, or did not answer in time: it samples from weights that the run does not know any more, so it has to be
-    replaced. ``timeout_s`` bounds each call, loading by what its bytes take in addition."""
+    replaced; ``on_wrong(error)`` when one holds other weights than it was given. ``record`` keeps what was published
+    and held. ``timeout_s`` bounds each call, loading by what its bytes take in addition."""
 
     def __init__(
         self,
@@ -50,16 +70,23 @@ class WeightUpdates:
         *,
         on_version: Callable[[int], None],
         on_failed: Callable[[str, Exception], None],
+        on_wrong: Callable[[WrongWeights], None],
+        record: WeightRecord,
         timeout_s: float,
+        lag_s: float = LAG_S,
     ) -> None:
         self._caller, self._trainer, self._role = caller, trainer, role
-        self._on_version, self._on_failed = on_version, on_failed
-        self._timeout_s = timeout_s
+        self._on_version, self._on_failed, self._on_wrong = on_version, on_failed, on_wrong
+        self._record, self._timeout_s, self._lag_s = record, timeout_s, lag_s
         self._versions: dict[str, int] = {}
         self._current: set[str] = set()
         self._told = -1
         self._manifest: WeightsManifest | None = None
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._began = 0.0
+        self._lag: asyncio.TimerHandle | None = None
+        self._testing = False
+        self._fewer: asyncio.Future[None] | None = None
         self.figures: dict[str, float] = {}
 
     @property
@@ -73,9 +100,19 @@ class WeightUpdates:
         return -1 if self._manifest is None else self._manifest.version
 
     @property
+    def digest(self) -> str:
+        """The digest of the newest version; "" before the first."""
+        return "" if self._manifest is None else self._manifest.digest
+
+    @property
     def current(self) -> frozenset[str]:
         """The generation workers that are listed."""
         return frozenset(self._current)
+
+    @property
+    def stale(self) -> frozenset[str]:
+        """The generation workers that get no requests until they have the weights that admission counts."""
+        return frozenset(self._versions.keys() - self._current)
 
     @property
     def busy(self) -> bool:
@@ -86,19 +123,55 @@ class WeightUpdates:
         """Take the trainer's weights as ``version`` and have them loaded; returns before they are. Waits until the
         version before has been loaded by those who are current. Raises RpcError when the trainer cannot publish."""
         await self.settled()
+        manifest = (await self._published(PublishWeightsRequest(self._role, version, len(self._versions)))).manifest
+        self._take(manifest)
+
+    async def _published(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
         began = time.perf_counter()
-        request = PublishWeightsRequest(self._role, version, receivers=len(self._versions))
         answer = await ask(self._caller, self._trainer, PUBLISH_WEIGHTS, request, timeout_s=self._timeout_s)
-        self._manifest = answer.manifest
         self.figures["weight_publish_ms"] = 1000 * (time.perf_counter() - began)
+        return answer
+
+    def _take(self, manifest: WeightsManifest) -> None:
+        self._manifest = manifest
+        self._record.published(manifest)
+        self._began = asyncio.get_running_loop().time()
         for worker in list(self._versions):
             self._begin(worker)
+
+    async def trial(self, trial: int, probes: Sequence[Probe] = ()) -> PublishWeightsAnswer:
+        """Publish the weights of a self-test, changed or restored, and have every current worker load them; those that
+        die meanwhile are left out. Nobody else is brought up to date between the change and the end of the restoration.
+        Raises RpcError, or WrongWeights where one does not hold what it was given."""
+        await self.settled()
+        self._testing = True
+        request = PublishWeightsRequest(self._role, self.published, len(self._current), trial, list(probes))
+        answer = await self._published(request)
+        workers = sorted(self._current)
+        loads = [self._load(worker, answer.manifest) for worker in workers]
+        for worker, found in zip(workers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+            if isinstance(found, WorkerDied):
+                _log.warning("%s died in the self-test of weight updates: %s", worker, found)
+            elif isinstance(found, BaseException):
+                raise found
+        if trial == TRIAL_RESTORE:
+            self._testing = False
+            self._take(answer.manifest)
+        return answer
 
     async def settled(self) -> None:
         """Until no current worker is loading, or, where none is current, no worker at all. One that joins holds up
         nobody."""
         while loading := {self._loading[w] for w in self._loading if w in self._current or not self._current}:
-            await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
+            if self._fewer is None or self._fewer.done():
+                self._fewer = asyncio.get_running_loop().create_future()
+            await asyncio.wait({*loading, self._fewer}, return_when=asyncio.FIRST_COMPLETED)
+
+    async def loaded(self) -> None:
+        """Until no worker at all is loading; each load has a deadline."""
+        while self._loading:
+            await asyncio.wait(set(self._loading.values()))
+            await asyncio.sleep(0)  # what follows from it has been done
 
     def joined(self, worker: str) -> None:
         """A generation worker has registered."""
@@ -117,13 +190,15 @@ class WeightUpdates:
 
     async def close(self) -> None:
         """Nothing is loaded any more."""
+        if self._lag is not None:
+            self._lag.cancel()
         loading = list(self._loading.values())
         for task in loading:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)
 
     def _begin(self, worker: str) -> None:
-        if self._manifest is None or worker in self._loading:
+        if self._manifest is None or worker in self._loading or self._testing or not self._behind(worker):
             return
         task = asyncio.create_task(self._bring_up(worker), name=f"weights for {worker}")
         self._loading[worker] = task
@@ -136,7 +211,9 @@ class WeightUpdates:
         if task.cancelled():
             return
         error = task.exception()
-        if isinstance(error, Exception):
+        if isinstance(error, WrongWeights):
+            self._on_wrong(error)
+        elif isinstance(error, Exception):
             self._on_failed(worker, error)
         elif error is None and self._behind(worker):
             # The manifest changed after the task ended and before this callback: ``_begin`` still saw a load.
@@ -148,23 +225,51 @@ class WeightUpdates:
     async def _bring_up(self, worker: str) -> None:
         """Load versions until the worker has the newest, which may change meanwhile."""
         while (manifest := self._manifest) is not None and self._behind(worker):
-            timeout_s = self._timeout_s + staging_s(manifest.nbytes)
             try:
-                answer = await ask(
-                    self._caller, worker, UPDATE_WEIGHTS, UpdateWeightsRequest(manifest), timeout_s=timeout_s
-                )
+                await self._load(worker, manifest)
             except RpcError as error:
                 if isinstance(error, RemoteError) and manifest is not self._manifest:
                     continue  # it may have been withdrawn: the newest is what counts
                 _log.error("%s did not load version %d: %s", worker, manifest.version, error)
                 raise
             self._versions[worker] = manifest.version
-            self.figures["weight_stage_ms"] = answer.weight_stage_ms
-            self.figures["weight_pause_ms"] = answer.weight_pause_ms
             if worker not in self._current and self._versions[worker] >= self._told:
                 self._current.add(worker)
                 self._caller.list_services(worker, True)
             self._tell()
+            self._watch_lag()
+
+    async def _load(self, worker: str, manifest: WeightsManifest) -> None:
+        """Have a worker load a version. Raises RpcError, or WrongWeights where it holds others afterwards."""
+        timeout_s = self._timeout_s + staging_s(manifest.nbytes)
+        answer = await ask(self._caller, worker, UPDATE_WEIGHTS, UpdateWeightsRequest(manifest), timeout_s=timeout_s)
+        for name in ("weight_stage_ms", "weight_pause_ms", "weight_digest_ms"):
+            self.figures[name] = getattr(answer, name)
+        check_held(worker, manifest, answer, self._versions.get(worker, -1))
+        if manifest.trial != TRIAL_CHANGE:
+            self._record.held(worker, manifest, answer)
+
+    def _watch_lag(self) -> None:
+        """Give the others some time once one has the newest version."""
+        if self._lag is not None or not self._laggards():
+            return
+        loop = asyncio.get_running_loop()
+        self._lag = loop.call_later(max(self._lag_s, loop.time() - self._began), self._leave_behind)
+
+    def _laggards(self) -> list[str]:
+        """Return the current workers that are behind; none where all are."""
+        behind = sorted(worker for worker in self._current if self._behind(worker))
+        return behind if len(behind) < len(self._current) else []
+
+    def _leave_behind(self) -> None:
+        self._lag = None
+        for worker in self._laggards():
+            _log.warning("%s is stale: others have version %d, and go on without it", worker, self.published)
+            self._current.discard(worker)
+            self._caller.list_services(worker, False)
+        if self._fewer is not None and not self._fewer.done():
+            self._fewer.set_result(None)
+        self._tell()
 
     def _tell(self) -> None:
         lowest = min((self._versions[worker] for worker in self._current), default=-1)

@@ -1,4 +1,5 @@
-"""Lays weights out as one flat buffer: tensors at 64-byte steps, zeros between them, one checksum over all of it."""
+"""Lays weights out as one flat buffer: tensors at 64-byte steps, zeros between them, one checksum over all of it where
+it leaves this host's memory."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES, dtype_tag
+from realhf.base.tensor_digest import TensorDigester
 from realhf.transport.weights.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -21,16 +23,18 @@ ALIGNMENT = 64
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def layout(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSlot, ...], int]:
-    """Return the slots of tensors in the order given, and the size of the buffer (at least one step). Raises ValueError
-    on an element type without a tag and on the one name that safetensors files reserve."""
+def layout(tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}) -> tuple[tuple[TensorSlot, ...], int]:
+    """Return the slots of tensors in the order given, with the digests of the tensors, and the size of the buffer (at
+    least one step). ``known``: digests of tensors that are as they were. Raises ValueError on an element type without a
+    tag and on the one name that safetensors files reserve."""
     if "__metadata__" in tensors:
         raise ValueError("a tensor cannot be called '__metadata__'")
     slots: list[TensorSlot] = []
-    end = 0
+    end, digester = 0, TensorDigester()
     for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        slots.append(TensorSlot(name, dtype_tag(tensor.dtype), tuple(tensor.shape), end, nbytes))
+        nbytes, tag = tensor.numel() * tensor.element_size(), dtype_tag(tensor.dtype)
+        digest = known.get(name) or digester.digest(tensor)
+        slots.append(TensorSlot(name, tag, tuple(tensor.shape), end, nbytes, digest))
         end += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(slots), end or ALIGNMENT
 
@@ -42,10 +46,11 @@ def pack(tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], buffer: B
 
 
 def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
-    """Make tensors over a buffer, which they keep alive. Raises WeightsError when the checksum differs."""
+    """Make tensors over a buffer, which they keep alive. Raises WeightsError when the checksum differs. A sealed buffer
+    in memory needs none: nobody could have changed it."""
     if len(buffer) != manifest.nbytes:
         raise WeightsError(manifest, f"{len(buffer)} bytes, the manifest says {manifest.nbytes}")
-    found = checksum(buffer)
+    found = manifest.digest if manifest.medium == "shm" else checksum(buffer)
     if found != manifest.checksum:
         raise WeightsError(manifest, f"checksum {found}, the manifest says {manifest.checksum}")
     views = _views(manifest.slots, buffer)

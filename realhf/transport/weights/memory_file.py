@@ -1,7 +1,7 @@
 """Hands weights to processes of the same host: an anonymous memory file per version.
 
 The publisher writes the file, seals it and holds its descriptor; a receiver opens it through the publisher's /proc
-entry. A sealed file cannot change, so what a receiver has verified stays verified, and there is no name that could be
+entry. A sealed file cannot change, so it needs no checksum of its own, and there is no name that could be
 left behind: the kernel frees the memory when the last process that uses it lets go, however it ends. Segments of
 ``realhf.transport.tensors.shared_memory`` are filled again and again, which a slow reader of weights must not suffer.
 """
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
+from realhf.base.tensor_digest import joint_digest
 from realhf.transport.weights.errors import WeightsError, WeightsGone
-from realhf.transport.weights.flat_buffer import Buffer, checksum, pack
+from realhf.transport.weights.flat_buffer import Buffer, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +29,12 @@ class MemoryFile:
     """Owns one version's buffer. Raises OSError when the system has no memory left."""
 
     def __init__(self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
+        self.checksum = joint_digest({slot.name: slot.digest for slot in slots})
         self._descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Allocating here turns a lack of memory into an error; in the mapping below it would be a signal.
             os.posix_fallocate(self._descriptor, 0, nbytes)
-            self.checksum = _fill(self._descriptor, tensors, slots, nbytes)
+            _fill(self._descriptor, tensors, slots, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
         except BaseException:
@@ -45,12 +47,11 @@ class MemoryFile:
         os.close(self._descriptor)
 
 
-def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> str:
+def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
     mapping = mmap.mmap(descriptor, nbytes)
     buffer: Buffer = np.frombuffer(mapping, dtype=np.uint8)
     try:
         pack(tensors, slots, buffer)
-        return checksum(buffer)
     finally:
         # Sealing fails as long as a writable mapping exists.
         del buffer

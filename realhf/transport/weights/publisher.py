@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
@@ -74,18 +74,30 @@ class WeightPublisher:
         is none."""
         return self._versions[max(self._versions)][1] if self._versions else None
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor], receivers: int = 1) -> WeightsManifest:
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        receivers: int = 1,
+        *,
+        trial: int = 0,
+        changed: Collection[str] = (),
+    ) -> WeightsManifest:
         """Copy tensors (any device, any strides) and make them available; versions before the previous one are retired.
 
         ``receivers``: how many a broadcast waits for, for a short while, before it begins; more or fewer may come.
-        Raises ValueError on a version that is not above the last, or on a tensor that cannot travel, and OSError when
-        the medium is full: then nothing is published.
+        ``trial``: a step of a self-test, which takes the place of the last version; only ``changed`` tensors differ
+        from it. Raises ValueError on a version that is not above the last, or (trial) not the last, or on a tensor that
+        cannot travel, and OSError when the medium is full: then nothing is published.
         """
-        if version <= self._last:
+        if version < self._last + (not trial):
             raise ValueError(f"weights version {version} after version {self._last}")
-        slots, nbytes = layout(tensors)
+        latest = self.latest if trial else None
+        known = {slot.name: slot.digest for slot in latest.slots if slot.name not in changed} if latest else {}
+        slots, nbytes = layout(tensors, known)
         published = self._store(version, tensors, slots, nbytes, receivers)
-        manifest = WeightsManifest(version, self._medium, published.location, nbytes, published.checksum, slots)
+        manifest = WeightsManifest(version, self._medium, published.location, nbytes, published.checksum, slots, trial)
+        self.retire(version)
         self._versions[version] = (published, manifest)
         self._last = version
         for old in sorted(self._versions)[:-KEPT_VERSIONS]:

@@ -164,11 +164,11 @@ async def test_what_goes_wrong_in_the_background_ends_the_run(scene: Scene, hand
     if handler == "play":
         await rollouts.start()
     scene.workers.failing[handler] = RpcTimeout(f"{handler} took too long")
-    if handler == "play":
-        scene.join(worker_info("rollout_worker", 5))
-    else:
-        await rollouts.start()
     with pytest.raises(Exception, match=f"{handler} took too long"):
+        if handler == "play":
+            scene.join(worker_info("rollout_worker", 5))
+        else:
+            await rollouts.start()
         await asyncio.wait_for(rollouts.control.step_batch(0), 10)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import to_payload
+from realhf.dataflow.rollouts.weight_proof import WeightRecord, WrongWeights
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.transport.errors import RemoteError, RpcError, RpcTimeout, WorkerDied
 from realhf.transport.rpc.roster import WorkerInfo
@@ -70,8 +73,10 @@ def gone(version: int) -> RemoteError:
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, lag_s: float = 60.0) -> None:
         self.caller, self.told = FakeCaller(), []
+        self.wrong: list[WrongWeights] = []
+        self.warned: list[str] = []
         self.failed: list[str] = []
         self.updates = WeightUpdates(
             self.caller,
@@ -79,13 +84,16 @@ class Scene:
             "actor",
             on_version=self.told.append,
             on_failed=lambda worker, error: self.failed.append(worker),
+            on_wrong=self.wrong.append,
+            record=WeightRecord(folder, self.warned.append),
             timeout_s=5.0,
+            lag_s=lag_s,
         )
 
 
 @pytest.fixture
-async def scene() -> Scene:
-    return Scene()
+async def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
 
 
 async def test_the_lowest_version_of_all_workers_counts(scene: Scene) -> None:
@@ -234,3 +242,66 @@ async def test_a_worker_that_cannot_load_is_reported(scene: Scene, error: RpcErr
     await scene.caller.loaded("generation/0", error)
     assert scene.failed == ["generation/0"] and scene.told == []
     await asyncio.wait_for(scene.updates.settled(), 5)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nobody(tmp_path: Path) -> None:
+    """Samples are admitted under the version that the others have, and the next one is published meanwhile."""
+    scene = Scene(tmp_path, lag_s=0.0)
+    for worker in ("generation/0", "generation/1"):
+        scene.updates.joined(worker)
+    await scene.updates.publish(0)
+    for worker in ("generation/0", "generation/1"):
+        await scene.caller.loaded(worker)
+    await scene.updates.publish(1)
+    assert await scene.caller.loaded("generation/0") == 1
+    await until(lambda: scene.updates.stale)
+    assert scene.updates.stale == {"generation/1"} and scene.caller.listed == {"generation/0"} and scene.told == [0, 1]
+    await asyncio.wait_for(scene.updates.publish(2), 5)
+    assert await scene.caller.loaded("generation/0") == 2 and scene.told == [0, 1, 2]
+    assert await scene.caller.loaded("generation/1") == 1
+    assert scene.updates.stale == {"generation/1"}, "it has a version that nobody counts on any more"
+    assert await scene.caller.loaded("generation/1") == 2
+    assert not scene.updates.stale and scene.caller.listed == {"generation/0", "generation/1"} and scene.failed == []
+
+
+async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, lag_s=0.05)
+    for worker in ("generation/0", "generation/1"):
+        scene.updates.joined(worker)
+    await scene.updates.publish(0)
+    for worker in ("generation/0", "generation/1"):
+        await scene.caller.loaded(worker)
+    await scene.updates.publish(1)
+    publishing = asyncio.create_task(scene.updates.publish(2))
+    assert await scene.caller.loaded("generation/0") == 1
+    await asyncio.wait_for(publishing, 30)
+    assert scene.updates.stale == {"generation/1"} and scene.updates.published == 2
+
+
+async def test_where_all_are_slow_nobody_is_stale(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, lag_s=0.0)
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await scene.caller.loaded("generation/0")
+    scene.updates.joined("generation/1")
+    await scene.caller.loaded("generation/1")
+    await scene.updates.publish(1)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not scene.updates.stale and scene.told == [0], "the last version that all have goes on to count"
+
+
+async def test_an_engine_that_holds_other_weights_ends_the_run_and_is_not_just_replaced(scene: Scene) -> None:
+    scene.updates.joined("generation/0")
+    await scene.updates.publish(0)
+    await asyncio.sleep(0)
+    changed = [["model.norm.weight", "d-1", "d-2"]]
+    scene.caller.open.pop()[2].set_result({"weight_stage_ms": 1.0, "weight_pause_ms": 1.0, "changed": changed})
+    await until(lambda: scene.wrong)
+    assert "generation/0: model.norm.weight changed" in str(scene.wrong[0]) and scene.failed == scene.told == []

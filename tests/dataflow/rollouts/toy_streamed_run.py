@@ -67,7 +67,7 @@ class FakeWorkers:
         self.dismissed: list[str] = []
         self.fails_only = ""
         self.failing: dict[str, Exception] = {}
-        self.version, self.keeps = -1, True
+        self.version, self.trial, self.keeps = -1, 0, True
 
     @property
     def plays(self) -> list[str]:
@@ -96,10 +96,13 @@ class FakeWorkers:
         if handler == "stream_restore":
             return {"arrivals": [to_payload(self._restored(*item)) for item in payload["items"]]}
         if handler == "publish_weights":
-            return {"manifest": to_payload(WeightsManifest(payload["version"], "shm", "nowhere", 0, ""))}
+            manifest = WeightsManifest(payload["version"], "shm", "nowhere", 0, "", trial=payload["trial"])
+            return {"manifest": to_payload(manifest)}
         if handler == "update_weights":
-            self.version = payload["manifest"]["version"]
+            self.version, self.trial = payload["manifest"]["version"], payload["manifest"]["trial"]
             return {"weight_stage_ms": 1.0, "weight_pause_ms": 1.0}
+        if handler == "probe_weights":
+            return {"token_ids": [1, 2, 3], "logprobs": [-1.0 - self.trial % 2]}
         if handler == "pin_weights":
             return {"version": self.version, "kept": self.keeps}
         if handler == "status":

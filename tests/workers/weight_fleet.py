@@ -1,0 +1,115 @@
+"""A trainer and generation workers without their processes: everything between the trainer's tensors and an engine's
+log-probabilities is real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.calls import PROBE_WEIGHTS, PUBLISH_WEIGHTS, UPDATE_WEIGHTS
+from realhf.api.generation import StreamingGenerator
+from realhf.api.trace import NoTrace
+from realhf.backends.training.torch_engine import TorchEngine
+from realhf.backends.weight_probe import WeightProbe
+from realhf.dataflow.rollouts.weight_proof import WeightRecord, WrongWeights
+from realhf.dataflow.rollouts.weight_selftest import SelfTest
+from realhf.dataflow.rollouts.weight_updates import WeightUpdates
+from realhf.dataflow.weight_trial import WeightTrial
+from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.weights.held import HeldWeights
+from realhf.transport.weights.publisher import WeightPublisher
+from workers.generation_worker import GenerationWorker, VersionGate
+from workers.model_worker import ModelWorker
+
+
+class Host:
+    """The trainer's model, whatever version it is asked for."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+
+    def engine(self, role: str, version: int) -> TorchEngine:
+        return self._engine
+
+
+class Fleet:
+    """A trainer and generation workers without processes; their handlers run on threads, as those of a worker do."""
+
+    def __init__(
+        self, folder: Path, engines: Mapping[str, StreamingGenerator], model: Any, prefix: Sequence[int]
+    ) -> None:
+        torch.set_num_threads(1)
+        self.prefix = list(prefix)
+        self.folder, self.engines, self.warned, self.wrong = folder, engines, list[str](), list[WrongWeights]()
+        self.roster: dict[str, WorkerInfo] = {}
+        self.unlisted: set[str] = set()
+        self.trainer = ModelWorker.__new__(ModelWorker)
+        self.trainer._host = Host(TorchEngine(model, None))  # pyright: ignore[reportAttributeAccessIssue]
+        self.trainer._trial, self.trainer._tracer = WeightTrial(), NoTrace()  # pyright: ignore
+        spec = SimpleNamespace(models={"actor": SimpleNamespace(workers=[0])})
+        self.trainer._plan = SimpleNamespace(spec=spec)  # pyright: ignore
+        self.trainer._publisher = WeightPublisher("run", "model_worker/0", folder)
+        self.workers = {name: self._worker(engine) for name, engine in engines.items()}
+        self.updates = WeightUpdates(
+            self,
+            "model_worker/0",
+            "actor",
+            on_version=lambda version: None,
+            on_failed=lambda worker, error: pytest.fail(f"{worker}: {error}"),
+            on_wrong=self.wrong.append,
+            record=WeightRecord(folder, self.warned.append),
+            timeout_s=60.0,
+        )
+
+    def _worker(self, engine: StreamingGenerator) -> Any:
+        made = GenerationWorker.__new__(GenerationWorker)
+        made._engine, made._tracer, made._held = engine, NoTrace(), HeldWeights(engine)  # pyright: ignore
+        made._gate = VersionGate(lambda: engine.version)
+        made._plan = SimpleNamespace(rpc=SimpleNamespace(control_timeout_s=30.0))  # pyright: ignore
+        made._probe = WeightProbe(engine, self.prefix, "recompute")
+        return made
+
+    def call(
+        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
+    ) -> asyncio.Future[Any]:
+        if handler == PUBLISH_WEIGHTS.name:
+            name, serve = PUBLISH_WEIGHTS.served_by(self.trainer._publish_weights)
+        elif handler == UPDATE_WEIGHTS.name:
+            name, serve = UPDATE_WEIGHTS.served_by(self.workers[worker]._update_weights)
+        else:
+            name, serve = PROBE_WEIGHTS.served_by(self.workers[worker]._probe.sample)
+        assert name == handler
+        return asyncio.ensure_future(asyncio.to_thread(serve, payload))
+
+    def list_services(self, worker: str, listed: bool) -> None:
+        (self.unlisted.discard if listed else self.unlisted.add)(worker)
+
+    def dismiss(self, worker: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+    async def start(self) -> None:
+        for name in self.engines:
+            self.updates.joined(name)
+        await self.updates.publish(0)
+        await self.updates.loaded()
+
+    async def prove(self) -> list[str]:
+        return await SelfTest(self, self.updates, timeout_s=60.0, warn=self.warned.append).run()
+
+    async def publish(self, version: int) -> None:
+        with torch.no_grad():
+            for parameter in self.trainer._host._engine.model.parameters():  # pyright: ignore
+                parameter.mul_(1.01)
+        await self.updates.publish(version)
+        await self.updates.loaded()
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.trainer._publisher.close()
