@@ -52,6 +52,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)
+        _check_heads(every)
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)
 
@@ -123,4 +124,15 @@ def _check_workers(spec: ExperimentSpec) -> None:
                 f"{mfc.model_role}.workers={list(model.workers)}: the call {mfc.name} "
                 f"({mfc.interface_type.value}) runs on {model.parallel.size} worker(s) of its backend {model.backend}; "
                 f"name so many"
+            )
+
+
+def _check_heads(spec: ExperimentSpec) -> None:
+    """A call that asks for values needs a model that has them."""
+    for mfc in spec.mfcs:
+        model = spec.models.get(mfc.model_role)
+        if model is not None and mfc.interface == "critic" and model.head != "value":
+            raise ConfigError(
+                f"{mfc.model_role}.head={model.head}: the call {mfc.name} asks for values, which only a model with a "
+                "value head gives: ModelSpec(head='value')"
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments import ppo
 from realhf.algorithms.critic.interface import CriticInterface
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.config import ConfigError
@@ -100,6 +102,14 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
 def test_mistakes_are_named_before_anything_starts(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=says):
         built(*arguments, "env=countdown")
+
+
+def test_a_critic_without_a_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an experiment of one's own may have it."""
+    with_head = ppo.critic_model
+    monkeypatch.setattr(ppo, "critic_model", lambda *given: replace(with_head(*given), head="lm"))
+    with pytest.raises(ConfigError, match=r"critic.head=lm: the call critic_inf asks for values"):
+        built("experiment=ppo", "env=countdown")
 
 
 def folder(path: Path, config: dict[str, object], template: str = "{{ messages }}") -> Path:
