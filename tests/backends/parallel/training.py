@@ -124,3 +124,33 @@ def on_ranks(world: World, rank: int, size: int, parallel: Parallel, name: str, 
         except RuntimeError as error:
             found["refused"] = str(error)
     return found
+
+
+def saved_by(world: World, rank: int, size: int, parallel: Parallel, folder: Path) -> list[str]:
+    """Train two steps and save; the files of this rank."""
+    engine = engine_on(world, size, parallel, tiny_model())
+    steps(engine, "grpo", range(2))
+    folder.mkdir(exist_ok=True)
+    return [path.name for path in engine.save_checkpoint(folder)]
+
+
+def loaded_by(world: World, rank: int, size: int, parallel: Parallel, folders: Sequence[Path]) -> list[Any]:
+    """Load each folder and go on from there: the statistics of the next step."""
+    engine, found = engine_on(world, size, parallel, tiny_model()), []
+    for folder in folders:
+        engine.load_checkpoint(folder)
+        found.append((engine.version, steps(engine, "grpo", [2])[0]))
+    return found
+
+
+def copies_that_differ(world: World, rank: int, size: int) -> list[str]:
+    """What is said where every rank but the first has another weight."""
+    model = tiny_model()
+    if rank:
+        with torch.no_grad():
+            model.model.norm.weight[3] += 1
+    try:
+        engine_on(world, size, Parallel(dp=size), model)
+    except RuntimeError as error:
+        return [type(error).__name__, str(error)]
+    return []
