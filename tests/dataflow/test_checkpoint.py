@@ -113,6 +113,7 @@ print("finished")
 """
 
 
+@pytest.mark.slow
 def test_killed_at_each_phase_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     seen = []
     for phase in range(1, 60):

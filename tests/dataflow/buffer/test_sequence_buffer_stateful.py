@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -168,7 +169,7 @@ class BufferMachine(RuleBasedStateMachine):
         await asyncio.gather(*(work(mfc) for mfc in SIZES))
 
 
-TestBuffer = BufferMachine.TestCase
+TestBuffer = pytest.mark.slow(BufferMachine.TestCase)
 TestBuffer.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

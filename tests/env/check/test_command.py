@@ -73,6 +73,7 @@ def test_a_broken_one_ends_with_1_and_json_is_nothing_but_json(capsys: pytest.Ca
     assert found["checks"][0] == {"name": "load", "outcome": "fault", "remark": ""}
 
 
+@pytest.mark.slow
 def test_an_environment_with_a_service_is_played_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     """Without one its tasks are judged, and it is said why nothing else is; ``play`` refuses it in a sentence."""
     assert main(["check", SERVED, *QUICK]) == 0
@@ -87,6 +88,7 @@ def test_an_environment_with_a_service_is_played_at_an_address(capsys: pytest.Ca
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_environments_process_and_says_so() -> None:
     """Status 130, one line, no traceback, and no process is left behind."""
     command = [sys.executable, "-m", "realhf.env", "check", HANGS, "--timeout", "30"]

@@ -179,6 +179,7 @@ def test_binary_groups_in_every_dtype(integers: str, floats: str):
     assert seen["inference_logprobs"] == exact
 
 
+@pytest.mark.slow
 def test_large_binary_lists():
     small, large = binary(group(8, 512)), binary(group(8, 70_000))
     head = b"\xdc" + (100).to_bytes(2, "big")

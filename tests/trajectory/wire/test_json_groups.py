@@ -229,6 +229,7 @@ def test_half_a_surrogate_pair_is_refused(free: str):
         json.dumps(problems, ensure_ascii=False).encode()
 
 
+@pytest.mark.slow
 def test_a_million_bad_numbers_are_one_error():
     bad = ",".join(['"x"'] * 8_000)
     body = f'{{"tokens":[[{bad}]],"masks":[[1],[{bad}]],"scores":[1,{bad}]}}'.encode()
