@@ -83,7 +83,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
         (["ppo.sample_reuse=0"], "ppo.sample_reuse=0: must be at least 1"),
         (
             ["ppo.algo=grop"],
-            "ppo.algo=grop: unknown (known: grpo, drgrpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp)",
+            "ppo.algo=grop: unknown (known: grpo, drgrpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo)",
         ),
         (["ref.workers=[2]"], "[1] of 0..2 hold no model"),
         (["stream.url=localhost:8000"], "stream.url=localhost:8000: give http://host:port"),
