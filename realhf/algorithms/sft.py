@@ -10,7 +10,7 @@ from torch import Tensor
 from realhf.algorithms.aggregation import token_weights, weighted_sum
 from realhf.algorithms.nonfinite import NonFiniteGuard
 from realhf.algorithms.sequences import PredictedTokens, replace_keys
-from realhf.api.model import CallContext, ForwardOutputs, Model
+from realhf.api.model import POSITIONS, CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
 
 
@@ -23,13 +23,17 @@ class SFTInterface:
         self._guard = NonFiniteGuard(max_nonfinite_steps)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
-        """Train one step. Returns the statistics ``loss, nll, grad_norm, lr, n_tokens, skipped``, and ``stop`` after
+        """Train one step. Returns the statistics ``loss, nll, grad_norm, lr, n_tokens, positions_per_token,
+        skipped``, and ``stop`` after
         ``max_nonfinite_steps`` consecutive updates without a finite gradient."""
         batch = self._weighted(sample)
         result = model.engine.train_batch(batch, self.loss, mb_spec=context.mb_spec)
         self._guard.observe(result)
         stats = dict(result.stats)
-        stats["nll"] = stats["nll"] / max(1.0, stats["n_tokens"])
+        n_tokens = max(1.0, stats["n_tokens"])
+        stats["nll"] = stats["nll"] / n_tokens
+        if POSITIONS in stats:
+            stats["positions_per_token"] = stats.pop(POSITIONS) / n_tokens
         return {**stats, "grad_norm": result.grad_norm, "skipped": float(result.skipped), **self._guard.verdict()}
 
     def evaluate(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:

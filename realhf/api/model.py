@@ -136,10 +136,16 @@ PostFn = Callable[[ForwardOutputs, SequenceSample], "Tensor"]
 """Computes (what the forward pass of one micro-batch knows, the micro-batch) -> fp32, packed L-1 per sequence."""
 
 
+POSITIONS = "positions"
+"""Statistic of a train step: how many positions went through the model, padding included, each common prefix of a row
+once."""
+
+
 @dataclass(frozen=True)
 class TrainResult:
-    """Holds the statistics of one optimizer step. ``skipped`` is True when loss or gradient was not finite; ``kept``
-    holds what the loss kept (``ForwardOutputs.keep``), packed L-1 per sequence of the batch."""
+    """Holds the statistics of one optimizer step, an engine's own ``POSITIONS`` among them if it counts them.
+    ``skipped`` is True when loss or gradient was not finite; ``kept`` holds what the loss kept
+    (``ForwardOutputs.keep``), packed L-1 per sequence of the batch."""
 
     stats: dict[str, float]
     grad_norm: float

@@ -28,7 +28,7 @@ from realhf.algorithms.policy_gradient.token_advantages import (
     valid_sequences,
 )
 from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
-from realhf.api.model import CallContext, Model, TrainResult
+from realhf.api.model import POSITIONS, CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 
 
@@ -238,6 +238,8 @@ def _summary(results: list[TrainResult]) -> dict[str, float]:
             out[name] = values[0] / max(1.0, results[0].stats["n_trained_tokens"])
         elif name.endswith("_max"):
             out[name] = max(values)
+        elif name == POSITIONS:
+            out["positions_per_token"] = sum(values) / max(1.0, n_tokens)
         elif name in ("loss", "lr"):
             out[name] = sum(values) / len(values)
         else:

@@ -17,7 +17,7 @@ class MicroBatchConfig:
     n_mbs: int = option(1, "A batch is split into at least this many micro-batches.", at_least=1)
     max_tokens_per_mb: int | None = option(
         2048,
-        "A micro-batch has at most this many positions, padding included; it should hold the longest sequence, and "
-        "without a number there is no limit.",
+        "A micro-batch has at most this many positions, padding included and a common prefix once; it should hold the "
+        "longest sequence, and without a number it is 4096.",
         at_least=1,
     )

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sequence_choice import choose_sequences
-from realhf.backends.training.padded_batches import BATCH_TOKENS, padded_batches, padded_size
+from realhf.backends.training.padded_batches import SMALL, padded_batches
 from realhf.backends.training.ranks import Ranks, SingleRank
+from realhf.backends.training.sequence_inputs import SequenceInputs
+from realhf.backends.training.shared_rows import ROW_TOKENS, Row, plain_rows, shared_rows, split_row
 
 _log = logging.getLogger(__name__)
+
+_WORTH = 0.85
+"""Common prefixes are computed once when that leaves at most this share of the positions: a mask costs time too."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Is a micro-batch. ``sample`` has some of the batch's sequences; ``place`` i64 (sum of its L-1,) says where its
-    packed L-1 entries stand in those of the batch; ``empty``: it has nothing to compute."""
+    """Is a micro-batch: one pass through the model. ``sample`` has some of the batch's sequences; ``place`` i64 (sum of
+    its L-1,) says where its packed L-1 entries stand in those of the batch; ``rows`` are computed, of sequences of
+    ``sample``. None of them: there is nothing to compute."""
 
     sample: SequenceSample
     place: torch.Tensor
-    empty: bool
+    rows: tuple[Row, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is computed."""
+        return not self.rows
+
+    @property
+    def positions(self) -> int:
+        """How many positions are computed, padding included."""
+        return len(self.rows) * max((row.length for row in self.rows), default=0)
 
 
 def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[SequenceSample]:
@@ -37,70 +55,73 @@ def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[Sequence
     return [part.sample for part in parts_of(sample, spec, SingleRank())]
 
 
-def parts_of(sample: SequenceSample, spec: MicroBatchSpec, ranks: Ranks) -> list[Part]:
-    """Return the micro-batches (see ``micro_batches``) of the sequences that this rank computes; none if it has no
-    sequence. Where ranks go in step each of them is a single pass through the model."""
-    lengths, trained = _trained(sample)
-    own = np.arange(len(lengths))
+def parts_of(sample: SequenceSample, spec: MicroBatchSpec, ranks: Ranks, *, share: bool = False) -> list[Part]:
+    """Return the micro-batches (see ``micro_batches``) that this rank computes; none if there is nothing for it. With
+    ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
+    together, as far as ranks and ``spec`` let them."""
+    inputs = SequenceInputs.of(sample)
+    rows = _rows(inputs, spec, ranks.size, share)
     if ranks.size > 1:
-        costs = np.zeros(len(lengths), dtype=np.int64)
-        costs[trained] = lengths[trained]
-        own = np.sort(np.asarray(ranks.own(costs.tolist()), dtype=np.int64))
-        trained = np.intersect1d(trained, own)
-    if not len(own):
-        return []
-    groups = _parts(trained, lengths, spec, one_pass=ranks.in_step) or [[]]
-    idle = np.setdiff1d(own, trained).tolist()
-    return [_part(sample, lengths, members, [] if number else idle) for number, members in enumerate(groups)]
+        rows = [rows[i] for i in sorted(ranks.own([row.length for row in rows]))]
+    idle = [i for i, asked in enumerate(inputs.asked) if not len(asked)] if ranks.rank == 0 else []
+    passes = _passes(rows, inputs, spec)
+    if not passes and idle:
+        passes = [[]]
+    return [_part(sample, inputs, chosen, [] if number else idle) for number, chosen in enumerate(passes)]
 
 
-def _part(sample: SequenceSample, lengths: np.ndarray, members: list[int], idle: list[int]) -> Part:
+def _rows(inputs: SequenceInputs, spec: MicroBatchSpec, n_ranks: int, share: bool) -> list[Row]:
+    plain = plain_rows(inputs.scored, inputs.tokens)
+    if not share or len(plain) < 2:
+        return plain
+    most = min(ROW_TOKENS, spec.max_tokens_per_mb or ROW_TOKENS)
+    if n_ranks > 1:  # Small rows can be balanced.
+        whole = sum(row.length for row in shared_rows(inputs.scored, inputs.tokens, most))
+        most = min(most, math.ceil(whole / (4 * n_ranks)))
+    shared = shared_rows(inputs.scored, inputs.tokens, most)
+    saves = sum(row.length for row in shared) <= _WORTH * sum(row.length for row in plain)
+    return shared if saves else plain
+
+
+def _passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec) -> list[list[Row]]:
+    """Put rows of similar length together, as many as the budget holds; the pass with the most positions first."""
+    cap = spec.max_tokens_per_mb
+    if above := sum(row.length > cap for row in rows) if cap is not None else 0:
+        _log.warning("%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap)
+    plain, shared = [row for row in rows if row.plain], [row for row in rows if not row.plain]
+    if sum(row.length for row in plain) < SMALL:  # Not worth passes of their own, although they need no mask.
+        plain, shared = ([], rows) if shared else (rows, [])
+    passes = []
+    for kind in (shared, plain):
+        lengths = np.asarray([row.length for row in kind])
+        passes += [[kind[i] for i in batch] for batch in padded_batches(range(len(kind)), lengths, cap)]
+    while len(passes) < spec.n_mbs and any(_divisible(chosen) for chosen in passes):
+        _halve_largest(passes, inputs)
+    return sorted(passes, key=lambda chosen: -len(chosen) * max(row.length for row in chosen))
+
+
+def _divisible(chosen: Sequence[Row]) -> bool:
+    return len(chosen) > 1 or not chosen[0].plain
+
+
+def _halve_largest(passes: list[list[Row]], inputs: SequenceInputs) -> None:
+    """Halve the pass with the most tokens among those with two sequences or more."""
+    divisible = [i for i, chosen in enumerate(passes) if _divisible(chosen)]
+    largest = max(divisible, key=lambda i: (sum(row.length for row in passes[i]), -i))
+    chosen = passes[largest]
+    if len(chosen) == 1:
+        first, second = split_row(chosen[0], inputs.tokens)
+        passes[largest : largest + 1] = [[first], [second]]
+    else:
+        passes[largest : largest + 1] = [chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]]
+
+
+def _part(sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], idle: list[int]) -> Part:
+    lengths = np.asarray(sample.lengths("packed_input_ids").values)
     keep = np.zeros(len(lengths), dtype=bool)
-    keep[members + idle] = True
+    keep[[i for row in rows for i in row.members] + idle] = True
     chosen = sample if keep.all() else choose_sequences(sample, keep)
     assert chosen is not None
-    place = torch.from_numpy(np.flatnonzero(np.repeat(keep, np.maximum(lengths - 1, 0))))
-    return Part(chosen, place, empty=not members)
-
-
-def _trained(sample: SequenceSample) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths int64 (n sequences,), and which sequences have a trainable token after the first."""
-    lengths = np.asarray(sample.lengths("packed_input_ids").values)
-    if "loss_mask" not in sample.keys:
-        return lengths, np.flatnonzero(lengths > 1)
-    mask = sample["loss_mask"].cpu().numpy().astype(bool)
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    counted = np.concatenate(([0], np.cumsum(mask)))
-    after_first = np.minimum(starts + 1, ends)
-    return lengths, np.flatnonzero(counted[ends] - counted[after_first] > 0)
-
-
-def _parts(trained: np.ndarray, lengths: np.ndarray, spec: MicroBatchSpec, one_pass: bool) -> list[list[int]]:
-    """Group padded batches in their order, as many in a part as its budget holds, or one in each part."""
-    cap = spec.max_tokens_per_mb
-    batches = padded_batches(trained.tolist(), lengths, BATCH_TOKENS if cap is None else min(cap, BATCH_TOKENS))
-    parts: list[list[int]] = []
-    spent = 0
-    for batch in batches:
-        size = padded_size(batch, lengths)
-        if parts and not one_pass and (cap is None or spent + size <= cap):
-            parts[-1] += batch
-            spent += size
-        else:
-            parts.append(list(batch))
-            spent = size
-    above = int((lengths[trained] > cap).sum()) if cap is not None else 0
-    if above:
-        _log.warning("%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap)
-    while len(parts) < min(spec.n_mbs, len(trained)):
-        _halve_largest(parts, lengths)
-    return parts
-
-
-def _halve_largest(parts: list[list[int]], lengths: np.ndarray) -> None:
-    """Halve the part with the most tokens among those with two sequences or more."""
-    divisible = [i for i, part in enumerate(parts) if len(part) > 1]
-    largest = max(divisible, key=lambda i: (int(lengths[parts[i]].sum()), -i))
-    part = parts[largest]
-    parts[largest : largest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    number = np.cumsum(keep) - 1
+    own = tuple(replace(row, members=tuple(int(number[i]) for i in row.members)) for row in rows)
+    return Part(chosen, torch.from_numpy(np.flatnonzero(np.repeat(keep, lengths - 1))), own)

@@ -1,14 +1,15 @@
 """Computes the hidden states of packed sequences by any decoder of transformers.
 
-Sequences are sorted by length and run in right-padded batches without an attention mask: under causal attention no real
-token sees padding behind it, and the maskless kernels are the fast ones. Hidden states are kept only at positions whose
-prediction is asked for.
+Rows of similar length run in one right-padded batch. Rows of one sequence each have no attention mask: under causal
+attention no real token sees padding behind it, and the maskless kernels are the fast ones. Rows whose sequences share
+what they have in common bring a mask and positions of their own, if the model is proven to follow them. Hidden states
+are kept only at positions whose prediction is scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,41 +18,33 @@ from torch import Tensor
 
 from realhf.api.sample import SequenceSample
 from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
-from realhf.backends.training.padded_batches import BATCH_TOKENS, padded_batches
+from realhf.backends.training.row_pass import RowPass, masks, row_pass
+from realhf.backends.training.sequence_inputs import SequenceInputs
+from realhf.backends.training.shared_rows import Row, plain_rows, shared_rows
 
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Holds the sequences of one padded batch. ``tokens`` int64 (n, length); ``row``, ``column`` int64 (m,): positions
-    whose prediction is asked for; ``target`` int64 (m,): the predicted token; ``output`` int64 (m,): where the result
-    stands in the packed L-1 layout."""
-
-    tokens: Tensor
-    row: Tensor
-    column: Tensor
-    target: Tensor
-    output: Tensor
+_log = logging.getLogger(__name__)
 
 
 class PackedForward:
     """Runs packed sequences through ``model``, a causal language model or a decoder with a ``value_head``; keeps no
-    state between calls. ``pace`` is called before each padded batch."""
+    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, which the
+    constructor finds out by a few tokens."""
 
     def __init__(self, model: Any, *, pace: Callable[[], None] = lambda: None) -> None:
         self.model = model
         self.pace = pace
         self.heads = heads_of(model)
+        self.shares = self._follows_masks()
 
-    def __call__(self, sample: SequenceSample, *, max_tokens: int | None = None) -> PackedOutputs:
+    def __call__(self, sample: SequenceSample, rows: Sequence[Row] | None = None) -> PackedOutputs:
         """Return what is known of the positions whose prediction is asked for: where ``loss_mask`` is True at the
-        predicted token, or everywhere without one. A padded batch has at most ``max_tokens`` positions, unless one
-        sequence is longer. Raises ValueError on an empty sequence."""
-        buckets, size = _buckets(sample, BATCH_TOKENS if max_tokens is None else min(max_tokens, BATCH_TOKENS))
-        rows = []
-        for bucket in buckets:
-            self.pace()
-            rows.append(self._rows(bucket))
-        return PackedOutputs(rows, size, self.heads, self.model.device)
+        predicted token, or everywhere without one. ``rows`` are computed, in one pass; without them every sequence is a
+        row. Raises ValueError on an empty sequence."""
+        inputs = SequenceInputs.of(sample)
+        chosen = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
+        self.pace()
+        found = [self._scored(row_pass(chosen, inputs))] if chosen else []
+        return PackedOutputs(found, inputs.size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
         """Run one token through the decoder; return a 0 with its graph, which every weight is part of."""
@@ -63,15 +56,57 @@ class PackedForward:
                 nothing = nothing + 0.0 * weight.sum()
         return nothing
 
-    def _rows(self, bucket: _Bucket) -> ScoredRows:
+    def _scored(self, chosen: RowPass) -> ScoredRows:
         device = self.model.device
-        tokens, row, column = (t.to(device) for t in (bucket.tokens, bucket.row, bucket.column))
-        target, place = bucket.target.to(device), bucket.output.to(device)
+        given: dict[str, Any] = {"input_ids": chosen.tokens.to(device), "use_cache": False}
+        if chosen.seen is not None:
+            depth = given["position_ids"] = chosen.depth.to(device)
+            given["attention_mask"] = masks(self.model.config, chosen.seen.to(device), depth, self._dtype)
+        column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
         if self.heads.logits and self.heads.language is None:
-            hidden, logits = _through_the_whole_model(self.model, tokens, row, column)
+            hidden, logits = _through_the_whole_model(self.model, given, column)
             return ScoredRows(hidden, target, place, logits)
-        hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state[row, column]
-        return ScoredRows(hidden, target, place)
+        return ScoredRows(_at(self.model.get_decoder()(**given).last_hidden_state, column), target, place)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @torch.no_grad()
+    def _follows_masks(self) -> bool:
+        """Compare hidden states of sequences that share prefixes with those of the same sequences in rows of their own:
+        a model may have positions, masks or states that follow the order of columns."""
+        inputs = _probe(int(self.model.config.get_text_config().vocab_size))
+        rows = shared_rows(inputs.scored, inputs.tokens)
+        alone = plain_rows(rows[0].members, inputs.tokens)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            together, apart = (self._scored(row_pass(r, inputs)).hidden.float() for r in (rows, alone))
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            _log.warning("prefixes are computed for each sequence: the model takes no mask of rows (%s)", error)
+            return False
+        finally:
+            self.model.train(was_training)
+        tolerance = 1e-3 if self._dtype == torch.float32 else 0.1
+        off = float((together - apart).abs().max() / apart.abs().max().clamp(min=1e-6))
+        if len(rows) == 1 and off <= tolerance:
+            return True
+        _log.warning("prefixes are computed for each sequence: in shared rows hidden states are %.1e off", off)
+        return False
+
+
+def _probe(vocabulary: int) -> SequenceInputs:
+    """Make five sequences that part twice, all of whose positions are scored."""
+    draw = np.random.default_rng(0)
+    stem, twig = draw.integers(0, vocabulary, 9), draw.integers(0, vocabulary, 5)
+    tails = [draw.integers(0, vocabulary, n) for n in (4, 7, 3, 6)]
+    tokens = [np.concatenate([stem, twig, tails[0]]), np.concatenate([stem, twig, tails[1]]), stem]
+    tokens += [np.concatenate([stem, tail]) for tail in tails[2:]]
+    asked = [np.arange(len(sequence)) for sequence in tokens]
+    ends = np.cumsum([len(sequence) for sequence in tokens])
+    place = [end - len(own) + own for end, own in zip(ends, asked, strict=True)]
+    return SequenceInputs(tokens, asked, tokens, place, int(ends[-1]))
 
 
 def heads_of(model: Any) -> Heads:
@@ -82,19 +117,25 @@ def heads_of(model: Any) -> Heads:
     return Heads(language=(lambda: model.get_output_embeddings().weight) if _has_plain_head(model) else None)
 
 
-def _through_the_whole_model(model: Any, tokens: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states and logits at some positions, for a head that scales or bounds its logits: it sees those
+def _at(hidden: Tensor, column: Tensor) -> Tensor:
+    # The gradient of index_select adds the rows of a repeated column up in order; that of indexing does not on several
+    # threads.
+    return hidden.flatten(0, 1).index_select(0, column)
+
+
+def _through_the_whole_model(model: Any, given: dict[str, Any], column: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and logits at some columns, for a head that scales or bounds its logits: it sees those
     positions only."""
     kept: list[Tensor] = []
 
     def keep(_module: Any, _args: Any, output: Any) -> Any:
-        kept.append(output.last_hidden_state[row, column])
+        kept.append(_at(output.last_hidden_state, column))
         output.last_hidden_state = kept[0][None]
         return output
 
     handle = model.get_decoder().register_forward_hook(keep)
     try:
-        logits = model(input_ids=tokens, use_cache=False).logits[0]
+        logits = model(**given).logits[0]
     finally:
         handle.remove()
     return kept[0], logits
@@ -112,31 +153,3 @@ def _has_plain_head(model: Any) -> bool:
         return torch.equal(head(hidden), model(input_ids=tokens, use_cache=False).logits)
     except (AttributeError, TypeError, RuntimeError):
         return False
-
-
-def _buckets(sample: SequenceSample, most: int) -> tuple[list[_Bucket], int]:
-    """Form padded batches of the sequences that have a position to score; return them and the packed output size."""
-    lengths = np.asarray(sample.lengths("packed_input_ids").values)
-    if (lengths < 1).any():
-        raise ValueError("packed_input_ids has an empty sequence")
-    tokens = sample["packed_input_ids"].cpu().numpy()
-    wanted = sample["loss_mask"].cpu().numpy().astype(bool) if "loss_mask" in sample.keys else None
-    starts = np.cumsum(lengths) - lengths
-    output_starts = starts - np.arange(len(lengths))
-    positions = []
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        ends = slice(start + 1, start + length)
-        positions.append(np.arange(length - 1) if wanted is None else np.flatnonzero(wanted[ends]))
-    scored = [i for i in range(len(lengths)) if len(positions[i])]
-    out: list[_Bucket] = []
-    for members in padded_batches(scored, lengths, most):
-        width = int(lengths[members].max()) - 1
-        padded = np.zeros((len(members), width), dtype=np.int64)
-        for n, i in enumerate(members):
-            padded[n, : lengths[i] - 1] = tokens[starts[i] : starts[i] + lengths[i] - 1]
-        row = np.repeat(np.arange(len(members)), [len(positions[i]) for i in members])
-        column = np.concatenate([positions[i] for i in members])
-        target = np.concatenate([tokens[starts[i] + 1 + positions[i]] for i in members])
-        place = np.concatenate([output_starts[i] + positions[i] for i in members])
-        out.append(_Bucket(*(torch.from_numpy(a) for a in (padded, row, column, target, place))))
-    return out, int((lengths - 1).sum())

@@ -32,8 +32,8 @@ class Ranks(Protocol):
         ...
 
     def own(self, costs: Sequence[int]) -> list[int]:
-        """Return which sequences this rank computes, given the cost of each (0: nothing to compute). Every sequence is
-        one rank's own; a rank may have none."""
+        """Return which rows of sequences this rank computes, given the positions of each. Every row is that of one
+        rank; a rank may have none."""
         ...
 
     def sum_(self, tensor: Tensor) -> None:

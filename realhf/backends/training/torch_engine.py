@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from realhf.api.config import OptimizerConfig
-from realhf.api.model import LossFn, PostFn, TrainResult, logprobs_by
+from realhf.api.model import POSITIONS, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
@@ -105,8 +105,8 @@ class TorchEngine:
     def train_batch(
         self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
     ) -> TrainResult:
-        """See ``Engine.train_batch``. Stats: sums of what ``loss_fn`` returned, ``loss`` and ``lr``. A batch
-        without any trainable position changes nothing. Raises RuntimeError on a frozen engine."""
+        """See ``Engine.train_batch``. Stats: sums of what ``loss_fn`` returned, ``loss``, ``lr`` and ``POSITIONS``. A
+        batch without any trainable position changes nothing. Raises RuntimeError on a frozen engine."""
         optimizer = self._optimizer
         if optimizer is None:
             raise RuntimeError("train_batch: this model role was built without an optimizer")
@@ -131,15 +131,15 @@ class TorchEngine:
     def _passes(self, sample: SequenceSample, loss_fn: LossFn, spec: MicroBatchSpec, normaliser: float) -> StepAccount:
         """Go forward and backward through the micro-batches of this rank."""
         account = StepAccount(_shifted_size(sample))
-        parts = parts_of(sample, spec, self._ranks)
+        parts = self._parts(sample, spec)
         others = self._passes_of_others(parts)
 
         def loss_of(part: Part) -> Tensor:
-            outputs = self._forward(part.sample, max_tokens=spec.max_tokens_per_mb)
+            outputs = self._forward(part.sample, part.rows)
             self._threads.pace()
             loss, stats = loss_fn(outputs, part.sample)
             loss = loss / normaliser if normaliser != 1.0 else loss
-            account.add(part, float(loss.detach()), stats, outputs.kept)
+            account.add(part, float(loss.detach()), {**stats, POSITIONS: float(part.positions)}, outputs.kept)
             return loss
 
         for part in parts:
@@ -150,6 +150,9 @@ class TorchEngine:
         for _ in range(others):
             self._within(False, self._forward.nothing).backward()
         return account
+
+    def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
+        return parts_of(sample, spec, self._ranks, share=self._forward.shares)
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""
@@ -181,10 +184,10 @@ class TorchEngine:
         result = torch.zeros(_shifted_size(sample))
 
         def found_in(part: Part) -> Tensor:
-            return post_fn(self._forward(part.sample, max_tokens=mb_spec.max_tokens_per_mb), part.sample)
+            return post_fn(self._forward(part.sample, part.rows), part.sample)
 
         with self._without_gradient(), self._threads.computing():
-            parts = parts_of(sample, mb_spec, self._ranks)
+            parts = self._parts(sample, mb_spec)
             others = self._passes_of_others(parts)
             for part in parts:
                 found = self._within(part.empty, lambda part=part: found_in(part))

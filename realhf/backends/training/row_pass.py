@@ -1,0 +1,73 @@
+"""Lays out the rows of one pass through the model as tensors: tokens, positions, masks, and what is read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.backends.embedded.attention_masks import sliding_window
+from realhf.backends.training.sequence_inputs import SequenceInputs
+from realhf.backends.training.shared_rows import Row, layout, visible
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class RowPass:
+    """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its position in its sequence;
+    ``seen`` bool (n, width, width): which column each column sees, None for rows of one sequence each, which causal
+    attention serves; ``column`` int64 (m,): the column, of all rows one after another, that each scored prediction is
+    read from; ``target``, ``place`` int64 (m,)."""
+
+    tokens: Tensor
+    depth: Tensor
+    seen: Tensor | None
+    column: Tensor
+    target: Tensor
+    place: Tensor
+
+
+def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
+    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, padded on the right."""
+    width = max(row.length for row in rows)
+    tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
+    plain = all(row.plain for row in rows)
+    seen = None if plain else np.empty((len(rows), width, width), dtype=bool)
+    columns: list[np.ndarray] = []
+    for n, row in enumerate(rows):
+        lay = layout(row, inputs.tokens)
+        tokens[n, : row.length], depth[n, : row.length] = lay.tokens, lay.depth
+        if seen is not None:
+            seen[n] = visible(row, lay, width)
+        columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
+    members = [i for row in rows for i in row.members]
+    return RowPass(
+        torch.from_numpy(tokens),
+        torch.from_numpy(depth),
+        None if seen is None else torch.from_numpy(seen),
+        *(
+            torch.from_numpy(np.concatenate(parts).astype(np.int64))
+            for parts in (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
+        ),
+    )
+
+
+def masks(config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration: one, or one for each
+    kind of layer where the model takes several. ``seen`` and ``depth`` are those of a ``RowPass``."""
+    full = _additive(seen, dtype)
+    window = sliding_window(config)
+    if window is None:
+        return full
+    near = depth[:, :, None] - depth[:, None, :] < window
+    windowed = _additive(seen & near, dtype)
+    return {_FULL: full, _SLIDING: windowed} if getattr(config.get_text_config(), "layer_types", None) else windowed
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]

@@ -1,0 +1,166 @@
+"""Rows in which common prefixes are computed once: they hold every sequence, show each token its own past only, and
+change neither scores nor gradients."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, MistralConfig, Phi3Config
+
+from realhf.api.config import OptimizerConfig
+from realhf.api.model import POSITIONS, ForwardOutputs
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.training.micro_batches import parts_of
+from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.ranks import SingleRank
+from realhf.backends.training.sequence_inputs import SequenceInputs
+from realhf.backends.training.shared_rows import layout, shared_rows, split_row, visible
+from realhf.backends.training.torch_engine import TorchEngine
+from tests.backends.conftest import VOCABULARY
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+@given(SEQUENCES, st.integers(1, 30))
+@settings(max_examples=150, deadline=None)
+def test_a_row_is_the_tree_of_its_sequences(drawn: list[list[int]], most: int) -> None:
+    inputs = [np.asarray(sequence) for sequence in drawn]
+    rows = shared_rows(range(len(inputs)), inputs, most)
+    assert sorted(i for row in rows for i in row.members) == list(range(len(inputs)))
+    pieces = [half for row in rows if not row.plain for half in split_row(row, inputs)]
+    assert all(row.plain or row.length <= most for row in rows) and all(row.members for row in pieces)
+    for row in rows + pieces:
+        lay, prefixes = layout(row, inputs), {}
+        for i, path in zip(row.members, lay.columns, strict=True):
+            assert lay.tokens[path].tolist() == drawn[i] and lay.depth[path].tolist() == list(range(len(drawn[i])))
+            for depth, column in enumerate(path.tolist()):
+                assert prefixes.setdefault(column, drawn[i][: depth + 1]) == drawn[i][: depth + 1]
+        assert len(prefixes) == row.length == len({tuple(prefix) for prefix in prefixes.values()}), "each prefix once"
+        seen = visible(row, lay, row.length + 2)
+        for column, prefix in prefixes.items():
+            ancestors = {c for c, other in prefixes.items() if other == prefix[: len(other)]}
+            assert set(np.flatnonzero(seen[column])) == ancestors
+        assert seen[row.length :].sum() == 2, "padding sees itself only"
+
+
+def group_batch(seed: int = 0) -> SequenceSample:
+    """Two groups of rollouts: a prompt in common, and a turn that two of each took alike."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(0, VOCABULARY, (n,), generator=g).tolist()
+
+    groups, masks = [], []
+    for prompt in (draw(17), draw(11)):
+        turn = draw(6)
+        rollouts = [prompt + turn + draw(9), prompt + turn + draw(4), prompt + draw(12), prompt + draw(1)]
+        groups.append([*rollouts, rollouts[0]])
+        masks += [[i >= len(prompt) for i in range(len(r))] for r in groups[-1]]
+    lengths = [[len(r) for r in group] for group in groups]
+    tensors = {
+        "packed_input_ids": torch.tensor([token for group in groups for r in group for token in r]),
+        "loss_mask": torch.tensor([inside for mask in masks for inside in mask]),
+    }
+    return SequenceSample.from_tensors(["a", "b"], tensors, dict.fromkeys(tensors, lengths))
+
+
+def made(kind: str, tiny_model: Any) -> Any:
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {**shape, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if kind == "mistral":
+        return AutoModelForCausalLM.from_config(MistralConfig(**more, sliding_window=8)).eval()
+    if kind == "gemma3":
+        layers = ["sliding_attention", "full_attention"]
+        config = Gemma3TextConfig(**more, head_dim=8, sliding_window=8, layer_types=layers)
+        return AutoModelForCausalLM.from_config(config).eval()
+    if kind == "phi3":
+        return AutoModelForCausalLM.from_config(Phi3Config(**more)).eval()
+    if kind == "bloom":
+        return AutoModelForCausalLM.from_config(BloomConfig(**shape, n_head=4, n_layer=2)).eval()
+    return tiny_model(kind)
+
+
+def gradient(model: Any, share: bool, spec: MicroBatchSpec) -> tuple[Tensor, Tensor]:
+    """Scores, and the gradient of a loss that weighs every token and its entropy."""
+    engine = TorchEngine(model, None, optimizer=OptimizerConfig(), total_train_steps=1)
+    assert engine._forward.shares
+    engine._forward.shares = share
+    kept: list[Tensor] = []
+
+    def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+        logprobs, entropy = outputs.logprobs(temperature=0.8, with_entropy=True)
+        assert entropy is not None
+        return (logprobs * part["weight"]).sum() + 0.1 * entropy.sum(), {}
+
+    def keep(*_: Any) -> float:
+        kept.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters() if p.grad is not None]))
+        return float("nan")  # Ends the step before the optimizer.
+
+    engine._optimizer.gradient_norm = keep  # type: ignore[union-attr, method-assign]
+    scores = engine.logprobs(group_batch(), temperature=0.8, mb_spec=spec)
+    sample = group_batch()
+    weight = torch.linspace(-1, 1, sample.n_tokens("packed_input_ids") - 10)
+    shifted = [[n - 1 for n in group] for group in sample.seqlens["packed_input_ids"]]
+    engine.train_batch(
+        sample.update(SequenceSample.from_tensors(sample.ids, {"weight": weight}, {"weight": shifted})),
+        loss,
+        mb_spec=spec,
+    )
+    return scores, kept[0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "gpt2", "mistral", "gemma3", "phi3"])
+def test_scores_and_gradients_equal_those_of_separate_rows(tiny_model: Any, kind: str) -> None:
+    apart, of_apart = gradient(made(kind, tiny_model), False, MicroBatchSpec())
+    for spec in (MicroBatchSpec(), MicroBatchSpec(n_mbs=3), MicroBatchSpec(max_tokens_per_mb=40)):
+        together, of_together = gradient(made(kind, tiny_model), True, spec)
+        torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-5)
+        assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
+
+
+def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
+    """The prompt, the common turn and the repeated rollout each count once; the last token of a rollout is not fed."""
+    sample, engine = group_batch(), TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
+
+    def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+        return -outputs.logprobs()[0].sum(), {}
+
+    own = [17 + 6 + 8 + 4 - 1 + 11, 11 + 6 + 8 + 4 - 1 + 11]
+    spec = MicroBatchSpec()
+    parts = parts_of(sample, spec, SingleRank(), share=True)
+    assert sum(row.length for part in parts for row in part.rows) == sum(own)
+    assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] == sum(part.positions for part in parts)
+    engine._forward.shares = False
+    assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] > 1.8 * sum(own)
+
+
+def test_rows_without_much_in_common_need_no_mask(ragged_sample: Any) -> None:
+    parts = parts_of(ragged_sample([[40, 30, 20], [33]]), MicroBatchSpec(), SingleRank(), share=True)
+    assert all(row.plain for part in parts for row in part.rows)
+
+
+def test_a_model_that_follows_no_mask_falls_back(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Bloom takes its positions from a mask of columns, not from what it is told."""
+    with caplog.at_level(logging.WARNING):
+        forward = PackedForward(made("bloom", tiny_model))
+    assert not forward.shares and "prefixes are computed for each sequence" in caplog.text
+    outputs = forward(group_batch())
+    assert bool((outputs.logprobs()[0][outputs.place] < 0).all())
+
+
+def test_bf16_models_share_rows(tiny_model: Any) -> None:
+    model = tiny_model("llama").bfloat16()
+    forward, sample = PackedForward(model), group_batch()
+    assert forward.shares
+    inputs = SequenceInputs.of(sample)
+    (part,) = parts_of(sample, MicroBatchSpec(), SingleRank(), share=True)
+    together, apart = forward(sample, part.rows).logprobs()[0], forward(sample).logprobs()[0]
+    assert inputs.size == len(together) and float((together - apart).abs().mean()) < 0.1
