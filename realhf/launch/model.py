@@ -18,6 +18,8 @@ BUILTIN, BUILTIN_TINY = "builtin", "builtin_tiny"
 BUILTIN_PATHS = (BUILTIN, BUILTIN_TINY)
 """Values of actor.path that name no folder: the policy made from demonstrations, and one made from nothing, with a
 token for each byte and random weights."""
+PRETRAINED = "models/smollm2_135m"
+"""The folder of model=smollm2_135m, which could be a hub id by its looks."""
 BUILTIN_VARIABLES = ("show_system", "show_tools")
 """What the chat template of the built-in policy reads."""
 
@@ -39,7 +41,9 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
             )
         return
     if not folder.is_dir():
-        if model.path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.path):
+        if model.path == PRETRAINED:
+            yield f"{role}.path={model.path}: no such folder; `make model` makes it"
+        elif model.path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.path):
             yield f"{role}.path={model.path}: no such folder"
         elif "/" not in model.path:
             yield f"{role}.path={model.path}: no such folder (and a hub id reads owner/name)"

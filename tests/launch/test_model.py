@@ -137,3 +137,12 @@ def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path: P
     for broken in (b"", b"\xff" * 9, (2).to_bytes(8, "little") + b"{]", (8).to_bytes(8, "little") + b'{"a": 1}'):
         (tmp_path / "model.safetensors").write_bytes(broken)
         assert problems(folder) == []
+
+
+def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    path = compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config.actor.path
+    assert problems(path) == [f"actor.path={path}: no such folder; `make model` makes it"]
+    (tmp_path / path).mkdir(parents=True)
+    folder_of(tmp_path / path)
+    assert problems(path) == []

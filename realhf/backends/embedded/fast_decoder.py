@@ -20,7 +20,7 @@ from realhf.backends.embedded.attention_masks import sliding_window
 from realhf.backends.embedded.forward_pass import Decoding, Piece
 from realhf.backends.embedded.grouped_attention import blocks_attention, row_blocks
 from realhf.backends.embedded.kv_cache import RowCache
-from realhf.backends.embedded.onednn_linear import LEAST_ROWS, OneDnnLinear, product, suits
+from realhf.backends.embedded.onednn_linear import LEAST_ROWS, OneDnnLinear, least_rows, product, suits
 
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -109,11 +109,11 @@ class _Linear:
 
     def __init__(self, module: nn.Linear) -> None:
         self._parameters = module._parameters
-        self._wide = suits(module.weight)
+        self._least = least_rows(module.weight) if suits(module.weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._parameters
-        if self._wide and len(x) >= LEAST_ROWS:
+        if self._least is not None and len(x) >= self._least:
             return product(x, held["weight"], held["bias"])
         return F.linear(x, held["weight"], held["bias"])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from realhf.backends.embedded.onednn_linear import LEAST_ROWS, OneDnnLinear, use_onednn
+from realhf.backends.embedded.onednn_linear import LEAST_ROWS, OneDnnLinear, least_rows, product, suits, use_onednn
 
 
 def pair(features: int, out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -75,3 +75,11 @@ def test_a_tied_weight_gets_both_gradients():
     expected += table.weight.detach()[ids].sum(0)
     expected[ids] += table.weight.detach().sum(0)
     torch.testing.assert_close(table.weight.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_weight_is_worth_it_from_a_few_rows_on() -> None:
+    large, small = torch.empty(1 << 16, 64), torch.empty(1 << 10, 64)
+    assert least_rows(large) == 4 and least_rows(small) == LEAST_ROWS
+    weight, rows = torch.randn(1 << 16, 64, generator=torch.Generator().manual_seed(0)), torch.ones(5, 64)
+    assert suits(weight)
+    torch.testing.assert_close(product(rows, weight), rows @ weight.t())
