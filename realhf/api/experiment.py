@@ -188,7 +188,8 @@ class ExperimentSpec:
 class RunPlan:
     """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins`` is the
     experiment's module or file, which every worker imports for what it registers; ``started_at`` is the wall-clock time
-    (s since the epoch) at which the person pressed return."""
+    (s since the epoch) at which the person pressed return; ``gpus`` are those of a worker, by its name: a worker that
+    is not in it sees what the launcher sees."""
 
     spec: ExperimentSpec
     rpc: RpcConfig
@@ -198,6 +199,7 @@ class RunPlan:
     torch_threads: int
     started_at: float
     plugins: tuple[str, ...] = ()
+    gpus: Mapping[str, int] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the plan into the run folder, which must exist."""

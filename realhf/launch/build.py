@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.base.dataclass_json import from_json_value, to_json_value
+from realhf.launch.allocation import allocate
 from realhf.launch.compose import Composed
 from realhf.launch.experiment_file import ExperimentFile, located
 from realhf.launch.unused_options import check_effects, watched
@@ -38,6 +39,7 @@ class BuiltExperiment:
             torch_threads=config.torch_threads,
             started_at=started_at,
             plugins=(self.plugin,),
+            gpus=allocate(spec, config.allocation),
         )
 
 
@@ -52,6 +54,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)
+        allocate(every, config.allocation)
         _check_heads(every)
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)

@@ -201,11 +201,11 @@ def worker_specs(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
         kind, _, number = name.partition("/")
         module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
         argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
-        workers.append(WorkerSpec(name, module, argv, _log(spec, name), niceness=niceness))
+        workers.append(WorkerSpec(name, module, argv, _log(spec, name), niceness=niceness, gpu=plan.gpus.get(name)))
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"
-        workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name)))
+        workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name), gpu=plan.gpus.get(name)))
     return workers
 
 

@@ -30,7 +30,7 @@ LAUNCHER_OPTIONS = frozenset(
         "torch_threads",
     }
 )
-LAUNCHER_SECTIONS = ("exp_ctrl.", "rpc.", "monitor.", "scheduler.")
+LAUNCHER_SECTIONS = ("exp_ctrl.", "rpc.", "monitor.", "scheduler.", "allocation.")
 
 
 def watched(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:

@@ -15,7 +15,8 @@ class WorkerSpec:
 
     Its standard error goes to ``log``, and its standard output too, unless ``events`` is set: then every line of
     standard output is handed out as a ``WorkerLine``. ``niceness`` (0 to 19) says how far the worker and what it starts
-    give way to others where cores are short.
+    give way to others where cores are short. ``gpu`` is the only GPU that the worker sees; None: those that its starter
+    sees.
     """
 
     name: str
@@ -24,6 +25,7 @@ class WorkerSpec:
     log: Path
     events: bool = False
     niceness: int = 0
+    gpu: int | None = None
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ class LocalScheduler:
             stdout=subprocess.PIPE if spec.events else log,
             stderr=log,
             start_new_session=True,
+            env=None if spec.gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(spec.gpu)},
         )
         child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from)
         self._children[spec.name] = child

@@ -21,12 +21,13 @@ from realhf.api.config.model import (
     ReferenceConfig,
 )
 from realhf.api.config.rollout import ON_FAILURE, RolloutConfig
-from realhf.api.config.services import CheckpointConfig, MonitorConfig, RpcConfig
+from realhf.api.config.services import AllocationConfig, CheckpointConfig, MonitorConfig, RpcConfig
 from realhf.api.config.stream import StreamConfig
 from realhf.api.config.warm_start import WarmStartConfig
 
 __all__ = [
     "ON_FAILURE",
+    "AllocationConfig",
     "AsyncConfig",
     "BuiltinModelConfig",
     "CheckpointConfig",

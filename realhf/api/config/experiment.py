@@ -16,7 +16,7 @@ from realhf.api.config.micro_batches import MicroBatchConfig
 from realhf.api.config.model import BuiltinModelConfig, ModelConfig, ReferenceConfig
 from realhf.api.config.option import option, section
 from realhf.api.config.rollout import RolloutConfig
-from realhf.api.config.services import CheckpointConfig, MonitorConfig, RpcConfig, SchedulerConfig
+from realhf.api.config.services import AllocationConfig, CheckpointConfig, MonitorConfig, RpcConfig, SchedulerConfig
 from realhf.api.config.stream import StreamConfig
 from realhf.api.config.warm_start import WarmStartConfig
 
@@ -79,6 +79,7 @@ class ExperimentConfig:
     evaluation: EvaluationConfig = section(EvaluationConfig)
     exp_ctrl: CheckpointConfig = section(CheckpointConfig)
     scheduler: SchedulerConfig = section(SchedulerConfig)
+    allocation: AllocationConfig = section(AllocationConfig)
     rpc: RpcConfig = section(RpcConfig)
     monitor: MonitorConfig = section(MonitorConfig)
 

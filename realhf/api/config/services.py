@@ -16,6 +16,28 @@ class SchedulerConfig:
 
 
 @dataclass
+class AllocationConfig:
+    """Which GPUs the workers of a run get."""
+
+    gpus: list[int] = option(
+        [],
+        "Model workers, then generation workers, get one of these GPUs each, numbered as the driver does; with none "
+        "named, all workers see what the launcher sees.",
+        at_least=0,
+    )
+    share: bool = option(
+        False, "Generation workers get the GPUs of the model workers, in turn, instead of further ones."
+    )
+
+    def problems(self, name: str) -> Iterator[str]:
+        """A GPU is named once, and sharing is about named ones."""
+        if len(set(self.gpus)) < len(self.gpus):
+            yield f"{name}.gpus={self.gpus}: give different GPUs"
+        if self.share and not self.gpus:
+            yield f"{name}.share: has no effect without {name}.gpus"
+
+
+@dataclass
 class CheckpointConfig:
     """Recovery checkpoints."""
 

@@ -75,15 +75,15 @@ class GroupRanks:
         self._world.abort(reason)
 
     def own(self, costs: Sequence[int]) -> list[int]:
-        """Return the sequences of this rank: the heaviest go first, each to the rank with the least tokens so far, and
-        of those to the one with the fewest sequences."""
-        shares: list[list[int]] = [[] for _ in range(self.size)]
-        loads = [0] * self.size
-        for index in sorted(range(len(costs)), key=lambda i: (-int(costs[i]), i)):
-            least = min(range(self.size), key=lambda r: (loads[r], len(shares[r]), r))
-            shares[least].append(index)
-            loads[least] += int(costs[index])
-        return sorted(shares[self.rank])
+        """Return the sequences of this rank. Each rank gets neighbours, about as many tokens as the others: sequences
+        that begin alike stand beside each other in a batch, and what they share is computed once on a rank."""
+        total, before, owner = sum(map(int, costs)), 0, []
+        for index, cost in enumerate(map(int, costs)):
+            # Its middle decides, in whole numbers: all ranks must come to the same answer.
+            middle = (2 * before + cost, 2 * total) if total else (2 * index + 1, 2 * len(costs))
+            owner.append(min(self.size - 1, middle[0] * self.size // middle[1]))
+            before += cost
+        return [index for index, rank in enumerate(owner) if rank == self.rank]
 
     def sum_(self, tensor: Tensor) -> None:
         """Add ``tensor`` up over the ranks, in place."""

@@ -21,6 +21,9 @@ def test_ranks_add_up_to_the_same_bits_and_are_alone_outside_a_group_call() -> N
         assert [numbers["all"] for numbers in own["gathered"]] == [1.0] * 3
         assert own["gathered"][2]["of_2"] == 2.1 and math.isnan(own["gathered"][1]["of_1"])
 
+    shares = [[own["own"][case] for own in found] for case in range(4)]
+    assert shares == [[[0, 1], [2, 3, 4, 5], [6]], [[], [0], []], [[0], [1, 2], [3]], [[0], [1, 2], [3, 4]]]
+
 
 def test_ranks_that_come_for_different_calls_are_refused() -> None:
     for outcome in run_ranks(2, jobs.another_call, 2):

