@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, ProbeRequest
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.weight_probe import SHORT, WeightProbe
 from realhf.base.tensor_digest import digests
+from realhf.dataflow.weight_probe import SHORT, WeightProbe
 from realhf.dataflow.weight_trial import WeightTrial
 from realhf.transport.weights.held import HeldWeights
 from realhf.transport.weights.publisher import WeightPublisher

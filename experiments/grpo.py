@@ -91,7 +91,7 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
     return resolve(
         config.ppo,
         loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns,
-        sampler_differs=streamed or config.actor.dtype != "float32",
+        sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
     )
 
 
@@ -198,6 +198,7 @@ def actor_model(config: Config, path: str) -> ModelSpec:
         optimizer=actor.optimizer,
         chat_template_kwargs=actor.chat_template_kwargs,
         parallel=parallel_of("actor", actor),
+        engine=replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens),
     )
 
 

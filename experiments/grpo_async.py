@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments import grpo
 from experiments.grpo import Config
-from realhf.api.config import AsyncConfig, ConfigError
+from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec, RolloutSpec
 from realhf.api.graph import to_async
 from realhf.api.rollout import RolloutOptions
@@ -42,9 +42,6 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
             f"needs ppo.group_size={config.ppo.group_size} of them (rollout.sessions, and what the environment allows: "
             "for AWS env.pool_size)"
         )
-    for option in () if options.engine == "vllm" else ("vllm_url", "vllm_executable"):
-        if getattr(options, option) != getattr(AsyncConfig, option):
-            raise ConfigError(f"async_rl.{option}: has no effect with async_rl.engine={options.engine}")
     rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=chosen_agent(config))
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}

@@ -33,10 +33,11 @@ ROOMS: dict[str, str] = {
     "backends/training": "api api/config backends/embedded backends/threads base",
     "backends/parallel": "api backends/embedded backends/training",
     "backends/vllm": "api api/config backends/embedded base",
-    "backends": "api api/config backends/embedded backends/training backends/vllm",
+    "backends": "api api/config backends/embedded backends/training backends/vllm base",
     "data": "api api/chat transport transport/service transport/stream transport/tensors",
     "dataflow/buffer": "api",
-    "dataflow": "api base builtins dataflow/buffer transport transport/rpc transport/tensors",
+    "dataflow": "api api/config base builtins dataflow/buffer "
+    "transport transport/rpc transport/tensors transport/weights",
     "dataflow/journal": "",
     "dataflow/rollouts": "api base dataflow dataflow/buffer "
     "dataflow/journal transport transport/rpc transport/service transport/weights",

@@ -35,8 +35,8 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
-from realhf.backends.weight_probe import WeightProbe, probe_ids
 from realhf.base.garbage import settle
+from realhf.dataflow.weight_probe import WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
 from realhf.transport.rpc.roster import WorkerInfo
@@ -180,7 +180,9 @@ class GenerationWorker:
         )
         self._gate = VersionGate(lambda: self._engine.version)
         self._held = HeldWeights(self._engine)
-        self._probe = WeightProbe(self._engine, probe_ids(tokenizer, spec.options), spec.options.kv_policy)
+        self._probe = WeightProbe(
+            self._engine, probe_ids(tokenizer, model.engine.name, spec.options.kv_policy), spec.options.kv_policy
+        )
         self._kept = KeptWeights(self._engine)
         self._stack.callback(self._kept.unpin, Nothing())
         self._service = ServiceServer(name, run_id, self._on_request)

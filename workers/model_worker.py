@@ -6,8 +6,10 @@ python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --in
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from realhf.api.calls import (
@@ -31,7 +33,9 @@ from realhf.api.calls import (
     PublishWeightsAnswer,
     PublishWeightsRequest,
 )
+from realhf.api.config import AsyncConfig
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
+from realhf.api.mfc import InterfaceType
 from realhf.api.model import Model
 from realhf.api.trace import WEIGHTS
 from realhf.base.garbage import settle
@@ -39,6 +43,8 @@ from realhf.builtins import backends, datasets
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.call_interfaces import call_interfaces
 from realhf.dataflow.model_host import Handler, ModelHost
+from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
+from realhf.dataflow.weight_probe import probe_ids
 from realhf.dataflow.weight_trial import WeightTrial
 from realhf.monitor.trace import open_trace
 from realhf.transport.rpc.worker import RpcWorker
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
     from realhf.backends.parallel.world import Meeting, World
     from realhf.backends.threads.compute_threads import ComputeThreads
 
+_log = logging.getLogger(__name__)
 HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, GATHER, HELD)
 
 
@@ -70,7 +77,7 @@ class ModelWorker:
         self._tracer = open_trace(run_dir, name)
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store)
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
-        self._trial = WeightTrial()
+        self._trial, self._stack = WeightTrial(), ExitStack()
         self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium)
         self._rpc = RpcWorker(
             name,
@@ -100,6 +107,7 @@ class ModelWorker:
         try:
             self._rpc.run()
         finally:
+            self._stack.close()
             self._stream.close()
             self._publisher.close()
             if self._host is not None:
@@ -176,7 +184,48 @@ class ModelWorker:
         use_threads = getattr(engine, "use_threads", None)
         if use_threads is not None:
             use_threads(threads)
+        if model.engine.name != "embedded" and self._generates(model.role):
+            engine = self._served(model, engine)
         return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs)
+
+    def _generates(self, role: str) -> bool:
+        """Whether tokens of a role are sampled here, for training or evaluations, and not by generation workers."""
+        spec = self._plan.spec
+        called = any(m.model_role == role and m.interface_type is InterfaceType.GENERATE for m in spec.mfcs)
+        evaluated = spec.evaluation is not None and spec.evaluation.role == role
+        return spec.rollout is None and (called or evaluated)
+
+    def _served(self, model: ModelSpec, engine: Any) -> Any:
+        """Start a generation engine beside a trainer's; it ends with this worker. Raises ValueError for a role on
+        several workers."""
+        from realhf.backends.streaming_engines import make_streaming_generator
+
+        if len(model.workers) > 1:
+            raise ValueError(
+                f"engine.name={model.engine.name}: a synchronous run serves {model.role} on one worker, "
+                f"{model.role}.workers has {len(model.workers)}"
+            )
+        config = self._plan.rpc
+        threads = max(1, self._plan.torch_threads)
+        generator = self._stack.enter_context(
+            make_streaming_generator(
+                model,
+                AsyncConfig(generation_threads=threads),
+                log=self._plan.spec.run_dir / "logs" / f"vllm-{model.role}.log",
+                timeout_s=config.connect_timeout_s,
+                tracer=self._tracer,
+                on_death=_log.error,
+            )
+        )
+        served = ServedGeneration(
+            engine,
+            generator,
+            name=f"the {model.engine.name} server of {model.role}",
+            context_limit=engine.generator().context_limit,
+            probe=probe_ids(engine.tokenizer, model.engine.name, "recompute"),
+            timeout_s=config.call_timeout_s,
+        )
+        return ServedEngine(engine, served)
 
     def _on_host(self, handler: str) -> Handler:
         def run(payload: Any) -> Any:

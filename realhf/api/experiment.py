@@ -18,6 +18,7 @@ from typing import Any
 from realhf.api.config import (
     AsyncConfig,
     CheckpointConfig,
+    EngineConfig,
     MonitorConfig,
     OptimizerConfig,
     RecoverMode,
@@ -37,7 +38,8 @@ PLAN_FILE = "plan.json"
 class ModelSpec:
     """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
     are variables of its tokenizer's chat template; ``head`` is what stands on the decoder: ``lm`` (logits of the next
-    token) or ``value`` (one number for each position). ``parallel`` says how several workers train it together."""
+    token) or ``value`` (one number for each position). ``parallel`` says how several workers train it together,
+    ``engine`` what samples its tokens."""
 
     role: str
     path: str
@@ -51,6 +53,7 @@ class ModelSpec:
     optimizer: OptimizerConfig | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     parallel: Parallel = field(default_factory=Parallel)
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Makes the engine of a generation worker, by its name in ``async_rl.engine``."""
+"""Makes the engine of a generation worker, by its name in ``engine.name``, and of a model worker
+whose generation engine is not its own module."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from realhf.api.config import AsyncConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
+from realhf.base.context_limit import context_limit
 
 
 @contextlib.contextmanager
@@ -33,10 +36,10 @@ def make_streaming_generator(
     when it ends by itself. Raises ModelLoadError, FileNotFoundError or TimeoutError.
     """
     with contextlib.ExitStack() as stack:
-        if options.engine == "embedded":
+        if model.engine.name == "embedded":
             engine = stack.enter_context(_embedded(model, options, tracer))
         else:
-            url = options.vllm_url or stack.enter_context(_vllm_server(model, options, log, timeout_s, on_death))
+            url = model.engine.vllm_url or stack.enter_context(_vllm_server(model, options, log, timeout_s, on_death))
             engine = stack.enter_context(_vllm(url, options, tracer))
         try:
             yield engine
@@ -79,12 +82,19 @@ def _vllm_server(
     """Run a server inside the block and yield its address."""
     from realhf.backends.vllm.server import VllmOptions, VllmServer
 
-    found = shutil.which(options.vllm_executable) or options.vllm_executable
+    wanted = model.engine
+    found = shutil.which(wanted.vllm_executable) or wanted.vllm_executable
     server = VllmServer(
         model.path,
         executable=Path(found).expanduser(),
         log=log,
-        options=VllmOptions(dtype=model.dtype, threads=options.generation_threads),
+        options=VllmOptions(
+            dtype=model.dtype,
+            threads=options.generation_threads,
+            max_model_len=_longest(model),
+            gpu_memory_utilization=wanted.gpu_memory_utilization,
+            tensor_parallel_size=wanted.tensor_parallel_size,
+        ),
     )
     stopping = threading.Event()
 
@@ -100,3 +110,11 @@ def _vllm_server(
     finally:
         stopping.set()
         server.stop()
+
+
+def _longest(model: ModelSpec) -> int | None:
+    """Return the configured length of sequences, within the model's context: vLLM refuses a longer one."""
+    config = Path(model.path) / "config.json"
+    if model.engine.max_model_len is None or not config.is_file():
+        return model.engine.max_model_len
+    return min(model.engine.max_model_len, context_limit(json.loads(config.read_text(encoding="utf-8"))))

@@ -22,7 +22,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from realhf.api.config import AsyncConfig, GenConfig
+from realhf.api.config import AsyncConfig, EngineConfig, GenConfig
 from realhf.api.environment import AssistantMessage, Task, ToolCall
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenOutput, GenRequest
@@ -228,17 +228,17 @@ def test_the_addition_that_the_page_shows_makes_the_engine_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The block of the page fits where the page says, and a generation worker then gets the new engine."""
-    [branch] = re.findall(r"```python\n(        elif options\.engine.*?)```", page("generation_engine"), re.S)
+    [branch] = re.findall(r"```python\n(        elif model\.engine.*?)```", page("generation_engine"), re.S)
     text = Path(streaming_engines.__file__).read_text(encoding="utf-8")
-    before = "        else:\n            url = options.vllm_url"
+    before = "        else:\n            url = model.engine.vllm_url"
     assert text.count(before) == 1
     changed = ModuleType("changed_streaming_engines")
     exec(compile(text.replace(before, branch + before), "changed", "exec"), vars(changed))
     module = example("bigram_generation")
     monkeypatch.setitem(sys.modules, "realhf.backends.bigram_generation", module)
     with changed.make_streaming_generator(
-        ModelSpec("actor", ""),
-        AsyncConfig(engine="bigram"),
+        ModelSpec("actor", "", engine=EngineConfig(name="bigram")),
+        AsyncConfig(),
         log=tmp_path / "log",
         timeout_s=1.0,
         tracer=NoTrace(),

@@ -14,6 +14,8 @@ from realhf.backends.vllm.server import VllmServer
 
 HERE = Path(__file__).resolve().parent
 EXECUTABLE = HERE.parents[1] / ".venv-vllm" / "bin" / "vllm"
+START_S = 600.0
+"""A server starts in half a minute on quiet cores, and in many on busy ones."""
 CONFIG = BuiltinModelConfig(
     vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128, max_positions=2048
 )
@@ -61,5 +63,9 @@ def folder(models: list, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("vllm") / "server.txt"
-    with VllmServer(folder, executable=EXECUTABLE, log=log) as running:
+    running = VllmServer(folder, executable=EXECUTABLE, log=log)
+    try:
+        running.wait_until_up(START_S)
         yield running
+    finally:
+        running.stop()

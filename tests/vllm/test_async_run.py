@@ -33,8 +33,8 @@ OPTIONS = (
     "monitor.tensorboard=false",
     "monitor.progress=false",
     "total_train_steps=10",
-    "async_rl.engine=vllm",
-    "async_rl.vllm_executable=.venv-vllm/bin/vllm",
+    "engine.name=vllm",
+    "engine.vllm_executable=.venv-vllm/bin/vllm",
     "rpc.connect_timeout_s=400",
 )
 

@@ -12,9 +12,9 @@ import torch
 from realhf.backends.vllm.api import VllmApi
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
-from realhf.backends.weight_probe import LONG
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.rollouts.weight_proof import WrongWeights
+from realhf.dataflow.weight_checks import WrongWeights
+from realhf.dataflow.weight_probe import LONG
 from tests.workers.weight_fleet import Fleet
 
 PREFIX = [5 + (7 * i) % 400 for i in range(LONG)]

@@ -16,10 +16,11 @@ from realhf.api.calls import PROBE_WEIGHTS, PUBLISH_WEIGHTS, UPDATE_WEIGHTS
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import NoTrace
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.weight_probe import WeightProbe
-from realhf.dataflow.rollouts.weight_proof import WeightRecord, WrongWeights
+from realhf.dataflow.rollouts.weight_proof import WeightRecord
 from realhf.dataflow.rollouts.weight_selftest import SelfTest
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
+from realhf.dataflow.weight_checks import WrongWeights
+from realhf.dataflow.weight_probe import WeightProbe
 from realhf.dataflow.weight_trial import WeightTrial
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.weights.held import HeldWeights

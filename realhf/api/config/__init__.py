@@ -10,7 +10,7 @@ from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.error import ConfigError
 from realhf.api.config.evaluation import EvaluationConfig
 from realhf.api.config.experiment import ExperimentConfig, Mode, RecoverMode, run_folder
-from realhf.api.config.generation import GenConfig
+from realhf.api.config.generation import EngineConfig, GenConfig
 from realhf.api.config.micro_batches import MicroBatchConfig
 from realhf.api.config.model import (
     BuiltinModelConfig,
@@ -33,6 +33,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DatasetConfig",
+    "EngineConfig",
     "EvaluationConfig",
     "ExperimentConfig",
     "GenConfig",

@@ -25,11 +25,6 @@ class AsyncConfig:
     n_rollout_workers: int = option(1, "This many processes play episodes.", at_least=1)
     n_generation_workers: int = option(1, "This many processes generate tokens.", at_least=1)
     generation_threads: int = option(1, "Every embedded engine computes on this many threads.", at_least=1)
-    engine: str = option("embedded", "This engine generates tokens.", choices=("embedded", "vllm"))
-    vllm_url: str | None = option(
-        None, "Tokens come from the vLLM server at this URL; without one every generation worker starts a server."
-    )
-    vllm_executable: str = option("vllm", "Generation workers start vLLM with this command.")
     staleness_policy: str = option(
         "wait", "A step waits for stragglers, or drops samples that are too old.", choices=("wait", "drop")
     )

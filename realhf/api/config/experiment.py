@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from realhf.api.config.asynchronous import AsyncConfig
 from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.evaluation import EvaluationConfig
-from realhf.api.config.generation import GenConfig
+from realhf.api.config.generation import EngineConfig, GenConfig
 from realhf.api.config.micro_batches import MicroBatchConfig
 from realhf.api.config.model import BuiltinModelConfig, ModelConfig, ReferenceConfig
 from realhf.api.config.option import option, section
@@ -72,6 +72,7 @@ class ExperimentConfig:
     )
     dataset: DatasetConfig = section(DatasetConfig)
     gen: GenConfig = section(GenConfig)
+    engine: EngineConfig = section(EngineConfig)
     mb_spec: MicroBatchConfig = section(MicroBatchConfig)
     rollout: RolloutConfig = section(RolloutConfig)
     stream: StreamConfig = section(StreamConfig)

@@ -1,8 +1,9 @@
-"""How tokens are sampled."""
+"""How tokens are sampled, and what samples them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from realhf.api.config.option import option
 
@@ -32,3 +33,38 @@ class GenConfig:
         knows the log-probabilities of the whole distribution only. Evaluation may use them."""
         whole = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
+
+
+@dataclass
+class EngineConfig:
+    """What samples tokens, in training and in evaluations (docs/asynchronous.md)."""
+
+    name: str = option("embedded", "This engine generates tokens.", choices=("embedded", "vllm"))
+    vllm_url: str | None = option(
+        None, "Tokens come from the vLLM server at this URL; without one every worker that generates starts a server."
+    )
+    vllm_executable: str = option("vllm", "vLLM is started with this command.")
+    max_model_len: int | None = option(
+        None,
+        "A vLLM server that is started takes sequences of this many tokens; without a number, what an episode may hold "
+        "(rollout.max_total_tokens).",
+        at_least=1,
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "A vLLM server that is started uses this share of a GPU's memory; without a number, what vLLM uses by itself.",
+        above=0,
+        at_most=1,
+    )
+    tensor_parallel_size: int = option(
+        1, "A vLLM server that is started spreads the model over this many devices.", at_least=1
+    )
+
+    def problems(self, name: str) -> Iterator[str]:
+        """An option of vLLM does nothing for another engine, nor one of a server that is started for another server."""
+        unused = {} if self.name == "vllm" else {every.name: "name" for every in fields(self) if every.name != "name"}
+        if self.vllm_url is not None and not unused:
+            unused = {every.name: "vllm_url" for every in fields(self) if every.name not in ("name", "vllm_url")}
+        for option_name, cause in unused.items():
+            if getattr(self, option_name) != getattr(EngineConfig, option_name):
+                yield f"{name}.{option_name}: has no effect with {name}.{cause}={getattr(self, cause)}"

@@ -28,7 +28,9 @@ class VllmOptions:
     """Holds options of a server.
 
     ``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice); ``kv_cache_gib``: its
-    memory for keys and values. ``max_model_len``: longest sequence (None: the model's). ``eager``: no graph capture.
+    memory for keys and values. ``max_model_len``: longest sequence (None: the model's).
+    ``gpu_memory_utilization``: share of a GPU's memory (None: its own choice); ``tensor_parallel_size``: devices that
+    hold the model together. ``eager``: no graph capture.
     ``chunked_prefill``: prompts may be computed in parts, which ends a CPU server when a request has a seed.
     ``arguments``: further arguments of ``vllm serve``.
     """
@@ -37,6 +39,8 @@ class VllmOptions:
     threads: int | None = None
     kv_cache_gib: int = 1
     max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    tensor_parallel_size: int = 1
     eager: bool = True
     chunked_prefill: bool = False
     arguments: tuple[str, ...] = ()
@@ -161,6 +165,10 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
         command.append("--enforce-eager")
     if options.max_model_len is not None:
         command += ["--max-model-len", str(options.max_model_len)]
+    if options.gpu_memory_utilization is not None:
+        command += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
+    if options.tensor_parallel_size > 1:
+        command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
     return [*command, *options.arguments]
 
 

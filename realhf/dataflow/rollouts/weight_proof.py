@@ -1,4 +1,4 @@
-"""Compares what engines say that they hold with what the trainer published, and keeps the digest of every version."""
+"""Keeps the digest of every version that was published, and which engines held it."""
 
 from __future__ import annotations
 
@@ -12,37 +12,6 @@ from realhf.api.generation import WeightsManifest
 from realhf.base.tensor_digest import joint_digest
 
 WEIGHTS_FILE = "weights.jsonl"
-
-
-class WrongWeights(RuntimeError):
-    """An engine holds, or computes with, other weights than those that it was given: what it samples proves nothing."""
-
-
-def check_held(worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer, before: int) -> None:
-    """Raise WrongWeights where an engine does not hold the tensors of the manifest, or did not hold those of version
-    ``before`` until now. The error names the tensor, what was expected and what was found."""
-    if answer.changed:
-        first = answer.changed[0]
-        raise WrongWeights(
-            f"{worker}: {first.name} changed while version {before} was in use: its digest was {first.before} and is "
-            f"{first.now} ({_share(len(answer.changed), manifest)}); what it sampled since is not of these weights"
-        )
-    if answer.held is None:
-        return
-    wrong: list[str] = []
-    for slot in manifest.slots:
-        held = answer.held.get(slot.name)
-        expected = slot.digest if held is None or held.dtype == slot.dtype else held.expected
-        if held is None or held.digest != expected:
-            found = "nothing of that name" if held is None else f"{held.digest} ({held.dtype})"
-            wrong.append(f"{slot.name} should have digest {expected}, found {found}")
-    if wrong:
-        share = _share(len(wrong), manifest)
-        raise WrongWeights(f"{worker} does not hold the weights of version {manifest.version}: {wrong[0]} ({share})")
-
-
-def _share(count: int, manifest: WeightsManifest) -> str:
-    return f"{count} of {len(manifest.slots)} tensors"
 
 
 class WeightRecord:

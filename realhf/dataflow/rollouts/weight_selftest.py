@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
 from realhf.api.calls import PROBE_WEIGHTS, TRIAL_CHANGE, TRIAL_RESTORE, Probe, ProbeRequest
 from realhf.dataflow.caller import Caller, ask
-from realhf.dataflow.rollouts.weight_proof import WrongWeights
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
+from realhf.dataflow.weight_checks import WrongWeights, verdict
 from realhf.transport.errors import WorkerDied
 
 ATTEMPTS = 3
 """So often is the test begun while every engine that takes part in it dies."""
-NEAR = 0.2
-"""Mean distance of an engine's log-probabilities under the changed weights from the trainer's, as a share of how far
-the change moved the trainer's. Rounding in bf16 is a few hundredths; an engine that computes with another matrix is
-near 1."""
-STIR = 0.01
-"""Share of the same within which an engine that is not exact in itself may miss what it said before the change."""
 _LOOK_S = 0.1
 _log = logging.getLogger(__name__)
 
@@ -104,41 +96,3 @@ class SelfTest:
             )
         if back != old:
             self._warn(f"{worker} is not exact: the same weights gave {back.logprobs}, before {old.logprobs}")
-
-
-def verdict(old: Probe, new: Probe, back: Probe, scores: tuple[Sequence[float], Sequence[float]] | None) -> str:
-    """Return what an engine does wrong, or "". ``old``, ``new`` and ``back``: what it sampled under the first weights,
-    the changed and the first again; ``scores``: what the trainer says about the tokens of ``new`` under the changed and
-    the first weights, None where it cannot."""
-    if not all(math.isfinite(value) for probe in (old, new, back) for value in probe.logprobs):
-        return f"log-probabilities are not finite: {old.logprobs}, {new.logprobs}, {back.logprobs}"
-    if not old.logprobs or not new.logprobs:
-        return "it sampled nothing"
-    if new == old:
-        return (
-            "it ignores updates, or answers from a cache: changed weights left the log-probabilities of the probe as "
-            f"they were, {old.logprobs}"
-        )
-    moved = _distance(old, new)
-    if scores is not None:
-        changed, first = scores
-        moved = fmean(abs(a - b) for a, b in zip(changed, first, strict=True))
-        missed = fmean(abs(a - b) for a, b in zip(new.logprobs, changed, strict=True))
-        if missed > NEAR * moved:
-            return (
-                f"under the changed weights it computes {new.logprobs}, the trainer {list(changed)} for the same "
-                "tokens: a part of its weights, or of its cache, is not of this version"
-            )
-    if back != old and (back.token_ids != old.token_ids or _distance(old, back) > STIR * moved):
-        return (
-            f"with the first weights again it computes {back.logprobs}, before {old.logprobs}: it did not take all of "
-            "the update, or answers from a cache"
-        )
-    return ""
-
-
-def _distance(one: Probe, other: Probe) -> float:
-    """Return the mean difference of the log-probabilities of two probes, or infinity where tokens differ."""
-    if one.token_ids != other.token_ids:
-        return math.inf
-    return fmean(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))

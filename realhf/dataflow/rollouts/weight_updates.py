@@ -31,7 +31,8 @@ from realhf.api.calls import (
 )
 from realhf.api.generation import WeightsManifest
 from realhf.dataflow.caller import Caller, ask
-from realhf.dataflow.rollouts.weight_proof import WeightRecord, WrongWeights, check_held
+from realhf.dataflow.rollouts.weight_proof import WeightRecord
+from realhf.dataflow.weight_checks import WrongWeights, check_held
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
 from realhf.transport.weights.deadline import staging_s
 

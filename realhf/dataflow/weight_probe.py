@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from realhf.api.calls import Probe, ProbeRequest
-from realhf.api.config import AsyncConfig, GenConfig
+from realhf.api.config import GenConfig
 from realhf.api.generation import StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
 
@@ -21,10 +21,10 @@ WAIT_S = 300.0
 """Longest time for one probe, with which a server may compile."""
 
 
-def probe_ids(tokenizer: Any, options: AsyncConfig) -> list[int]:
-    """Return the prefix of an engine."""
+def probe_ids(tokenizer: Any, engine: str, kv_policy: str) -> list[int]:
+    """Return the prefix for an engine of this name."""
     ids = [int(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)]
-    count = LONG if options.engine == "vllm" and options.kv_policy == "recompute" else SHORT
+    count = LONG if engine == "vllm" and kv_policy == "recompute" else SHORT
     return (ids * (count // max(len(ids), 1) + 1))[:count]
 
 
