@@ -22,6 +22,7 @@ from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
+from realhf.backends.training.memory import Heap, named_shortage
 from realhf.backends.training.micro_batches import Part, parts_of
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
@@ -57,6 +58,7 @@ class TorchEngine:
         self._forward = PackedForward(model)
         self._place_weights()
         self._ranks: Ranks = SingleRank() if ranks is None else ranks
+        self._heap = Heap()
         self._checkpointing = gradient_checkpointing and optimizer is not None
         if self._checkpointing:
             model.activation_checkpointing_enable()
@@ -143,10 +145,12 @@ class TorchEngine:
             return loss
 
         for part in parts:
-            loss = self._within(part.empty, lambda part=part: loss_of(part))
-            if loss.requires_grad:
-                loss.backward()
-                account.backward = True
+            with named_shortage(part.positions, len(part.rows), spec.max_tokens_per_mb):
+                loss = self._within(part.empty, lambda part=part: loss_of(part))
+                if loss.requires_grad:
+                    loss.backward()
+                    account.backward = True
+            self._heap.give_back()
         for _ in range(others):
             self._within(False, self._forward.nothing).backward()
         return account
@@ -190,7 +194,9 @@ class TorchEngine:
             parts = self._parts(sample, mb_spec)
             others = self._passes_of_others(parts)
             for part in parts:
-                found = self._within(part.empty, lambda part=part: found_in(part))
+                with named_shortage(part.positions, len(part.rows), mb_spec.max_tokens_per_mb):
+                    found = self._within(part.empty, lambda part=part: found_in(part))
+                self._heap.give_back()
                 if found.shape != part.place.shape:
                     raise ValueError(f"forward: post_fn returned {tuple(found.shape)}, not {tuple(part.place.shape)}")
                 result[part.place] = found.float().cpu()
