@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from realhf.api.calls import (
 )
 from realhf.api.experiment import ExperimentSpec
 from realhf.api.parallel import Parallel
-from realhf.dataflow.caller import Caller, ask
-from realhf.dataflow.group_call import GroupNumbers, gather_weights
+from realhf.base.messages import Call
+from realhf.dataflow.caller import A, Caller, Q, ask
+from realhf.dataflow.group_call import GroupNumbers, first_failure, gather_weights
 
 
 class Roles:
@@ -57,10 +57,7 @@ class Roles:
         if members:
             answer = await ask(self._caller, members[0], OPEN_WORLD, Nothing(), timeout_s=self._timeout_s)
             world = answer.address
-        request = InitializeRequest(world)
-        await asyncio.gather(
-            *(ask(self._caller, worker, INITIALIZE, request, timeout_s=self._timeout_s) for worker in self.workers)
-        )
+        await self._of_all(INITIALIZE, [InitializeRequest(world)] * len(self.workers))
 
     async def gather_weights(self, role: str) -> None:
         """Bring the whole weights together on the first worker of a role whose model is cut over workers: it acts alone
@@ -73,22 +70,31 @@ class Roles:
     async def save(self, folder: Path) -> list[SavedFile]:
         """Have every worker write its state below ``folder``; return what they wrote. Each has a folder of its own
         there, and a role whose workers train together has one for all of them."""
-        answers = await asyncio.gather(
-            *(
-                ask(self._caller, worker, SAVE, self._request(worker, folder), timeout_s=self._timeout_s)
-                for worker in self.workers
-            )
-        )
+        answers = await self._of_all(SAVE, [self._request(worker, folder) for worker in self.workers])
         return [file for answer in answers for file in answer.files]
 
     async def restore(self, folder: Path) -> None:
         """Have every worker read its state, from where it lies: a checkpoint may have been made by other workers."""
-        await asyncio.gather(
-            *(
-                ask(self._caller, worker, RESTORE, self._request(worker, folder), timeout_s=self._timeout_s)
-                for worker in self.workers
-            )
-        )
+        await self._of_all(RESTORE, [self._request(worker, folder) for worker in self.workers])
+
+    async def _of_all(self, call: Call[Q, A], requests: Sequence[Q]) -> list[A]:
+        """Send its request to every worker; return the answers. Raises the failure of the worker that failed by itself:
+        those that compute together with it fail as well."""
+        futures = [
+            self._caller.call(worker, call.name, call.pack(request), timeout_s=self._timeout_s)
+            for worker, request in zip(self.workers, requests, strict=True)
+        ]
+        try:
+            failed = await first_failure(self._caller, self.workers, futures, together=bool(self._spec.world))
+            if failed is not None:
+                raise failed.cause
+            return [
+                call.unpack_answer(future.result(), worker)
+                for worker, future in zip(self.workers, futures, strict=True)
+            ]
+        finally:
+            for future in futures:
+                future.cancel()
 
     def _request(self, worker: str, folder: Path) -> CheckpointRequest:
         own = folder / worker.replace("/", "-")
