@@ -78,8 +78,8 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool 
     if problem := _unlike(model, report, with_head):
         raise ModelLoadError(f"{role}.path={path}: {problem}")
     model.eval()
-    if not _looks_back_only(model):
-        raise ModelLoadError(f"{role}.path={path}: {type(model).__name__} looks at later tokens, so it cannot generate")
+    if problem := _odd_logits(model):
+        raise ModelLoadError(f"{role}.path={path}: {problem}")
     return model
 
 
@@ -117,14 +117,18 @@ def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | Non
 
 
 @torch.inference_mode()
-def _looks_back_only(model: Any) -> bool:
-    """Whether a prediction does not depend on later tokens. Bidirectional encoders load as causal models, too."""
-    texts = (
-        torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % model.get_input_embeddings().weight.shape[0]
-    )
+def _odd_logits(model: Any) -> str | None:
+    """Return why a model cannot be sampled from: its logits are no numbers, or depend on later tokens, as those of an
+    encoder do that is loaded as a causal model."""
+    size = model.get_input_embeddings().weight.shape[0]
+    texts = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % size
     one, other = model(input_ids=texts, use_cache=False).logits[:, :2].float()
+    if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
+        return "its logits are not finite; the checkpoint is damaged"
     rounding = max(1e-4, 4 * torch.finfo(model.dtype).eps) * float(one.abs().max())
-    return torch.allclose(one, other, rtol=0.0, atol=rounding)
+    if torch.allclose(one, other, rtol=0.0, atol=rounding):
+        return None
+    return f"{type(model).__name__} looks at later tokens, so it cannot generate"
 
 
 def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:

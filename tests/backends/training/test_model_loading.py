@@ -43,6 +43,14 @@ def test_a_checkpoint_of_another_architecture_or_vocabulary_is_refused(folder: P
         load_causal_lm(str(folder), "actor", torch.float32)
 
 
+def test_a_checkpoint_whose_logits_are_no_numbers_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"actor.path=.*: its logits are not finite; the checkpoint is damaged"):
+        load_causal_lm(str(folder), "actor", torch.float32)
+
+
 def test_what_is_no_dense_decoder_is_refused(tmp_path: Path) -> None:
     MambaConfig(vocab_size=97, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
     with pytest.raises(ModelLoadError, match="state-space or linear layers"):
