@@ -33,7 +33,7 @@ from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.generation import Done, StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
-from realhf.backends.streaming_engines import make_streaming_generator
+from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.base.garbage import settle
 from realhf.dataflow.weight_probe import WeightProbe, probe_ids
@@ -180,9 +180,9 @@ class GenerationWorker:
         )
         self._gate = VersionGate(lambda: self._engine.version)
         self._held = HeldWeights(self._engine)
-        self._probe = WeightProbe(
-            self._engine, probe_ids(tokenizer, model.engine.name, spec.options.kv_policy), spec.options.kv_policy
-        )
+        policy = spec.options.kv_policy
+        prefix = probe_ids(tokenizer, model.engine.name, policy, longest_sequence(model))
+        self._probe = WeightProbe(self._engine, prefix, policy)
         self._kept = KeptWeights(self._engine)
         self._stack.callback(self._kept.unpin, Nothing())
         self._service = ServiceServer(name, run_id, self._on_request)

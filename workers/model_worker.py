@@ -198,7 +198,7 @@ class ModelWorker:
     def _served(self, model: ModelSpec, engine: Any) -> Any:
         """Start a generation engine beside a trainer's; it ends with this worker. Raises ValueError for a role on
         several workers."""
-        from realhf.backends.streaming_engines import make_streaming_generator
+        from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 
         if len(model.workers) > 1:
             raise ValueError(
@@ -217,12 +217,13 @@ class ModelWorker:
                 on_death=_log.error,
             )
         )
+        limit = min(engine.generator().context_limit, longest_sequence(model) or sys.maxsize)
         served = ServedGeneration(
             engine,
             generator,
             name=f"the {model.engine.name} server of {model.role}",
-            context_limit=engine.generator().context_limit,
-            probe=probe_ids(engine.tokenizer, model.engine.name, "recompute"),
+            context_limit=limit,
+            probe=probe_ids(engine.tokenizer, model.engine.name, "recompute", limit),
             timeout_s=config.call_timeout_s,
         )
         return ServedEngine(engine, served)

@@ -91,7 +91,7 @@ def _vllm_server(
         options=VllmOptions(
             dtype=model.dtype,
             threads=options.generation_threads,
-            max_model_len=_longest(model),
+            max_model_len=longest_sequence(model),
             gpu_memory_utilization=wanted.gpu_memory_utilization,
             tensor_parallel_size=wanted.tensor_parallel_size,
         ),
@@ -112,7 +112,7 @@ def _vllm_server(
         server.stop()
 
 
-def _longest(model: ModelSpec) -> int | None:
+def longest_sequence(model: ModelSpec) -> int | None:
     """Return the configured length of sequences, within the model's context: vLLM refuses a longer one."""
     config = Path(model.path) / "config.json"
     if model.engine.max_model_len is None or not config.is_file():

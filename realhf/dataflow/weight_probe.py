@@ -21,11 +21,12 @@ WAIT_S = 300.0
 """Longest time for one probe, with which a server may compile."""
 
 
-def probe_ids(tokenizer: Any, engine: str, kv_policy: str) -> list[int]:
-    """Return the prefix for an engine of this name."""
-    ids = [int(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)]
+def probe_ids(tokenizer: Any, engine: str, kv_policy: str, limit: int | None) -> list[int]:
+    """Return the prefix for an engine of this name, which takes sequences of ``limit`` tokens."""
+    ids = [int(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)] or [0]
     count = LONG if engine == "vllm" and kv_policy == "recompute" else SHORT
-    return (ids * (count // max(len(ids), 1) + 1))[:count]
+    room = count if limit is None else max(1, min(count, limit - NEW_TOKENS))
+    return (ids * (room // len(ids) + 1))[:room]
 
 
 class WeightProbe:

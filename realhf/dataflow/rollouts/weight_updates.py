@@ -136,6 +136,9 @@ class WeightUpdates:
     def _take(self, manifest: WeightsManifest) -> None:
         self._manifest = manifest
         self._record.published(manifest)
+        if self._lag is not None:
+            self._lag.cancel()  # it was about the version before
+            self._lag = None
         self._began = asyncio.get_running_loop().time()
         for worker in list(self._versions):
             self._begin(worker)

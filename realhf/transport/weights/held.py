@@ -24,6 +24,8 @@ class HeldWeights:
 
     def changed(self) -> list[ChangedTensor]:
         """Return the tensors that are not what they were after the last update."""
+        if not self._held:
+            return []
         now = self._engine.weight_digests(list(self._held))
         return [
             ChangedTensor(name, before.digest, now[name].digest if name in now else "nothing")
