@@ -203,8 +203,9 @@ class Engine(Protocol):
         views, which the next train step changes."""
         ...
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write weights, optimizer and version into ``folder``, so that ``load_checkpoint`` continues exactly there."""
+    def save_checkpoint(self, folder: Path) -> list[Path] | None:
+        """Write weights, optimizer and version into ``folder``, so that ``load_checkpoint`` continues exactly there.
+        Return the files that this worker wrote; None: all that are there. Ranks of a role share the folder."""
         ...
 
     def load_checkpoint(self, folder: Path) -> None:

@@ -54,6 +54,8 @@ def empty_like(model: Any) -> Any:
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
         whole = ValueModel(made) if isinstance(model, ValueModel) else made
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        whole.generation_config = generation  # It is exported with the weights.
     return whole.eval()
 
 

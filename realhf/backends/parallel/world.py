@@ -1,7 +1,7 @@
 """Brings the workers of a run that train together into one *world*, and makes a process group for each role.
 
-They meet at a store that the first of them serves on the loopback: a run has one host. Nothing but a worker that knows
-the run's address gets in, and only from this machine.
+They meet at a store that the first of them serves on the loopback, as all sockets of a run do: it carries no
+authentication, and nothing outside this machine reaches it.
 """
 
 from __future__ import annotations
