@@ -56,14 +56,28 @@ class PolicyOptimizer:
         """The parameters of the module that are trained."""
         return self._parameters
 
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """What gradients add up in, fp32: the parameters, or their master copies."""
+        return self._masters
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for p in self._parameters:
+        for p in (*self._parameters, *self._masters):
             p.grad = None
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients of one micro-batch to those of the master copies, which take the digits that a narrower sum
+        would lose. Parameters that have none add up by themselves."""
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                parameter.grad = None
 
     def gradient_norm(self) -> float:
         """Return the global L2 norm of the gradients, before clipping; fp32. 0 without any gradient."""
-        grads = [p.grad.float() for p in self._parameters if p.grad is not None]
+        grads = [p.grad for p in self._masters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -73,12 +87,9 @@ class PolicyOptimizer:
         rate = learning_rate(self._config, version, self._total)
         limit = self._config.gradient_clipping
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if parameter.grad is not None:
-                if scale < 1.0:
-                    parameter.grad.mul_(scale)
-                if master is not parameter:
-                    master.grad = parameter.grad.float()
+        for master in self._masters:
+            if master.grad is not None and scale < 1.0:
+                master.grad.mul_(scale)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()

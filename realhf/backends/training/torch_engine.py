@@ -118,9 +118,9 @@ class TorchEngine:
             self._generator.release()
         optimizer.zero_grad()
         with self._training(), self._threads.computing():
-            account = self._passes(sample, loss_fn, mb_spec, normaliser)
+            account = self._passes(sample, loss_fn, mb_spec, normaliser, optimizer.accumulate)
             stats, backward, kept = account.summed(self._ranks)
-            self._ranks.sum_gradients(optimizer.parameters)
+            self._ranks.sum_gradients(optimizer.masters)
         norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
         if not math.isfinite(norm):
             optimizer.zero_grad()
@@ -130,8 +130,15 @@ class TorchEngine:
         optimizer.zero_grad()
         return TrainResult(stats, norm, skipped=False, kept=kept)
 
-    def _passes(self, sample: SequenceSample, loss_fn: LossFn, spec: MicroBatchSpec, normaliser: float) -> StepAccount:
-        """Go forward and backward through the micro-batches of this rank."""
+    def _passes(
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        spec: MicroBatchSpec,
+        normaliser: float,
+        accumulate: Callable[[], None],
+    ) -> StepAccount:
+        """Go forward and backward through the micro-batches of this rank; ``accumulate`` takes the gradient of each."""
         account = StepAccount(_shifted_size(sample))
         parts = self._parts(sample, spec)
         others = self._passes_of_others(parts)
@@ -149,10 +156,12 @@ class TorchEngine:
                 loss = self._within(part.empty, lambda part=part: loss_of(part))
                 if loss.requires_grad:
                     loss.backward()
+                    accumulate()
                     account.backward = True
             self._heap.give_back()
         for _ in range(others):
             self._within(False, self._forward.nothing).backward()
+            accumulate()
         return account
 
     def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:

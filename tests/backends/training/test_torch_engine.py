@@ -15,7 +15,7 @@ from realhf.api.config import GenConfig, LRSchedule, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import ForwardOutputs, GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.optimizer import learning_rate
+from realhf.backends.training.optimizer import PolicyOptimizer, learning_rate
 from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
 
@@ -156,6 +156,20 @@ def test_bf16_keeps_updates_too_small_for_its_own_digits(tiny_model: Any, ragged
     train(engine, ragged_sample(GROUPS))
     moved = [float((m - old).abs().max()) for m, old in zip(engine._optimizer._masters, masters, strict=True)]
     assert max(moved) == pytest.approx(1e-5, rel=0.2)
+
+
+def test_gradients_of_narrow_weights_add_up_in_fp32() -> None:
+    """A sum of ones in bf16 would stay at 256."""
+    layer = torch.nn.Linear(3, 2).bfloat16()
+    optimizer = PolicyOptimizer(layer, OptimizerConfig(), 1)
+    for _ in range(1000):
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.accumulate()
+    assert optimizer.gradient_norm() == pytest.approx(1000 * math.sqrt(8))
+    assert all(p.grad is None for p in layer.parameters())
+    optimizer.zero_grad()
+    assert optimizer.gradient_norm() == 0
 
 
 def test_export_loads_and_replaces(tiny_model: Any, ragged_sample: Any, tmp_path: Path) -> None:
