@@ -236,9 +236,18 @@ def test_every_experiment_of_the_house_is_valid(name: str, capsys):
 
 
 @pytest.mark.parametrize(("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in choices(g)])
-def test_every_choice_of_every_group_is_valid(group: str, choice: str):
+def test_every_choice_of_every_group_is_valid(group: str, choice: str, tiny_policy: Path):
+    """A model that a command has to make first is stood in for by another one."""
     experiment = "grpo_aws" if group != "env" or choice in ("small", "large") else "grpo"
-    check_config(compose_config([f"experiment={experiment}", f"{group}={choice}"]).config)
+    made = [f"actor.path={tiny_policy}"] if choice == "smollm2_135m" else []
+    check_config(compose_config([f"experiment={experiment}", f"{group}={choice}", *made]).config)
+
+
+def test_a_model_that_was_not_made_names_the_command(tmp_path: Path, monkeypatch):
+    """The folder is looked for where the run is started."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"actor\.path=models/smollm2_135m: no such folder; `make model` makes it"):
+        check_config(compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config)
 
 
 def test_a_model_wins_over_an_environment():
