@@ -14,6 +14,8 @@ _KINDS = ("layer_types", "layers_block_type", "block_types")
 _STATE_SPACE = ("mamba", "rwkv", "xlstm", "recurrent_gemma", "zamba", "lfm2")
 _STATE_OPTIONS = ("mamba", "ssm_", "state_size", "conv_L_cache", "rwkv", "linear_conv_kernel", "linear_num")
 """Beginnings of options that only models with a running state have; older files say nothing of layer types."""
+_OWN_WINDOWS = ("attention_types", "attention_layers", "keep_window_size")
+"""Options of models that cut what a token sees down by themselves, by columns, whatever mask they are given."""
 _ALIBI = frozenset({"bloom", "mpt"})
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 """Ends of the names of classes that may be decoders; a bare ``Model`` is what a critic leaves."""
@@ -43,6 +45,8 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
         if kind.startswith(_STATE_SPACE) or marks:
             told = f"{kind!r} with {marks[0]}" if marks else repr(kind)
             yield f"it has state-space or linear layers ({told}), whose state is not keys and values for each token"
+    if windowed := next((name for name in _OWN_WINDOWS if _local(text.get(name))), None):
+        yield f"{windowed} gives its layers a window of their own, which generation from cached rows does not have"
     if kind in _ALIBI or text.get("alibi") is True:
         yield f"{kind!r} tells positions by ALiBi, which generation from cached rows does not have"
     if quantized := config.get("quantization_config"):
@@ -50,6 +54,13 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
         yield f"its weights are quantized ({method or 'by an unknown method'}); save them in float32 or bfloat16 first"
     if (width := _odd_head(text)) is not None:
         yield f"its attention heads are {width} wide, and rotary positions need an even number"
+
+
+def _local(option: Any) -> bool:
+    """Return whether an option is a window, or names a local layer anywhere in its lists."""
+    if isinstance(option, list):
+        return any(_local(item) for item in option if not isinstance(item, int))
+    return option == "local" or (isinstance(option, int) and option > 0)
 
 
 def _odd_head(text: Mapping[str, Any]) -> int | None:
