@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, LossFn, PostFn, TrainResult, logprobs_by
@@ -185,7 +186,8 @@ class TorchEngine:
         # Layers recompute activations only in training mode; dropout is off in either.
         self.model.train(self._checkpointing)
         try:
-            yield
+            with _without_dropout(self.model.config):
+                yield
         finally:
             self.model.eval()
 
@@ -287,8 +289,24 @@ def _shifted_size(sample: SequenceSample) -> int:
 
 
 def _disable_dropout(model: nn.Module) -> None:
+    """Make every probability of dropout 0 that a module holds, under whatever name."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
+
+
+@contextlib.contextmanager
+def _without_dropout(config: Any) -> Iterator[None]:
+    """Some models read their probabilities from the configuration at every pass. The exported one must keep them."""
+    configs = {id(c): c for c in (config, config.get_text_config())}.values()
+    held = [(c, name, value) for c in configs for name, value in vars(c).items() if "drop" in name]
+    held = [(c, name, value) for c, name, value in held if isinstance(value, float)]
+    try:
+        for c, name, _ in held:
+            setattr(c, name, 0.0)
+        yield
+    finally:
+        for c, name, value in held:
+            setattr(c, name, value)

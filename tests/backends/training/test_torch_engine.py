@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoConfig, OPTConfig
 
 from realhf.api.config import GenConfig, LRSchedule, OptimizerConfig
 from realhf.api.experiment import ModelSpec
@@ -18,6 +18,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.optimizer import PolicyOptimizer, learning_rate
 from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
+from tests.backends.conftest import VOCABULARY
 
 GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.2, lr_scheduler_type=LRSchedule.cosine)
@@ -89,6 +90,28 @@ def test_microbatches_and_gradient_checkpointing_change_nothing(tiny_model: Any,
         assert other.stats["nll_sum"] == pytest.approx(whole.stats["nll_sum"], rel=1e-5)
         assert other.stats["low_max"] == pytest.approx(whole.stats["low_max"], rel=1e-4)
         assert other.grad_norm == pytest.approx(whole.grad_norm, rel=1e-4)
+
+
+def test_checkpointing_leaves_dropout_off(ragged_sample: Any) -> None:
+    """OPT keeps probabilities as plain numbers of its modules, GPT-Neo reads them from the configuration at every
+    pass; the configuration keeps them for the export."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    shape |= {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
+    opt = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32)
+    neo = GPTNeoConfig(**shape, attention_types=[[["global"], 2]], attention_dropout=0.5)
+    for config, name in ((opt, "dropout"), (neo, "attention_dropout")):
+        chance, seen = getattr(config, name), []
+
+        def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+            logprobs, _ = outputs.logprobs()
+            seen.append(logprobs.detach().clone())  # noqa: B023
+            return logprobs.sum(), {}
+
+        engine = engine_of(AutoModelForCausalLM.from_config(config), gradient_checkpointing=True)
+        scores = engine.logprobs(ragged_sample(GROUPS), temperature=1.0, mb_spec=MicroBatchSpec())
+        engine.train_batch(ragged_sample(GROUPS), loss, mb_spec=MicroBatchSpec())
+        torch.testing.assert_close(seen[0], scores, atol=1e-5, rtol=0)
+        assert chance > 0 and getattr(engine.model.config, name) == chance
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
