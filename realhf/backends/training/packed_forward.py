@@ -12,16 +12,19 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.api.sample import SequenceSample
 from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
 from realhf.backends.training.row_pass import RowPass, masks, row_pass
+from realhf.backends.training.row_probe import probe, strayed, tolerance
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import Row, plain_rows, shared_rows
 
+_AGAIN = 5
+"""Rows that are computed once more, each alone, which tells how a model rounds."""
+_UNFIT = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _log = logging.getLogger(__name__)
 
 
@@ -76,37 +79,27 @@ class PackedForward:
     def _follows_masks(self) -> bool:
         """Compare hidden states of sequences that share prefixes with those of the same sequences in rows of their own:
         a model may have positions, masks or states that follow the order of columns."""
-        inputs = _probe(int(self.model.config.get_text_config().vocab_size))
+        inputs = probe(self.model.config)
+        if inputs is None:
+            _log.warning("prefixes are computed for each sequence: the model has a window of its own, too wide to try")
+            return False
         rows = shared_rows(inputs.scored, inputs.tokens)
         alone = plain_rows(rows[0].members, inputs.tokens)
         was_training = self.model.training
         self.model.eval()
         try:
-            together, apart = (self._scored(row_pass(r, inputs)).hidden.float() for r in (rows, alone))
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            together, apart = (self._scored(row_pass(r, inputs)).hidden for r in (rows, alone))
+            again = torch.cat([self._scored(row_pass([row], inputs)).hidden for row in alone[:_AGAIN]])
+        except _UNFIT as error:
             _log.warning("prefixes are computed for each sequence: the model takes no mask of rows (%s)", error)
             return False
         finally:
             self.model.train(was_training)
-        tolerance = 1e-3 if self._dtype == torch.float32 else 0.1
-        off = float((together - apart).abs().max() / apart.abs().max().clamp(min=1e-6))
-        if len(rows) == 1 and off <= tolerance:
+        off, own = strayed(together, apart), strayed(again, apart[: len(again)])
+        if len(rows) == 1 and off <= tolerance(self._dtype, own):
             return True
         _log.warning("prefixes are computed for each sequence: in shared rows hidden states are %.1e off", off)
         return False
-
-
-def _probe(vocabulary: int) -> SequenceInputs:
-    """Make five sequences that part twice, all of whose positions are scored."""
-    draw = np.random.default_rng(0)
-    stem, twig = draw.integers(0, vocabulary, 9), draw.integers(0, vocabulary, 5)
-    tails = [draw.integers(0, vocabulary, n) for n in (4, 7, 3, 6)]
-    tokens = [np.concatenate([stem, twig, tails[0]]), np.concatenate([stem, twig, tails[1]]), stem]
-    tokens += [np.concatenate([stem, tail]) for tail in tails[2:]]
-    asked = [np.arange(len(sequence)) for sequence in tokens]
-    ends = np.cumsum([len(sequence) for sequence in tokens])
-    place = [end - len(own) + own for end, own in zip(ends, asked, strict=True)]
-    return SequenceInputs(tokens, asked, tokens, place, int(ends[-1]))
 
 
 def heads_of(model: Any) -> Heads:

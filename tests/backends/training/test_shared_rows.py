@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, MistralConfig, Phi3Config
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GPTNeoConfig, MistralConfig, Phi3Config
 
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs
@@ -20,6 +20,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import parts_of
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.ranks import SingleRank
+from realhf.backends.training.row_probe import own_windows, probe
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import layout, shared_rows, split_row, visible
 from realhf.backends.training.torch_engine import TorchEngine
@@ -156,11 +157,56 @@ def test_a_model_that_follows_no_mask_falls_back(tiny_model: Any, caplog: pytest
     assert bool((outputs.logprobs()[0][outputs.place] < 0).all())
 
 
-def test_bf16_models_share_rows(tiny_model: Any) -> None:
+@pytest.mark.parametrize("window", [64, 300])
+def test_a_model_with_a_window_of_columns_shares_nothing(window: int) -> None:
+    """GPT-Neo cuts what a token sees by columns, whatever the mask says, and in a shared row siblings stand between a
+    token and its prefix."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    config = GPTNeoConfig(
+        **shape, attention_types=[[["global", "local"], 1]], window_size=window, max_position_embeddings=512
+    )
+    config.bos_token_id = config.eos_token_id = 1
+    torch.manual_seed(0)
+    assert not PackedForward(AutoModelForCausalLM.from_config(config).eval()).shares
+
+
+def test_windows_are_tried_up_to_a_width(tiny_model: Any) -> None:
+    """Known ones are those of our own masks; a number of layers is none."""
+    config = MistralConfig(sliding_window=4096, max_window_layers=28)
+    assert own_windows(config) == [] and probe(config) is not None
+    config.keep_window_size = 4096
+    assert own_windows(config) == [4096] and probe(config) is None
+    config.keep_window_size = 100
+    narrow = probe(config)
+    assert narrow is not None
+    (row,) = shared_rows(narrow.scored, narrow.tokens)
+    assert row.length > 100 + 9 + 5 + 7 and max(len(sequence) for sequence in narrow.tokens) < 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("broken", ["positions", "mask"])
+def test_a_model_that_drops_positions_or_masks_shares_nothing(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, broken: str
+) -> None:
+    model = tiny_model("llama").to(dtype)
+    assert PackedForward(model).shares
+    whole = model.get_decoder().forward
+    dropped = {"positions": "position_ids", "mask": "attention_mask"}[broken]
+    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, dropped: None}))
+    assert not PackedForward(model).shares
+
+
+@torch.no_grad()
+def test_bf16_models_share_rows(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores differ by rounding, and by much more where a token sees its siblings."""
     model = tiny_model("llama").bfloat16()
     forward, sample = PackedForward(model), group_batch()
     assert forward.shares
     inputs = SequenceInputs.of(sample)
     (part,) = parts_of(sample, MicroBatchSpec(), SingleRank(), share=True)
-    together, apart = forward(sample, part.rows).logprobs()[0], forward(sample).logprobs()[0]
-    assert inputs.size == len(together) and float((together - apart).abs().mean()) < 0.1
+    apart = forward(sample).logprobs()[0]
+    rounding = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
+    whole = model.get_decoder().forward
+    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, "attention_mask": None}))
+    wrong = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
+    assert inputs.size == len(apart) and rounding < 0.05 < 0.2 < wrong, (rounding, wrong)
