@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from realhf.api.config import AllocationConfig, ConfigError
 from realhf.api.experiment import ExperimentSpec
-
-DRIVER = Path("/proc/driver/nvidia/gpus")
-"""The driver has an entry here for each GPU of the machine."""
+from realhf.scheduler.gpus import VISIBLE, visible_gpus
 
 
-def allocate(spec: ExperimentSpec, allocation: AllocationConfig, driver: Path = DRIVER) -> dict[str, int]:
-    """Return the GPU of each worker that computes, by its name; {} where none are named. Raises ConfigError with the
-    numbers that are needed and available."""
-    gpus = list(allocation.gpus)
-    if not gpus:
-        return {}
+def allocate(spec: ExperimentSpec, allocation: AllocationConfig, there: int | None = None) -> dict[str, int]:
+    """Return the GPU of each worker that computes, by its name, as a number among the ``there`` GPUs that this process
+    sees (None: it counts them). With none named: {}, unless a role trains on several workers with GPUs, which need
+    different ones. Raises ConfigError with the numbers that are needed and available."""
+    there = len(visible_gpus()) if there is None else there
     models = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
     players = [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
+    if not allocation.gpus:
+        return _one_each(spec, models, players, there) if there else {}
+    gpus = list(allocation.gpus)
     needed = len(models) if allocation.share else len(models) + len(players)
     if len(gpus) < needed:
         further = "" if allocation.share or not players else f" and {len(players)} generation worker(s)"
@@ -26,9 +24,33 @@ def allocate(spec: ExperimentSpec, allocation: AllocationConfig, driver: Path = 
             f"allocation.gpus={gpus}: {len(models)} model worker(s){further} need {needed} GPUs, {len(gpus)} are named"
             + ("; allocation.share=true puts generation beside training" if further else "")
         )
-    there = len([*driver.glob("*")]) if driver.is_dir() else 0
     if missing := [gpu for gpu in gpus if gpu >= there]:
-        raise ConfigError(f"allocation.gpus={gpus}: this machine has {there} GPUs, so no number {missing[0]}")
+        raise ConfigError(
+            f"allocation.gpus={gpus}: {there} GPUs are visible here (those of {VISIBLE}, or else of this machine), so "
+            f"there is no number {missing[0]}"
+        )
     given = dict(zip(models, gpus, strict=False))
     turns = gpus[: len(models)] if allocation.share else gpus[len(models) :]
     return given | {name: turns[number % len(turns)] for number, name in enumerate(players)}
+
+
+def _one_each(spec: ExperimentSpec, models: list[str], players: list[str], there: int) -> dict[str, int]:
+    """Return different GPUs for all workers where a role trains on several of them with GPUs, else {}: NCCL refuses two
+    ranks on one GPU. Raises ConfigError."""
+    together = [
+        model
+        for model in spec.models.values()
+        if model.parallel.size > 1 and not str(model.backend_args.get("device", "auto")).startswith("cpu")
+    ]
+    if not together:
+        return {}
+    workers = [*models, *players]
+    if there < len(workers):
+        further = f" and {len(players)} generation worker(s)" if players else ""
+        beside = "; allocation.gpus with allocation.share=true puts generation beside training" if further else ""
+        raise ConfigError(
+            f"allocation.gpus=[]: {together[0].role} trains on {together[0].parallel.size} workers, each with a GPU of "
+            f"its own; {len(models)} model worker(s){further} need {len(workers)} GPUs, {there} are visible here"
+            f"{beside}; an empty {VISIBLE} in the environment of the launcher keeps the run on the CPU"
+        )
+    return {name: number for number, name in enumerate(workers)}

@@ -15,8 +15,8 @@ class WorkerSpec:
 
     Its standard error goes to ``log``, and its standard output too, unless ``events`` is set: then every line of
     standard output is handed out as a ``WorkerLine``. ``niceness`` (0 to 19) says how far the worker and what it starts
-    give way to others where cores are short. ``gpu`` is the only GPU that the worker sees; None: those that its starter
-    sees.
+    give way to others where cores are short. ``gpu`` is the only GPU that the worker sees, numbered among those that
+    its starter sees; None: all of these.
     """
 
     name: str
@@ -65,8 +65,9 @@ class Scheduler(Protocol):
     thread."""
 
     def start(self, spec: WorkerSpec) -> None:
-        """Start a worker. Raises OSError if the process cannot be made, ValueError on a name in use. The name of a
-        worker that has ended is free again; processes that it left behind are killed first."""
+        """Start a worker. Raises OSError if the process cannot be made, ValueError on a name in use or a GPU
+        that is not there. The name of a worker that has ended is free again; processes that it left behind are killed
+        first."""
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:

@@ -15,6 +15,7 @@ from typing import IO
 import psutil
 
 from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.gpus import with_one_gpu
 
 _KILL_DEADLINE_S = 5.0
 """How long killed processes may take to disappear."""
@@ -56,6 +57,7 @@ class LocalScheduler:
             if before.process.poll() is None:
                 raise ValueError(f"worker {spec.name} was started already")
             self._kill_orphans(before)
+        environment = None if spec.gpu is None else with_one_gpu(spec.gpu)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         log_from = log.tell()
@@ -67,7 +69,7 @@ class LocalScheduler:
             stdout=subprocess.PIPE if spec.events else log,
             stderr=log,
             start_new_session=True,
-            env=None if spec.gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(spec.gpu)},
+            env=environment,
         )
         child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from)
         self._children[spec.name] = child

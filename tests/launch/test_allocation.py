@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from realhf.launch.allocation import allocate
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.scheduler.base import WorkerExit, WorkerSpec
+from realhf.scheduler.gpus import VISIBLE
 from realhf.scheduler.local import LocalScheduler
 
 
@@ -19,38 +21,49 @@ def spec_of(*arguments: str):
     return build_experiment(compose_config(["experiment=grpo_aws_async", *arguments])).spec
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> Path:
-    for number in range(4):
-        (tmp_path / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
-    return tmp_path / "gpus"
-
-
-def test_each_worker_that_computes_gets_one(driver: Path):
+def test_each_worker_that_computes_gets_one():
     spec = spec_of("actor.workers=[0,1]", "actor.backend=ddp", "async_rl.n_generation_workers=2", "ref.workers=[0]")
     workers = ["model_worker/0", "model_worker/1", "generation/0", "generation/1"]
-    assert allocate(spec, AllocationConfig(), driver) == {}
-    apart = allocate(spec, AllocationConfig(gpus=[3, 2, 1, 0]), driver)
+    assert allocate(spec, AllocationConfig(), 0) == {}
+    apart = allocate(spec, AllocationConfig(gpus=[3, 2, 1, 0]), 4)
     assert apart == dict(zip(workers, [3, 2, 1, 0], strict=True))
-    beside = allocate(spec, AllocationConfig(gpus=[1, 2], share=True), driver)
+    beside = allocate(spec, AllocationConfig(gpus=[1, 2], share=True), 4)
     assert beside == dict(zip(workers, [1, 2, 1, 2], strict=True))
 
 
-def test_too_few_are_refused_with_the_numbers(driver: Path):
+def test_workers_that_train_together_get_different_gpus_though_none_are_named():
+    spec = spec_of("actor.workers=[0,1]", "actor.backend=ddp", "async_rl.n_generation_workers=1")
+    assert allocate(spec, AllocationConfig(), 3) == {"model_worker/0": 0, "model_worker/1": 1, "generation/0": 2}
+    with pytest.raises(
+        ConfigError, match=r"allocation.gpus=\[\]: actor trains on 2 .* need 3 GPUs, 2 are visible here"
+    ):
+        allocate(spec, AllocationConfig(), 2)
+    on_cpu = replace(spec.models["actor"], backend_args={"device": "cpu"})
+    assert allocate(replace(spec, models={**spec.models, "actor": on_cpu}), AllocationConfig(), 2) == {}
+    assert allocate(spec_of(), AllocationConfig(), 1) == {}, "a role on one worker takes the first"
+
+
+def test_too_few_are_refused_with_the_numbers():
     spec = spec_of()
     with pytest.raises(ConfigError, match=r"1 model worker\(s\) and 1 generation worker\(s\) need 2 GPUs, 1 are named"):
-        allocate(spec, AllocationConfig(gpus=[0]), driver)
-    with pytest.raises(ConfigError, match="this machine has 4 GPUs, so no number 7"):
-        allocate(spec, AllocationConfig(gpus=[0, 7]), driver)
-    with pytest.raises(ConfigError, match="this machine has 0 GPUs"):
-        allocate(spec, AllocationConfig(gpus=[0, 1]), driver / "nothing")
+        allocate(spec, AllocationConfig(gpus=[0]), 4)
+    with pytest.raises(ConfigError, match=r"4 GPUs are visible here .*, so there is no number 7"):
+        allocate(spec, AllocationConfig(gpus=[0, 7]), 4)
+    with pytest.raises(ConfigError, match="0 GPUs are visible here"):
+        allocate(spec, AllocationConfig(gpus=[0, 1]), 0)
     assert list(AllocationConfig(gpus=[1, 1]).problems("allocation")) == ["allocation.gpus=[1, 1]: give different GPUs"]
     assert list(AllocationConfig(share=True).problems("allocation")) == [
         "allocation.share: has no effect without allocation.gpus"
     ]
 
 
-def test_a_worker_sees_its_own_gpu_only(tmp_path: Path):
+@pytest.mark.parametrize(("inherited", "own"), [(None, "3"), ("4,5,6, GPU-7", "GPU-7")])
+def test_a_worker_sees_its_own_gpu_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inherited: str | None, own: str
+):
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if inherited is not None:
+        monkeypatch.setenv(VISIBLE, inherited)
     scheduler, log = LocalScheduler(), tmp_path / "log"
     scheduler.start(WorkerSpec("w", "tests.launch.says_gpu", (), log, gpu=3))
     try:
@@ -59,4 +72,4 @@ def test_a_worker_sees_its_own_gpu_only(tmp_path: Path):
             assert time.monotonic() < end
     finally:
         scheduler.stop()
-    assert log.read_text() == "CUDA_VISIBLE_DEVICES=3\n"
+    assert log.read_text() == f"{VISIBLE}={own}\n"

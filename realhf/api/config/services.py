@@ -21,8 +21,9 @@ class AllocationConfig:
 
     gpus: list[int] = option(
         [],
-        "Model workers, then generation workers, get one of these GPUs each, numbered as the driver does; with none "
-        "named, all workers see what the launcher sees.",
+        "Model workers, then generation workers, get one of these GPUs each, numbered from 0 among those that the "
+        "launcher sees (CUDA_VISIBLE_DEVICES, where it is set); with none named, all workers see what the launcher "
+        "sees, except where a role trains on several workers with GPUs: then each worker gets the next one.",
         at_least=0,
     )
     share: bool = option(
