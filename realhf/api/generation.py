@@ -106,11 +106,17 @@ class TensorSlot(Message, frozen=True, array_like=True):
 
 class HeldTensor(Message, frozen=True, array_like=True):
     """Says what an engine holds of one tensor: a digest of it in the engine's own element type. ``expected`` is the
-    digest of what it received, converted to that type, where the type is not that of the manifest; else empty."""
+    digest of what it received, converted to that type, where the type is not that of the manifest; else empty. With an
+    empty ``digest`` the tensor is unproven: the engine took it, but does not have it under this name."""
 
     dtype: str
     digest: str
     expected: str = ""
+
+    @property
+    def proven(self) -> bool:
+        """Whether the engine can tell what it holds of this tensor."""
+        return self.digest != ""
 
 
 class WeightsManifest(Message, frozen=True):

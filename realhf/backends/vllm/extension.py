@@ -43,17 +43,21 @@ class WeightExtension:
                 self.reload_weights(weights_iterator=iter(tensors.items()))  # pyright: ignore[reportAttributeAccessIssue]
             _refresh_tied_head(model)
             now = {**seen, **self._live_digests()}
-            rest = {name: _row(TensorDigester(), tensor) for name, tensor in tensors.items() if name not in now}
-            self.realhf_seen = {**seen, **rest}
+            self.realhf_seen = seen
+            self.realhf_unproven = [name for name in tensors if name not in now]
         except Exception as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": True}
         return {"ok": True, "version": int(version)}
 
     def weight_digests(self) -> dict[str, Any]:
-        """Return ``{"held": {name in the checkpoint: [element type, digest]}}``: of what the model's layers hold now. A
-        layer that keeps only a copy in a kernel's own format has the digest of what the copy was made from; a tensor
-        that no layer has under its name, because the model renames or transposes it, that of what arrived here."""
-        return {"held": {**getattr(self, "realhf_seen", {}), **self._live_digests()}}
+        """Return ``{"held": {name in the checkpoint: [element type, digest]}, "unproven": names}``: digests of what the
+        model's layers hold now. A layer that keeps only a copy in a kernel's own format has the digest of what the copy
+        was made from. Tensors that arrived, and that no layer has under their names, because the model renames or
+        joins them, are unproven: nothing can be said of them."""
+        return {
+            "held": {**getattr(self, "realhf_seen", {}), **self._live_digests()},
+            "unproven": getattr(self, "realhf_unproven", []),
+        }
 
     def _live_digests(self) -> Digests:
         model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]

@@ -53,11 +53,13 @@ def checked(tensors: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor
 
 
 def held_by_server(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:
-    """Return what the single worker of a server holds under these names; nothing for several workers."""
+    """Return what the single worker of a server holds under these names, without a digest what it has elsewhere;
+    nothing for several workers."""
     if len(answers) != 1:
         return {}
-    held = answers[0]["held"]
-    return {name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held}
+    held, unproven = answers[0]["held"], frozenset(answers[0].get("unproven", ()))
+    told = {name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held}
+    return told | {name: HeldTensor("", "") for name in names if name in unproven and name not in held}
 
 
 @contextlib.contextmanager

@@ -50,12 +50,20 @@ class WeightRecord:
     def held(self, worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer) -> None:
         """An engine has loaded a version, and holds it as far as it can tell."""
         if answer.held is not None:
-            digest = joint_digest({name: tensor.digest for name, tensor in answer.held.items()})
-            self._write(event="held", version=manifest.version, digest=digest, engine=worker)
+            digest = joint_digest({name: tensor.digest for name, tensor in answer.held.items() if tensor.proven})
+            unproven = sorted(name for name, tensor in answer.held.items() if not tensor.proven)
+            row = {"version": manifest.version, "digest": digest, "engine": worker}
+            self._write(event="held", **row, **({"unproven": len(unproven)} if unproven else {}))
+            if unproven:
+                count = f"{len(unproven)} of {len(manifest.slots)} tensors, e.g. {unproven[0]}"
+                self._warn_once(worker, f"the engine of {worker} cannot tell what it holds of {count}")
             return
+        self._warn_once(worker, f"the engine of {worker} cannot tell which weights it holds")
+
+    def _warn_once(self, worker: str, text: str) -> None:
         if worker not in self._untold:
             self._untold.add(worker)
-            self._warn(f"the engine of {worker} cannot tell which weights it holds; the self-test alone speaks for it")
+            self._warn(f"{text}; the self-test alone speaks for it")
 
     def proven(self, version: int, workers: list[str]) -> None:
         """The self-test has passed."""

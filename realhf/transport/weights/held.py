@@ -24,12 +24,13 @@ class HeldWeights:
 
     def changed(self) -> list[ChangedTensor]:
         """Return the tensors that are not what they were after the last update."""
-        if not self._held:
+        proven = {name: tensor for name, tensor in self._held.items() if tensor.proven}
+        if not proven:
             return []
-        now = self._engine.weight_digests(list(self._held))
+        now = self._engine.weight_digests(list(proven))
         return [
             ChangedTensor(name, before.digest, now[name].digest if name in now else "nothing")
-            for name, before in self._held.items()
+            for name, before in proven.items()
             if name not in now or now[name].digest != before.digest
         ]
 
@@ -48,7 +49,7 @@ class HeldWeights:
         digester, told = TensorDigester(), dict(held)
         for slot in manifest.slots:
             found = held.get(slot.name)
-            if found is not None and found.dtype != slot.dtype:
+            if found is not None and found.proven and found.dtype != slot.dtype:
                 converted = tensors[slot.name].to(getattr(torch, TORCH_NAMES[found.dtype]))
                 told[slot.name] = HeldTensor(found.dtype, found.digest, digester.digest(converted))
         return told

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from realhf.api.calls import ChangedTensor, Probe, UpdateWeightsAnswer
 from realhf.api.generation import HeldTensor, TensorSlot, WeightsManifest
 from realhf.api.model import Engine
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digests, joint_digest
 from realhf.dataflow.rollouts.weight_proof import WEIGHTS_FILE, WeightRecord
 from realhf.dataflow.weight_checks import WrongWeights, check_held, verdict
 from realhf.dataflow.weight_trial import WeightTrial
@@ -72,6 +72,18 @@ def test_the_digest_of_every_version_and_who_held_it_is_written_down(tmp_path: P
         {"event": "self-test", "version": 3, "engines": ["generation/0"]},
     ]
     assert len(warned) == 1 and "generation/1 cannot tell" in warned[0]
+
+
+def test_what_an_engine_cannot_prove_passes_and_is_counted_with_a_warning(tmp_path: Path) -> None:
+    warned: list[str] = []
+    record, held = WeightRecord(tmp_path, warned.append), {"a": GOOD["a"], "b": HeldTensor("", "")}
+    check_held("generation/0", MANIFEST, answer(held), 2)
+    for _ in range(2):
+        record.held("generation/0", MANIFEST, answer(held))
+    digest = joint_digest({"a": "d-a"})
+    row = {"event": "held", "version": 3, "digest": digest, "engine": "generation/0", "unproven": 1}
+    assert rows(tmp_path) == [row, row]
+    assert len(warned) == 1 and "cannot tell what it holds of 1 of 2 tensors, e.g. b;" in warned[0]
 
 
 def test_a_run_that_goes_on_with_other_weights_than_it_published_is_warned_of(tmp_path: Path) -> None:
