@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,11 @@ class ScriptAgent:
     def __init__(self, scripts: Sequence[Script], on_row: Callable[[], None]) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
         self._scripts, self._on_row = scripts, on_row
+        self._failures: Counter[int] = Counter()
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """See ``EpisodeAgent``. Raises RuntimeError when an episode of a kind that must succeed did not."""
+        """See ``EpisodeAgent``. Raises RuntimeError when an episode failed and is not played again, or when one of a
+        kind that must succeed did not: either ends all others, since the rows would not be complete."""
         script, seen = self._scripts[wanted.index], Witness(env)
         speaker = Reciting(script, seen)
         outcome = await play_episode(seen, wanted, speaker, len(script.lines))
@@ -59,6 +62,10 @@ class ScriptAgent:
                 )
             self.rows[wanted.index] = _row(script, speaker.messages(), outcome)
             self._on_row()
+            return outcome
+        self._failures[wanted.index] += 1
+        if self._failures[wanted.index] > _RETRIES:
+            raise RuntimeError(f"the episode {outcome.task_id} failed ({outcome.status}): {outcome.message}")
         return outcome
 
 
@@ -80,15 +87,13 @@ def _row(script: Script, messages: list[dict[str, Any]], outcome: RolloutOutcome
 def play_all(
     scripts: Sequence[Script], pool: MiniStackPool, on_row: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Return the rows in the order of the scripts, played on all free slots of a started pool. Raises RuntimeError when
-    an episode failed, or when one of a kind that must succeed did not."""
+    """Return the rows in the order of the scripts, played on all free slots of a started pool. Raises RuntimeError as
+    soon as an episode has failed, or one of a kind that must succeed did not."""
     agent = ScriptAgent(scripts, on_row)
     wanted = [EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)]
     with pooled_environment(pool) as spec:
         player = Player(spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S)
-        for outcome in asyncio.run(player.play_and_close(wanted, NO_TOKENS)).outcomes:
-            if not outcome.valid:
-                raise RuntimeError(f"the episode {outcome.task_id} failed ({outcome.status}): {outcome.message}")
+        asyncio.run(player.play_and_close(wanted, NO_TOKENS))
     return [agent.rows[number] for number in range(len(scripts))]
 
 

@@ -4,12 +4,14 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from realhf.api.environment import EnvironmentFailure
 from realhf.aws.episode.hints import HINT_COMMAND
 from realhf.aws.observation_text import observation_text
-from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks import instantiate, load_templates
 from realhf.aws.training.demonstrations import Script, numbered, with_short_names, write_script, write_scripts
 from realhf.aws.training.sft_data import main, play_all
@@ -108,6 +110,28 @@ def test_a_mislabelled_episode_is_an_error(pool: MiniStackPool) -> None:
     with pytest.raises(RuntimeError, match="s3-create-bucket"):
         list(play_all([Script(task, "habit", numbered(task.solution))], pool))
     assert pool.free_count == pool.size
+
+
+class BrokenPool:
+    """A pool of one slot that nobody gets."""
+
+    size = free_count = 1
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def acquire(self) -> Slot:
+        self.asked += 1
+        raise EnvironmentFailure("internal", "broken")
+
+
+def test_the_first_episode_that_fails_for_good_ends_the_others() -> None:
+    pool, task, rows = BrokenPool(), instantiate(101, 0), list[int]()
+    scripts = [Script(task, "canonical", numbered(task.solution))] * 5
+    with pytest.raises(RuntimeError, match=r"the episode .* failed \(.*\): .*broken"):
+        play_all(scripts, cast(MiniStackPool, pool), lambda: rows.append(1))
+    assert pool.asked == 2, "it was played twice, the others were not begun"
+    assert rows == []
 
 
 @pytest.mark.sim
