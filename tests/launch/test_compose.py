@@ -80,6 +80,10 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
         (["rollout.min_group_size=9"], "larger than ppo.group_size=8"),
         (["recover_mode=resume", "fileroot=/tmp/does-not-exist"], "recover_mode=resume: no checkpoint in"),
         (["ppo.ppo_n_minibatches=129"], "ppo.ppo_n_minibatches=129: a step has dataset.train_bs_n_seqs times"),
+        (
+            ["ppo.kl_loss_coef=0", "ppo.kl_ctl=0.1", "ppo.kl_target=6", "ppo.kl_horizon=127"],
+            "ppo.kl_horizon=127: shorter than a step, which has dataset.train_bs_n_seqs times ppo.group_size = 128",
+        ),
         (["ppo.sample_reuse=0"], "ppo.sample_reuse=0: must be at least 1"),
         (
             ["ppo.algo=grop"],

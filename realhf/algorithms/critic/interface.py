@@ -36,7 +36,7 @@ class CriticInterface:
     predictions are in units of the returns that training saw (``value_norm``).
 
     ``inference`` computes ``values`` f32 (L-1) from ``packed_input_ids`` and ``loss_mask``: the value of the state in
-    which every trainable token was sampled, in units of rewards. ``train_step`` reads the keys of
+    which every trainable token was sampled, in units of rewards, 0 elsewhere. ``train_step`` reads the keys of
     ``PolicyGradientInterface`` that advantages are made of, ``values`` among them, and computes the same advantages
     with the same ``ppo`` options; a token's return is its advantage plus its value.
     """
@@ -62,6 +62,7 @@ class CriticInterface:
         head."""
         predicted = model.engine.forward(sample, _predicted, mb_spec=context.mb_spec)
         values = self._moments.restored(predicted) if self.critic.value_norm else predicted
+        values = torch.where(PredictedTokens.of(sample).mask.to(values.device), values, 0.0)
         lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
         out = SequenceSample.from_tensors(sample.ids, {VALUES: values}, {VALUES: lengths})
         return out, {"n_tokens": float(sample.n_tokens("packed_input_ids"))}

@@ -12,8 +12,9 @@ _MOST_ERROR = 0.2
 class KLController:
     """Holds ``value``, which multiplies the KL divergence in the reward; it starts as ``ppo.kl_ctl``.
 
-    With ``ppo.kl_target`` every train step moves it: value *= 1 + clip(kl / target - 1, +-0.2) * n / horizon, where
-    ``kl`` (nats) is the mean over the step's ``n`` trainable sequences of what a sequence's sampled tokens sum to.
+    With ``ppo.kl_target`` every train step moves it: value *= 1 + clip(kl / target - 1, +-0.2) * min(1, n / horizon),
+    where ``kl`` (nats) is the mean over the step's ``n`` trainable sequences of what a sequence's sampled tokens sum
+    to. So a step changes it by a fifth at most, and it stays above 0.
     Source: Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences.
     """
 
@@ -27,4 +28,4 @@ class KLController:
         if self._target is None or n == 0 or not math.isfinite(kl):
             return
         error = min(_MOST_ERROR, max(-_MOST_ERROR, kl / self._target - 1))
-        self.value *= max(0.0, 1 + error * n / self._horizon)
+        self.value *= 1 + error * min(1.0, n / self._horizon)

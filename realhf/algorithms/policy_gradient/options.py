@@ -61,7 +61,7 @@ class PolicyGradientOptions:
     )
     kl_target: float | None = option(
         None,
-        "ppo.kl_ctl is steered to a KL divergence of this many nats a sequence; without it ppo.kl_ctl stays as it is.",
+        "ppo.kl_ctl is steered to a KL divergence of this many nats a row of the batch; without it, it stays.",
         above=0,
         idle=_NO_KL_REWARD,
     )
@@ -211,5 +211,10 @@ def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iter
     if ppo.ppo_n_minibatches > sequences:
         yield (
             f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches}: a step has dataset.train_bs_n_seqs times "
+            f"ppo.group_size = {sequences} sequences"
+        )
+    if ppo.kl_target is not None and ppo.kl_horizon < sequences:
+        yield (
+            f"ppo.kl_horizon={ppo.kl_horizon:g}: shorter than a step, which has dataset.train_bs_n_seqs times "
             f"ppo.group_size = {sequences} sequences"
         )

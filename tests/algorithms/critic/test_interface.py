@@ -67,6 +67,8 @@ def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_ba
     now = critic.engine.forward(sample, lambda outputs, _: outputs.values(), mb_spec=MicroBatchSpec()).double()
     before = interface.state_dict()["moments"]
     assert bool(now.any()) and not torch.allclose(now.float(), sample["values"]), "values are in units of rewards"
+    trains = PredictedTokens.of(sample).mask
+    assert bool(sample["values"][trains].all()) and not bool(sample["values"][~trains].any())
     stats = interface.train_step(critic, sample, context(tmp_path, 1))
     expected: dict[int, tuple[float, float]] = {}
     for i in range(len(REWARDS)):

@@ -36,10 +36,13 @@ def test_what_is_no_number_or_about_nothing_moves_nothing() -> None:
     assert controller.value == 0.1
 
 
-def test_more_sequences_than_the_horizon_never_turn_the_sign() -> None:
+def test_more_sequences_than_the_horizon_move_it_by_a_fifth_and_it_comes_back() -> None:
+    """A weight of 0 would stay 0 whatever the divergence: nothing steers it back."""
     controller = KLController(resolve({"kl_ctl": 0.1, "kl_target": 6.0, "kl_horizon": 1.0}))
     controller.observe(0.0, 1000)
-    assert controller.value == 0.0
+    assert controller.value == pytest.approx(0.08)
+    controller.observe(60.0, 1000)
+    assert controller.value == pytest.approx(0.096)
 
 
 def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batch: Any, tmp_path: Path) -> None:
