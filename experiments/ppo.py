@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from experiments import grpo
 from experiments.grpo import actor_gen, call, on_tasks, policy_gradient, policy_options
-from experiments.sft import first_weights
-from realhf.algorithms.critic.options import ACTOR, CriticConfig
+from experiments.sft import BUILTIN, UNTRAINED, first_weights
+from realhf.algorithms.critic.options import ACTOR, BUILTIN_RATE, CriticConfig
 from realhf.algorithms.policy_gradient.options import ResolvedOptions
 from realhf.api.config import ConfigError
 from realhf.api.config.option import section
@@ -68,8 +68,10 @@ def build(config: Config, *, streamed: bool = False) -> ExperimentSpec:
 
 def critic_model(config: Config, actor_path: str) -> ModelSpec:
     """Return the role that learns values: a decoder with a value head, from the actor's first weights in ``actor_path``
-    unless it has a path of its own."""
+    unless it has a path of its own. It learns at the actor's rate unless it has one of its own, or is the small critic
+    of the built-in policy."""
     critic = config.critic
+    small = critic.path == ACTOR and config.actor.path in (BUILTIN, UNTRAINED)
     return ModelSpec(
         "critic",
         actor_path if critic.path == ACTOR else critic.path,
@@ -79,7 +81,7 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
         dtype=critic.dtype,
         head="value",
         gradient_checkpointing=critic.gradient_checkpointing,
-        optimizer=critic.optimizer,
+        optimizer=critic.optimizer.at(BUILTIN_RATE if small else config.actor.optimizer.lr),
         parallel=parallel_of("critic", critic),
     )
 
@@ -117,6 +119,6 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
     """Arguments of the critic's interface; calls with the same ones share it, and with it the units of its values."""
     return {
         "ppo": ppo.chosen(config.ppo),
-        "critic": config.critic.learning(),
+        "critic": config.critic.learning(ppo.ppo_n_minibatches, ppo.sample_reuse),
         "loss_scale_len": ppo.loss_scale_len,
     }

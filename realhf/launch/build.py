@@ -90,6 +90,9 @@ def print_check(built: BuiltExperiment) -> int:
     for earlier in spec.before:
         made = earlier.artifact is not None and earlier.artifact.exists()
         print(f"before: {earlier.name} ({'made already' if made else f'{earlier.total_train_steps} steps'})")
+    for model in spec.models.values():
+        if model.trainable and model.optimizer is not None:
+            print(f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from {model.path}")
     return 0
 
 

@@ -13,7 +13,7 @@ from realhf.algorithms.critic.interface import CriticInterface
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.keys import TURN_KEYS
-from realhf.launch.build import BuiltExperiment, build_experiment
+from realhf.launch.build import BuiltExperiment, build_experiment, print_check
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 
@@ -92,6 +92,18 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
         (("experiment=ppo", "critic.workers=[2]"), r"\[1\] of 0..2 hold no model .*critic.workers"),
         (("experiment=ppo", "critic.warmup_steps=55"), "critic.warmup_steps=55: the actor would never train"),
         (("experiment=ppo", "critic.chat_template_kwargs={a: 1}"), "critic.chat_template_kwargs has no effect"),
+        (("experiment=ppo", "critic.value_clip=0.2"), "critic.value_clip has no effect .* makes no second one"),
+        (("experiment=ppo", "critic.value_clip=null"), "critic.value_clip has no effect"),
+        (
+            (
+                "experiment=ppo",
+                "critic.n_minibatches=1",
+                "ppo.sample_reuse=2",
+                "critic.sample_reuse=1",
+                "critic.value_clip=0.3",
+            ),
+            "critic.value_clip has no effect",
+        ),
         (("experiment=ppo", "critic.value_clip=0"), "critic.value_clip=0.0: must be positive"),
         (
             ("experiment=ppo", "critic.value_norm=false", "critic.value_norm_decay=0.5"),
@@ -102,6 +114,37 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
 def test_mistakes_are_named_before_anything_starts(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=says):
         built(*arguments, "env=countdown")
+
+
+@pytest.mark.parametrize("option", ["ppo.ppo_n_minibatches=2", "ppo.sample_reuse=2", "critic.n_minibatches=2"])
+def test_a_clip_of_values_acts_from_the_second_update_of_a_step_on(option: str) -> None:
+    found = built("experiment=ppo", "env=countdown", "critic.value_clip=0.3", option).spec
+    assert [mfc.interface_args["critic"]["value_clip"] for mfc in found.mfcs if mfc.interface == "critic"] == [0.3] * 2
+    alone = built("experiment=ppo", "env=countdown").spec
+    assert {mfc.interface_args["critic"]["value_clip"] for mfc in alone.mfcs if mfc.interface == "critic"} == {None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rate"),
+    [
+        ((), 1e-3),
+        (("model=builtin_tiny",), 1e-3),
+        (("actor.optimizer.lr=2e-4", "critic.optimizer.lr=5e-4"), 5e-4),
+        (("actor.path=owner/name", "actor.optimizer.lr=3e-5"), 3e-5),
+        (("actor.path=owner/name", "critic.optimizer.lr=5e-4"), 5e-4),
+        (("model=qwen3_0_6b",), 1e-6),
+    ],
+)
+@pytest.mark.parametrize("experiment", ["ppo", "ppo_async"])
+def test_a_large_critic_learns_at_the_actors_rate(
+    experiment: str, arguments: tuple[str, ...], rate: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the built-in policy's critic is for a million parameters. The check prints what is used."""
+    found = built(f"experiment={experiment}", "env=countdown", *arguments)
+    critic = found.spec.models["critic"]
+    assert critic.optimizer is not None and critic.optimizer.lr == rate
+    assert print_check(found) == 0
+    assert f"trains: critic with learning rate {rate:g}, from {critic.path}\n" in capsys.readouterr().out
 
 
 def test_a_critic_without_a_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from realhf.api.config import ModelConfig
-from realhf.api.config.option import option
+from realhf.api.config import ModelConfig, OptimizerConfig
+from realhf.api.config.option import option, section
 
 ACTOR = "actor"
 """The path of a critic that starts from the actor's first weights."""
+BUILTIN_RATE = 1e-3
+"""The learning rate of the built-in policy's critic, unless ``critic.optimizer.lr`` sets one."""
 
 
 @dataclass
@@ -29,6 +31,8 @@ class CriticOptions:
         "A prediction moves at most this far in a train step before its loss stops to fall; in units of the running "
         "deviation with critic.value_norm. null never clips.",
         above=0,
+        idle="a prediction has not moved yet in the first update of a step, and the critic makes no second one "
+        "(critic.n_minibatches times critic.sample_reuse is 1)",
     )
     n_minibatches: int | None = option(
         None, "A pass of the critic makes this many updates, by default ppo.ppo_n_minibatches.", at_least=1
@@ -36,6 +40,23 @@ class CriticOptions:
     sample_reuse: int | None = option(
         None, "The critic makes this many passes over a batch, by default ppo.sample_reuse.", at_least=1
     )
+
+
+@dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW, with a learning rate that follows from the model unless it is set."""
+
+    lr: float | None = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None,
+        f"The learning rate after the warm-up; by default {BUILTIN_RATE:g} for the critic of the built-in policy, and "
+        "actor.optimizer.lr for every other one.",
+        above=0,
+    )
+
+    def at(self, rate: float) -> OptimizerConfig:
+        """The same optimizer with the learning rate ``rate``, unless it has one of its own."""
+        given = {every.name: getattr(self, every.name) for every in fields(OptimizerConfig)}
+        return OptimizerConfig(**{**given, "lr": rate if given["lr"] is None else given["lr"]})
 
 
 @dataclass
@@ -47,11 +68,16 @@ class CriticConfig(CriticOptions, ModelConfig):
         "The critic starts from these weights: 'actor' (the actor's first ones), a folder, or a hub id. A value head "
         "that is not in them starts at 0.",
     )
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
     warmup_steps: int = option(0, "In this many first train steps the critic trains and the actor waits.", at_least=0)
 
-    def learning(self) -> dict[str, Any]:
-        """The options of ``CriticOptions`` as plain values."""
-        return {every.name: getattr(self, every.name) for every in fields(CriticOptions)}
+    def learning(self, n_minibatches: int, sample_reuse: int) -> dict[str, Any]:
+        """The options of ``CriticOptions`` as plain values, where the actor has ``n_minibatches`` and ``sample_reuse``.
+        With one update a step there is no clip, and ``value_clip`` is not read."""
+        once = (self.n_minibatches or n_minibatches) * (self.sample_reuse or sample_reuse) == 1
+        idle = ("value_clip",) if once else ()
+        read = {every.name: getattr(self, every.name) for every in fields(CriticOptions) if every.name not in idle}
+        return {**dict.fromkeys(idle), **read}
 
     def problems(self, name: str) -> Iterator[str]:
         """Workers must be different ones, weights such as there are, and every option does something."""
