@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import logging
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
 
 import uvicorn
 
+from realhf.scheduler.child import leave
 from realhf.scheduler.failure import run_guarded
 from realhf.trajectory.cli import uvicorn_config
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
@@ -98,4 +98,4 @@ def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())  # a server that never stops must not run on while the interpreter is taken down

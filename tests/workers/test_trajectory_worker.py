@@ -51,6 +51,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path: Pat
 
 SERVER_THAT_NEVER_STOPS = """
 import asyncio, sys
+from realhf.scheduler.child import leave
 from realhf.trajectory.state.engine import Engine
 from workers import trajectory_worker
 
@@ -62,7 +63,7 @@ async def never(self):
             pass
 
 Engine.close, trajectory_worker.STOP_TIMEOUT_S = never, 0.3
-sys.exit(trajectory_worker.main(sys.argv[1:]))
+leave(trajectory_worker.main(sys.argv[1:]))  # as the module does
 """
 
 
@@ -92,6 +93,21 @@ async def test_a_server_that_never_stops_does_not_keep_the_process() -> None:
         assert await asyncio.to_thread(process.wait, 20) == 0
     finally:
         process.kill()
+
+
+TELLS_THAT_THE_INTERPRETER_IS_TAKEN_DOWN = """
+import runpy, threading
+threading._register_atexit(lambda: print("taken down", flush=True))
+runpy.run_module("workers.trajectory_worker", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_it_ends_without_taking_down_the_interpreter_under_a_server_that_may_still_run() -> None:
+    flags = ["--master", "tcp://127.0.0.1:1", "--run-id", "r", "--store", "memory", "--gzip-level", "9"]
+    command = [sys.executable, "-c", TELLS_THAT_THE_INTERPRETER_IS_TAKEN_DOWN, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("FATAL: "), done.stderr
+    assert "taken down" not in done.stdout
 
 
 def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path: Path) -> None:
