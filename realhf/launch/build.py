@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
+from realhf.api.mfc import InterfaceType
 from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.launch.allocation import allocate
 from realhf.launch.compose import Composed
@@ -56,6 +57,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         _check_workers(every)
         allocate(every, config.allocation)
         _check_heads(every)
+        _check_served(every)
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)
 
@@ -141,4 +143,18 @@ def _check_heads(spec: ExperimentSpec) -> None:
             raise ConfigError(
                 f"{mfc.model_role}.head={model.head}: the call {mfc.name} asks for values, which only a model with a "
                 "value head gives: ModelSpec(head='value')"
+            )
+
+
+def _check_served(spec: ExperimentSpec) -> None:
+    """A model worker serves its own model's tokens only for a role that is on no other worker."""
+    sampling = {mfc.model_role for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE}
+    if spec.evaluation is not None:
+        sampling.add(spec.evaluation.role)
+    for model in spec.models.values() if spec.rollout is None else ():
+        if model.role in sampling and model.engine.name != "embedded" and len(model.workers) > 1:
+            raise ConfigError(
+                f"engine.name={model.engine.name}: a synchronous run serves {model.role} on one worker, but "
+                f"{model.role}.workers={list(model.workers)}; use one worker, engine.name=embedded, or an asynchronous "
+                "experiment"
             )

@@ -35,7 +35,7 @@ def _other_models(config: ExperimentConfig) -> Iterator[str]:
     for role, model in sections(config):
         if isinstance(model, ModelConfig) and role != "actor" and model.path not in ("actor", *BUILTIN_PATHS):
             yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
-            yield from vocabulary_problems(role, model, config.actor)
+            yield from vocabulary_problems(role, model, config.actor, config.builtin.vocab_size)
 
 
 def _sampling(config: ExperimentConfig) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ BUILTIN, BUILTIN_TINY = "builtin", "builtin_tiny"
 BUILTIN_PATHS = (BUILTIN, BUILTIN_TINY)
 """Values of actor.path that name no folder: the policy made from demonstrations, and one made from nothing, with a
 token for each byte and random weights."""
+TINY_VOCAB = 260
+"""Number of tokens of the second one: every byte, and four special tokens."""
 PRETRAINED = "models/smollm2_135m"
 """The folder of model=smollm2_135m, which could be a hub id by its looks."""
 BUILTIN_VARIABLES = ("show_system", "show_tools")
@@ -82,12 +84,8 @@ def _weights_problems(role: str, path: str, folder: Path, max_total_tokens: int)
 
 def _highest_id(folder: Path) -> int:
     """The highest token id of ``tokenizer.json``; -1 where that cannot be said."""
-    held = _json(folder / "tokenizer.json")
-    model, added = held.get("model"), held.get("added_tokens")
-    words = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(words.values()) if isinstance(words, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    return max((found for found in ids if isinstance(found, int)), default=-1)
+    words, added = _ids(folder)
+    return max((*words.values(), *added.values()), default=-1)
 
 
 def _embedding_rows(folder: Path) -> int | None:
@@ -104,14 +102,55 @@ def _embedding_rows(folder: Path) -> int | None:
     return None
 
 
-def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig) -> Iterator[str]:
-    """A role that reads the actor's tokens must have as many, as far as both folders say."""
-    sizes = [_vocabulary(Path(every.path).expanduser()) for every in (model, actor)]
-    if None not in sizes and sizes[0] != sizes[1]:
+def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig, builtin_vocab: int) -> Iterator[str]:
+    """A role that reads the actor's tokens must have as many, and a tokenizer of its own must give them the same ids,
+    as far as both folders say. ``builtin_vocab``: the number of tokens of the built-in policy, whose tokenizer is yet
+    to be made."""
+    folder, other = (Path(every.path).expanduser() for every in (model, actor))
+    made_here = {BUILTIN: builtin_vocab, BUILTIN_TINY: TINY_VOCAB}.get(actor.path)
+    size, wanted = _vocabulary(folder), made_here or _vocabulary(other)
+    if size is not None and wanted is not None and size != wanted:
         yield (
-            f"{role}.path={model.path}: its vocabulary has {sizes[0]} tokens, that of actor.path={actor.path} has "
-            f"{sizes[1]}; the {role} reads the actor's tokens"
+            f"{role}.path={model.path}: its vocabulary has {size} tokens, that of actor.path={actor.path} has "
+            f"{wanted}; the {role} reads the actor's tokens"
         )
+    elif not made_here and (difference := _other_ids(folder, other)):
+        yield (
+            f"{role}.path={model.path}: its tokenizer {difference} of actor.path={actor.path}; the {role} reads the "
+            "actor's tokens"
+        )
+
+
+def _other_ids(folder: Path, other: Path) -> str:
+    """How the ids of two tokenizers differ, empty if they do not, or where that cannot be said. Tokens that one of them
+    added are not missed in the other."""
+    words, added = _ids(folder)
+    others, added_others = _ids(other)
+    mine, theirs = {**words, **added}, {**others, **added_others}
+    for word in mine.keys() & theirs.keys():
+        if mine[word] != theirs[word]:
+            return f"gives {word[:40]!r} the id {mine[word]}, not {theirs[word]} as that"
+    at = {number: word for word, number in others.items()}
+    for word, number in words.items():
+        if at.get(number, word) != word:
+            return f"gives the id {number} to {word[:40]!r}, not to {at[number][:40]!r} as that"
+    return ""
+
+
+def _ids(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The ids of the words of ``tokenizer.json``, and of the tokens added to them; empty where that cannot be said."""
+    held = _json(folder / "tokenizer.json")
+    model, added = held.get("model"), held.get("added_tokens")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(words, list):  # Pieces with their scores, in the order of their ids.
+        words = {piece[0]: number for number, piece in enumerate(words) if isinstance(piece, list) and piece}
+    pairs = words.items() if isinstance(words, dict) else ()
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return _whole(pairs), _whole((token.get("content"), token.get("id")) for token in tokens)
+
+
+def _whole(pairs: Iterable[tuple[Any, Any]]) -> dict[str, int]:
+    return {word: number for word, number in pairs if isinstance(word, str) and isinstance(number, int)}
 
 
 def _vocabulary(folder: Path) -> int | None:

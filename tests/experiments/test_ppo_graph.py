@@ -13,6 +13,7 @@ from realhf.algorithms.critic.interface import CriticInterface
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.keys import TURN_KEYS
+from realhf.backends.builtin_policy import SPECIAL_TOKENS
 from realhf.launch.build import BuiltExperiment, build_experiment, print_check
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
@@ -177,6 +178,55 @@ def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
         built(*arguments, f"critic.path={other}")
     with pytest.raises(ConfigError, match=r"the context of .*short holds 32 tokens"):
         built(*arguments, f"critic.path={short}")
+
+
+@pytest.mark.parametrize(("model", "size"), [("builtin", 1536), ("builtin_tiny", len(SPECIAL_TOKENS) + 256)])
+def test_a_critic_reads_the_tokens_of_the_builtin_policy(tmp_path: Path, model: str, size: int) -> None:
+    """Which is not made yet, but the number of its tokens is known."""
+    arguments = ("experiment=ppo", "env=sql", f"actor.path={model}")
+    fitting = folder(tmp_path / "fitting", {"vocab_size": size, "max_position_embeddings": 2048})
+    other = folder(tmp_path / "other", {"vocab_size": size + 1, "max_position_embeddings": 2048})
+    assert built(*arguments, f"critic.path={fitting}").spec.models["critic"].path == str(fitting)
+    with pytest.raises(
+        ConfigError, match=rf"critic.path=.*other: .* {size + 1} tokens, .*actor.path={model} has {size};"
+    ):
+        built(*arguments, f"critic.path={other}")
+
+
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": [{"id": 3, "content": "<end>"}]}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (TOKENIZER, ""),
+        ({**TOKENIZER, "added_tokens": []}, ""),
+        ({**TOKENIZER, "added_tokens": [{"id": 4, "content": "<pad>"}]}, ""),
+        ({"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}}, ""),
+        (
+            {"model": {"vocab": {"b": 0, "a": 1, "c": 2}}},
+            "its tokenizer gives '[ab]' the id [01], not [01] as that of act",
+        ),
+        (
+            {"model": {"vocab": {"a": 0, "b": 1, "x": 2}}},
+            "its tokenizer gives the id 2 to 'x', not to 'c' as that of act",
+        ),
+        ({**TOKENIZER, "added_tokens": [{"id": 4, "content": "<end>"}]}, "gives '<end>' the id 4, not 3 as that"),
+        ({"model": {"vocab": {"a": "0"}}, "added_tokens": [{}, 7]}, ""),
+    ],
+)
+def test_a_critic_has_the_ids_of_the_actors_tokenizer(tmp_path: Path, tokenizer: dict[str, object], says: str) -> None:
+    """It makes no text to tokens itself, so tokens that were only added to one of both do no harm."""
+    described = {"vocab_size": 100, "max_position_embeddings": 2048}
+    actor, critic = folder(tmp_path / "actor", described), folder(tmp_path / "critic", described)
+    (actor / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (critic / "tokenizer.json").write_text(json.dumps(tokenizer))
+    arguments = ("experiment=ppo", "env=countdown", f"actor.path={actor}", f"critic.path={critic}")
+    if not says:
+        assert built(*arguments).spec.models["critic"].path == str(critic)
+        return
+    with pytest.raises(ConfigError, match=f"critic.path=.*critic: .*{says}"):
+        built(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
             ["ppo.algo=grop"],
             "ppo.algo=grop: unknown (known: grpo, drgrpo, dapo, gspo, cispo, rloo, reinforce, reinforce_pp, ppo)",
         ),
+        (
+            ["engine.name=vllm", "actor.backend=ddp", "actor.workers=[0,1]", "mode=check"],
+            "engine.name=vllm: a synchronous run serves actor on one worker, but actor.workers=[0, 1]",
+        ),
         (["ref.workers=[2]"], "[1] of 0..2 hold no model"),
         (["stream.url=localhost:8000"], "stream.url=localhost:8000: give http://host:port"),
         (["stream.token_file=/nowhere/token"], "stream.token_file=/nowhere/token: no such file"),
