@@ -161,7 +161,9 @@ class Engine(Protocol):
 
     ``version`` is the policy version: committed train steps, which the learning rate follows. Only the model host sets
     it, before and after the calls of a step. Setting it frees all rows of the generation engine. An engine may also
-    have ``use_threads(threads: ComputeThreads)``: then these compute for it (``realhf.backends``).
+    have ``use_threads(threads: ComputeThreads)``: then these compute for it (``realhf.backends``); and
+    ``release_generation()``, which gives the memory of the generation engine's rows back: the model host calls it on
+    every engine of the worker before an inference or train call.
     """
 
     version: int

@@ -152,6 +152,8 @@ class ModelHost:
         sample = self._inputs(mfc, request)
         fetched = time.perf_counter()
         context = self._context(request, mfc.mb_spec)
+        if mfc.interface_type in (InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP):
+            self._release_generation()
         with self._together(request.role, request.group), self._tracer.span(_traced_as(mfc), step=context.step):
             model.engine.version = context.step  # a step begins with the version of its number and makes the next one
             result = getattr(interface, mfc.interface_type.value)(model, sample, context)
@@ -161,6 +163,13 @@ class ModelHost:
         keeps = outputs is not None and (request.group is None or request.group.rank == 0)
         meta = self._stored(mfc, outputs, sample.ids, context.step) if keeps and outputs is not None else None
         return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched, fetched - began)
+
+    def _release_generation(self) -> None:
+        """Have all roles here give back what they hold for generation: the call, of whatever role, wants the memory."""
+        for model in self._models.values():
+            release = getattr(model.engine, "release_generation", None)
+            if release is not None:
+                release()
 
     def _together(self, role: str, group: GroupPart | None) -> contextlib.AbstractContextManager[None]:
         """Compute with the other ranks of the role, in a group call. Raises RuntimeError where its engine cannot."""

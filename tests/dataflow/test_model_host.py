@@ -133,6 +133,32 @@ def test_a_skipped_train_step_is_passed_on(tmp_path: Path) -> None:
     assert reply["stats"]["skipped"] == 1.0 and reply["stats"]["grad_norm"] == 3.0
 
 
+def test_roles_give_the_memory_of_generation_back_before_another_computes(tmp_path: Path) -> None:
+    """Those of the same worker, the call's own among them; an engine that cannot is left alone."""
+
+    class Generating(ToyEngine):
+        """Counts how often its memory was wanted."""
+
+        released = 0
+
+        def release_generation(self) -> None:
+            self.released += 1
+
+    host, other = Host(tmp_path), Generating()
+    host.host = ModelHost(
+        {"critic": host.model, "actor": Model("actor", other, None)},  # pyright: ignore
+        host.host._interfaces,
+        host.store,
+        lambda endpoint, ids, keys, timeout_s: host.remote.get(ids, keys),
+        run_dir=tmp_path,
+    )
+    host.store.put(sample(["s1"]))
+    host.call(["s1"], role="critic")
+    assert other.released == 1
+    host.call(["s1"], mfc="train", role="critic")
+    assert other.released == 2
+
+
 def test_the_host_owns_the_policy_version(tmp_path: Path) -> None:
     """A step begins with the version of its number and makes the next, whatever the interface does; and weights are
     given away only as what they are."""
