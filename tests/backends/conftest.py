@@ -26,8 +26,8 @@ def one_thread() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def tiny_config(architecture: str, positions: int = 192) -> Any:
-    shape = {**_SHAPE, "max_position_embeddings": positions}
+def tiny_config(architecture: str, positions: int = 192, vocabulary: int = VOCABULARY) -> Any:
+    shape = {**_SHAPE, "max_position_embeddings": positions, "vocab_size": vocabulary}
     if architecture == "qwen3":
         return Qwen3Config(**shape, head_dim=8, tie_word_embeddings=True)
     if architecture == "llama":
@@ -35,17 +35,18 @@ def tiny_config(architecture: str, positions: int = 192) -> Any:
     if architecture == "qwen2":
         return Qwen2Config(**shape)
     return GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=positions, bos_token_id=1, eos_token_id=2
+        vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=4, n_positions=positions, bos_token_id=1, eos_token_id=2
     )
 
 
 @pytest.fixture
 def tiny_model() -> Callable[..., Any]:
-    """tiny_model(architecture, positions) -> the same random weights every time, sharp enough to have favourites."""
+    """tiny_model(architecture, positions, vocabulary) -> the same random weights every time, sharp enough to
+    have favourites."""
 
-    def build(architecture: str = "qwen3", positions: int = 192) -> Any:
+    def build(architecture: str = "qwen3", positions: int = 192, vocabulary: int = VOCABULARY) -> Any:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(architecture, positions)).eval()
+        model = AutoModelForCausalLM.from_config(tiny_config(architecture, positions, vocabulary)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:

@@ -136,8 +136,12 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned and write the master weights to the model."""
+        """Restore what ``state_dict`` returned and write the master weights to the model. Raises ValueError on another
+        number of parameters, or moments of another shape."""
         self._adamw.load_state_dict(state["adamw"])
+        for master, moments in self._adamw.state.items():
+            if (shape := tuple(moments["exp_avg"].shape)) != tuple(master.shape):
+                raise ValueError(f"optimizer state has moments of shape {shape}, the parameter {tuple(master.shape)}")
         for held, saved in zip(self._masters, _matching(state["masters"], self._masters), strict=True):
             if saved is not None:
                 held.copy_(saved)

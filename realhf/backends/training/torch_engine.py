@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -99,6 +100,11 @@ class TorchEngine:
         if self._generator is not None:
             self._generator.free()
 
+    def release_generation(self) -> None:
+        """Give the memory of the generation engine's keys and values back, until it generates again."""
+        if self._generator is not None:
+            self._generator.release()
+
     def generator(self) -> EmbeddedGenerator:
         """The generation engine over the same model. Raises ValueError on a model with a value head."""
         if self._generator is None:
@@ -115,8 +121,7 @@ class TorchEngine:
             raise RuntimeError("train_batch: this model role was built without an optimizer")
         if not 0 < normaliser < math.inf:
             raise ValueError(f"train_batch: the normaliser must be positive, got {normaliser}")
-        if self._generator is not None:  # Its memory is wanted here, and the weights that filled it will change.
-            self._generator.release()
+        self.release_generation()  # Its memory is wanted here, and the weights that filled it will change.
         optimizer.zero_grad()
         with self._training(), self._threads.computing():
             account = self._passes(sample, loss_fn, mb_spec, normaliser, optimizer.accumulate)
@@ -254,8 +259,9 @@ class TorchEngine:
         if (self._optimizer is None) != ("optimizer" not in state):
             raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
         if self._optimizer is not None:
-            load_model(self.model, str(folder / WEIGHTS_FILE))
-            self._optimizer.load_state_dict(state["optimizer"])
+            with _of_this_model(folder):
+                load_model(self.model, str(folder / WEIGHTS_FILE))
+                self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["torch_rng"])
         self.version = int(state["version"])
 
@@ -278,6 +284,20 @@ class TorchEngine:
                 os.replace(fresh, folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _of_this_model(folder: Path) -> Iterator[None]:
+    """Say in one line that a checkpoint does not fit the model."""
+    try:
+        yield
+    except (KeyError, RuntimeError, SafetensorError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = next((line for line in lines if not line.startswith("Error(s) in loading")), type(error).__name__)
+        raise ValueError(
+            f"checkpoint {folder} is not one of this model ({said[:300]}); continue with the model that it was saved "
+            "from (actor.path, or the path of its role), or begin anew with recover_mode=disabled"
+        ) from None
 
 
 def _shifted_size(sample: SequenceSample) -> int:

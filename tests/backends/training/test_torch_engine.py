@@ -17,7 +17,7 @@ from realhf.api.model import ForwardOutputs, GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.optimizer import PolicyOptimizer, learning_rate
 from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
-from realhf.backends.training.torch_engine import TorchEngine
+from realhf.backends.training.torch_engine import STATE_FILE, TorchEngine
 from tests.backends.conftest import VOCABULARY
 
 GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
@@ -172,6 +172,24 @@ def test_checkpoint_continues_bit_identically(
         other.load_checkpoint(tmp_path / "nowhere")
 
 
+def test_the_checkpoint_of_another_model_is_refused_in_one_line(
+    tiny_model: Any, ragged_sample: Any, tmp_path: Path
+) -> None:
+    engine, folder = engine_of(tiny_model()), tmp_path / "c"
+    train(engine, ragged_sample(GROUPS))
+    engine.save_checkpoint(folder)
+    for other, said in ((tiny_model("gpt2"), "key"), (tiny_model("qwen3", 192, 90), "size mismatch")):
+        with pytest.raises(ValueError, match=rf"{folder} .*{said}.*actor.path.*recover_mode=disabled") as caught:
+            engine_of(other).load_checkpoint(folder)
+        assert "\n" not in str(caught.value)
+    state = torch.load(folder / STATE_FILE, weights_only=True)
+    moments = state["optimizer"]["adamw"]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"][:-1]
+    torch.save(state, folder / STATE_FILE)
+    with pytest.raises(ValueError, match=r"moments of shape .*recover_mode=disabled"):
+        engine_of(tiny_model()).load_checkpoint(folder)
+
+
 def test_bf16_keeps_updates_too_small_for_its_own_digits(tiny_model: Any, ragged_sample: Any) -> None:
     config = OptimizerConfig(lr=1e-5, weight_decay=0.0, warmup_steps_proportion=0.0)
     engine = TorchEngine(tiny_model().bfloat16(), None, optimizer=config, total_train_steps=100)
@@ -264,6 +282,9 @@ def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sam
     assert filled > 0
     engine.train_batch(ragged_sample(GROUPS), loss, mb_spec=MicroBatchSpec(n_mbs=2))
     assert held == [0, 0]
+    play()
+    engine.release_generation()
+    assert engine.generator().kv_bytes == 0, "the pass of another role wants it, too"
     engine.generator().generate(requests[:1], GenConfig(max_new_tokens=1), stop_ids=(), seed=3)
     assert engine.generator().kv_bytes == filled, "it comes back in one piece"
     with torch.no_grad():
