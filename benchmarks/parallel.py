@@ -65,6 +65,7 @@ def serve(pipe: Connection, rank: int, size: int, n_threads: int, address: str, 
     settings: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-4), "total_train_steps": 1000}
     if size > 1:
         world = World(address, rank, range(size), join_s=JOIN_S, timeout_s=STEP_S)
+        world.found([range(size)])
         ranks = GroupRanks(world, range(size), sharded=False, device=torch.device("cpu"))
         engine: TorchEngine = DdpEngine(model, None, ranks=ranks, role="actor", **settings)
     else:

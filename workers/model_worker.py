@@ -37,6 +37,7 @@ from realhf.api.config import AsyncConfig
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
 from realhf.api.mfc import InterfaceType
 from realhf.api.model import Model
+from realhf.api.parallel import SHARDED
 from realhf.api.trace import WEIGHTS
 from realhf.base.garbage import settle
 from realhf.builtins import backends, datasets
@@ -112,6 +113,9 @@ class ModelWorker:
             self._publisher.close()
             if self._host is not None:
                 self._host.close()
+            if self._world is not None:
+                self._world.close()
+            self._meeting = None
             self._plane.close()
             self._tracer.close()
 
@@ -123,20 +127,30 @@ class ModelWorker:
         self._meeting = Meeting(len(self._plan.spec.world), self._plan.rpc.connect_timeout_s)
         return OpenWorldAnswer(self._meeting.address)
 
-    def _join_world(self, address: str) -> None:
+    def _join_world(self, address: str, token: str) -> None:
+        """Meet the others, and found the groups of all roles, also of those that others train."""
+        from realhf.backends.parallel.meshes import groups_of
         from realhf.backends.parallel.world import World
 
-        rpc = self._plan.rpc
+        rpc, spec = self._plan.rpc, self._plan.spec
         self._world = World(
-            address, self._index, self._plan.spec.world, join_s=rpc.connect_timeout_s, timeout_s=rpc.call_timeout_s
+            address,
+            self._index,
+            spec.world,
+            join_s=rpc.connect_timeout_s,
+            timeout_s=rpc.call_timeout_s,
+            token=token,
         )
+        for model in spec.models.values():
+            if model.parallel.size > 1:
+                self._world.found(groups_of(model.workers, model.parallel, cut=model.backend == SHARDED))
 
     def initialize(self, request: InitializeRequest) -> Nothing:
         """Load the models of this worker and build the interfaces of its calls."""
         spec = self._plan.spec
         threads = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
         if self._index in spec.world:
-            self._join_world(request.world)
+            self._join_world(request.world, request.token)
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
         models = {role: self._load(model, threads) for role, model in mine.items()}
         calls = call_interfaces(mfc for mfc in spec.mfcs if mfc.model_role in mine)
@@ -164,8 +178,8 @@ class ModelWorker:
         with self._tracer.span(f"{WEIGHTS}/publish", version=request.version):
             engine = self._host.engine(request.role, request.version)
             tensors = engine.weights()
-            alone = len(self._plan.spec.models[request.role].workers) == 1
-            probes = request.probes if alone else []  # a forward pass of one worker among several would wait for them
+            whole = self._plan.spec.models[request.role].parallel.fsdp == 1
+            probes = request.probes if whole else []  # a forward pass of one worker among several would wait for them
             changed, restored = self._trial.step(request.trial, engine, tensors, probes)
             manifest = self._publisher.publish(
                 request.version,

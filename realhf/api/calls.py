@@ -27,9 +27,11 @@ class Nothing(Message, frozen=True):
 
 
 class InitializeRequest(Message, frozen=True):
-    """Load models. ``world``: where the workers that compute together meet; empty where none do."""
+    """Load models. ``world``: where the workers that compute together meet, ``token``: how they know each other there;
+    empty where none do."""
 
     world: str = ""
+    token: str = ""
 
 
 class OpenWorldAnswer(Message, frozen=True):

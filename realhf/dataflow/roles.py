@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -53,11 +54,11 @@ class Roles:
         if len({*hosts.values()}) > 1:
             on = ", ".join(f"{name} on {host}" for name, host in hosts.items())
             raise RuntimeError(f"workers that train together must be on one host; they are {on}")
-        world = ""
+        world = token = ""
         if members:
             answer = await ask(self._caller, members[0], OPEN_WORLD, Nothing(), timeout_s=self._timeout_s)
-            world = answer.address
-        await self._of_all(INITIALIZE, [InitializeRequest(world)] * len(self.workers))
+            world, token = answer.address, secrets.token_hex(16)
+        await self._of_all(INITIALIZE, [InitializeRequest(world, token)] * len(self.workers))
 
     async def gather_weights(self, role: str) -> None:
         """Bring the whole weights together on the first worker of a role whose model is cut over workers: it acts alone

@@ -1,7 +1,9 @@
 """Brings the workers of a run that train together into one *world*, and makes a process group for each role.
 
-They meet at a store that the first of them serves on the loopback, as all sockets of a run do: it carries no
-authentication, and nothing outside this machine reaches it.
+They meet at a store that the first of them serves on the loopback, as all sockets of a run do: nothing outside this
+machine reaches it. Their keys begin with a token of the run, so that another process does not meet them by chance or
+plant an address that it guessed. The store itself asks nobody who he is: a process of this machine that looks for it
+can list its keys.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from realhf.api.parallel import CollectiveBroken
 from realhf.backends.parallel.sockets import Sockets
@@ -48,46 +50,86 @@ class Meeting:
 
 class World:
     """This worker's membership in a world. ``workers`` are the indices of all its workers, ``worker`` is the own one.
-    ``join_s`` bounds how long they may take to come together, ``timeout_s`` how long a rank waits for another in a
-    collective."""
+    ``join_s`` bounds how long they may take to come together, in the world and in each group, ``timeout_s`` how long a
+    rank waits for another in a collective. Only workers with the same ``token`` meet."""
 
-    def __init__(self, address: str, worker: int, workers: Sequence[int], *, join_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, worker: int, workers: Sequence[int], *, join_s: float, timeout_s: float, token: str = ""
+    ) -> None:
         """Raises CollectiveBroken when the workers do not come together."""
         host, _, port = address.rpartition(":")
         self._workers = tuple(workers)
         size = len(workers)
+        self._worker, self._join_s = worker, join_s
         self._timeout = timedelta(seconds=timeout_s)
         self._sockets = Sockets()
         self._groups: list[Any] = []
+        self._founded = 0
+        self._waiting: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
         self._aborted = ""
         self.cuda = torch.cuda.is_available()
         # Gloo looks up the name of the machine unless it is told an interface, and names may lead anywhere.
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
         try:
             joining = timedelta(seconds=join_s)
-            store = TCPStore(host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False)
+            server = TCPStore(host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False)
+            self._store = PrefixStore(token, server) if token else server
             with self._sockets.recording():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if self.cuda else "gloo",
-                    store=store,
+                    store=self._store,
                     rank=self._workers.index(worker),
                     world_size=size,
                     timeout=joining,
                 )
         except (RuntimeError, ValueError) as error:
-            raise CollectiveBroken(f"{size} workers did not come together within {join_s:g} s: {error}") from None
+            raise CollectiveBroken(
+                f"the workers {list(workers)} did not come together in {join_s:g} s (rpc.connect_timeout_s): {error}"
+            ) from None
+
+    def found(self, groups: Sequence[Sequence[int]]) -> None:
+        """Make process groups of these workers each, for ``group``. All workers of the world call this with the same
+        groups in the same order, members or not: torch names a group by how many there were before. Raises
+        CollectiveBroken."""
+        for workers in groups:
+            places = self.places(workers)
+            number, self._founded = self._founded, self._founded + 1
+            try:
+                with self._sockets.recording():
+                    group = dist.new_group(places, timeout=self._timeout)
+            except (RuntimeError, ValueError) as error:
+                raise CollectiveBroken(f"no group of the workers {sorted(workers)}: {error}") from None
+            if self._worker in workers:
+                self._groups.append(group)
+                self._waiting.setdefault(tuple(places), []).append((number, group))
 
     def group(self, workers: Sequence[int]) -> Any:
-        """Return the process group of these workers, ranks in ascending order; all of them call this. Raises
-        CollectiveBroken."""
-        places = self.places(workers)
-        try:
-            with self._sockets.recording():
-                group = dist.new_group(places, timeout=self._timeout, use_local_synchronization=True)
-        except (RuntimeError, ValueError) as error:
-            raise CollectiveBroken(f"no group of the workers {list(workers)}: {error}") from None
-        self._groups.append(group)
+        """Return the process group of these workers, ranks in ascending order, the first that was founded and not yet
+        asked for. All of them call this; each waits ``join_s`` for the others. Raises CollectiveBroken naming those
+        that did not come, or RuntimeError where no such group is left."""
+        found = self._waiting.get(tuple(self.places(workers)))
+        if not found:
+            raise RuntimeError(f"no group of the workers {sorted(workers)} was founded for worker {self._worker}")
+        number, group = found.pop(0)
+        self._await(number, sorted(workers))
         return group
+
+    def _await(self, number: int, workers: Sequence[int]) -> None:
+        """Wait until all members of a group have asked for it."""
+        keys = {worker: f"group/{number}/{worker}" for worker in workers}
+        missing: Sequence[int] = workers
+        try:
+            self._store.set(keys[self._worker], "here")
+            try:
+                self._store.wait([*keys.values()], timedelta(seconds=self._join_s))
+            except RuntimeError:
+                missing = [worker for worker in workers if not self._store.check([keys[worker]])]
+                raise
+        except RuntimeError as error:
+            raise CollectiveBroken(
+                f"worker {self._worker} waited {self._join_s:g} s (rpc.connect_timeout_s) for the workers "
+                f"{list(missing)} to load what they train with {workers}: {error}"
+            ) from None
 
     def places(self, workers: Sequence[int]) -> list[int]:
         """Return the numbers of these workers in the world, ascending."""
@@ -110,6 +152,9 @@ class World:
         _log.warning("collectives are broken off (%s); %d connections closed", self._aborted, count)
 
     def close(self) -> None:
-        """Leave the world."""
+        """Leave the world. What a thread still computes with others fails: it would hold up the end."""
+        self._sockets.shut()
+        self._groups.clear()
+        self._waiting.clear()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -18,7 +18,30 @@ CPU = torch.device("cpu")
 
 
 def ranks_of(world: World, size: int, sharded: bool = False) -> GroupRanks:
+    world.found([range(size)])
     return GroupRanks(world, range(size), sharded=sharded, device=CPU)
+
+
+def overlapping(world: World, rank: int, size: int) -> dict[str, list[float]]:
+    """Sum in groups that share members without being equal, one after the other."""
+    groups, found = ([0, 1], [1, 2], [0, 1, 2], [0, 2], [0, 1]), {}
+    world.found(groups)
+    for number, workers in enumerate(groups):
+        if rank in workers:
+            ranks = GroupRanks(world, workers, sharded=False, device=CPU)
+            total = torch.tensor([10.0**rank])
+            with ranks.together(f"group {number}"):
+                ranks.sum_(total)
+            found[f"{number}"] = total.tolist()
+    return found
+
+
+def one_never_loads(world: World, rank: int, size: int) -> None:
+    """The last worker founds the group with the others, and does not come for it."""
+    world.found([range(size)])
+    if rank < size - 1:
+        world._join_s = 0.2
+        world.group(range(size))
 
 
 def sums(world: World, rank: int, size: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _serve(
 
     torch.set_num_threads(1)
     try:
-        world = World(address, rank, range(size), join_s=DEADLINE_S, timeout_s=timeout_s)
+        world = World(address, rank, range(size), join_s=DEADLINE_S, timeout_s=timeout_s, token="a run")
         out.send(Outcome(job(world, rank, *arguments)))
     except BaseException as error:
         out.send(Outcome(None, type(error).__name__, "".join(traceback.format_exception(error))))

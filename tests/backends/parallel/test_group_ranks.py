@@ -37,3 +37,17 @@ def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
     for outcome in outcomes[:2]:
         assert outcome.error == "CollectiveBroken" and "broke off the step" in outcome.text
     assert outcomes[2].error == own.get(how, "CollectiveBroken")
+
+
+def test_groups_may_share_members_without_being_equal() -> None:
+    sums = {"0": [11.0], "1": [110.0], "2": [111.0], "3": [101.0], "4": [11.0]}
+    for rank, own in enumerate(results(run_ranks(3, jobs.overlapping, 3))):
+        members = {"0": (0, 1), "1": (1, 2), "2": (0, 1, 2), "3": (0, 2), "4": (0, 1)}
+        assert own == {name: sums[name] for name, workers in members.items() if rank in workers}
+
+
+def test_a_worker_that_does_not_come_is_named_with_the_option() -> None:
+    outcomes = run_ranks(3, jobs.one_never_loads, 3)
+    for outcome in outcomes[:2]:
+        assert outcome.error == "CollectiveBroken"
+        assert "rpc.connect_timeout_s) for the workers [2] to load" in outcome.text

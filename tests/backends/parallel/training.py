@@ -18,7 +18,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
 from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.meshes import mesh_of
+from realhf.backends.parallel.meshes import groups_of, mesh_of
 from realhf.backends.parallel.world import World
 from realhf.backends.training.torch_engine import TorchEngine
 
@@ -69,6 +69,7 @@ def algorithm(name: str) -> Any:
 def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
     """An engine with copies of the model, or with the model cut."""
     options = {"optimizer": OptimizerConfig(lr=1e-2), "total_train_steps": 10}
+    world.found(groups_of(range(size), parallel, cut=parallel.fsdp > 1))
     ranks = GroupRanks(world, range(size), sharded=parallel.fsdp > 1, device=CPU)
     if parallel.fsdp == 1:
         return DdpEngine(model, None, ranks=ranks, role="actor", **options)
