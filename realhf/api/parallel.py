@@ -24,9 +24,18 @@ class CollectiveBroken(RuntimeError):
     """What several ranks compute together broke off, because another rank failed, left or was too slow."""
 
 
+class HeldInParts(RuntimeError):
+    """The weights of a model that is cut over ranks are wanted whole, and were not brought together here."""
+
+
 class Group(Protocol):
     """The ranks of a role as the model host sees them: the attribute ``ranks`` of their engines. Outside ``together``
     a rank is alone: it computes every sequence of a batch, and waits for nobody."""
+
+    @property
+    def number(self) -> int:
+        """The own rank, also outside ``together``; what one rank does for all, rank 0 does."""
+        ...
 
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Compute with the other ranks meanwhile. Raises CollectiveBroken when they do not come, or come for something

@@ -21,7 +21,8 @@ ABORT_S = 5.0
 """How long the ranks of a call that failed may take to break off. Until then one of them may name the cause."""
 TOLERANCE = 1e-5
 """Relative difference that the same statistic may have on two ranks: they add the same numbers."""
-DURATIONS = ("_seconds", "_s", "_ms")
+DURATION = "_seconds"
+"""What the name of a statistic ends in that takes another value on each rank."""
 
 
 class RanksDiffer(ValueError):
@@ -125,11 +126,11 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def check_agreement(stats: Sequence[Mapping[str, Any]], workers: Sequence[str]) -> None:
-    """Raise RanksDiffer unless all ranks report the same statistics, durations aside."""
+    """Raise RanksDiffer unless all ranks report the same statistics; seconds may differ."""
     for worker, others in zip(workers[1:], stats[1:], strict=True):
         for name in sorted({*stats[0], *others}):
             first, other = stats[0].get(name), others.get(name)
-            if not name.endswith(DURATIONS) and not _same(first, other):
+            if not name.endswith(DURATION) and not _same(first, other):
                 raise RanksDiffer(f"{name} is {first} on {workers[0]} and {other} on {worker}")
 
 

@@ -48,13 +48,13 @@ from realhf.api.calls import (
 )
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Engine, Model, TrainResult
-from realhf.api.parallel import Group
+from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
 from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
-from realhf.dataflow.weight_files import check_digests, write_digests
+from realhf.dataflow.weight_files import DIGESTS_FILE, check_digests, write_digests
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
 from realhf.transport.tensors.store import TensorStore
@@ -325,6 +325,8 @@ class ModelHost:
             if own is None:
                 write_digests(folder, engine)
                 own = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            elif self._ranks(role).number == 0:
+                own = [*own, *_whole_digests(folder, engine)]
             files += own
         states = {name: interface.state_dict() for name, (_, interface) in sorted(self._interfaces.items())}
         folder = Path(request.folder)
@@ -364,6 +366,16 @@ class ModelHost:
         engine.export_hf(folder)
         write_digests(folder, engine)
         return Nothing()
+
+
+def _whole_digests(folder: Path, engine: Engine) -> list[Path]:
+    """Write the digests of an engine that trains with others, and return their file; none where it holds a part of the
+    weights."""
+    try:
+        write_digests(folder, engine)
+    except HeldInParts:
+        return []
+    return [folder / DIGESTS_FILE]
 
 
 def _traced_as(mfc: MFCDef) -> str:

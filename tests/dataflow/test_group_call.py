@@ -160,6 +160,8 @@ def test_statistics_agree_to_rounding_and_durations_need_not() -> None:
     nan = {"loss": math.nan, "step_seconds": 1.0}
     check_agreement([nan, {"loss": math.nan, "step_seconds": 2.0}], ["w0", "w1"])
     check_agreement([{"loss": 1.0}, {"loss": 1.0 + 1e-7}], ["w0", "w1"])
+    with pytest.raises(RanksDiffer, match="logits_s is 1"):
+        check_agreement([{"logits_s": 1.0}, {"logits_s": 2.0}], ["w0", "w1"])
     with pytest.raises(RanksDiffer, match=r"loss is None on w0 and 1\.0 on w1"):
         check_agreement([{}, {"loss": 1.0}], ["w0", "w1"])
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from realhf.api.calls import CheckpointRequest, ExportRequest, Nothing
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import Model, TrainResult
+from realhf.api.parallel import HeldInParts
 from realhf.api.sample import SequenceSample
 from realhf.base.tensor_digest import digests, joint_digest
 from realhf.dataflow.model_function_call import WrongReply
@@ -283,4 +285,35 @@ def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved
     assert said["tensors"] == digests(host.model.engine.weights()) and said["digest"] == joint_digest(said["tensors"])
     (tmp_path / "ckpt" / "actor" / "weight.txt").write_text("1.0000001 0")
     with pytest.raises(ValueError, match=r"weight was saved with digest [0-9a-f]+ and is restored with [0-9a-f]+"):
+        host.host.restore(request)
+
+
+@pytest.mark.parametrize(("rank", "whole"), [(0, True), (1, True), (0, False)], ids=["first", "second", "in parts"])
+def test_the_first_of_several_workers_writes_digests_of_whole_weights(tmp_path: Path, rank: int, whole: bool) -> None:
+    host = Host(tmp_path)
+    engine: Any = host.model.engine
+
+    def parts() -> Any:
+        raise HeldInParts("actor: cut")
+
+    engine.ranks = SimpleNamespace(number=rank)
+    engine.save_checkpoint = lambda folder: []
+    if not whole:
+        engine.weights = parts
+    saved = host.host.save(CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt")))
+    written = [Path(file.path).name for file in saved.files]
+    assert ("weight_digests.json" in written) == (rank == 0 and whole)
+
+
+def test_an_error_of_an_engine_is_no_reason_to_skip_the_check_of_digests(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    request = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
+    host.host.save(request)
+
+    def broken() -> Any:
+        raise RuntimeError("CUDA error")
+
+    engine: Any = host.model.engine
+    engine.weights = broken
+    with pytest.raises(RuntimeError, match="CUDA error"):
         host.host.restore(request)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import LossFn, TrainResult
+from realhf.api.parallel import HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.parallel.cut_model import Whole, cut, empty_like, gather_into
@@ -75,7 +76,7 @@ class FsdpEngine(TorchEngine):
 
     def _gathered(self) -> Any:
         if self._copy is None:
-            raise RuntimeError(f"{self._role}: its whole weights were not brought together on this worker")
+            raise HeldInParts(f"{self._role}: its whole weights were not brought together on this worker")
         return self._copy
 
     def generator(self) -> EmbeddedGenerator:

@@ -106,14 +106,17 @@ class GroupRanks:
         return [json.loads(text) for text in self.exchange(json.dumps(dict(numbers)).encode())]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up the gradients over the ranks, in fp32; None counts as 0. Nothing where the backward pass did."""
+        """Add up the gradients over the ranks, in fp32; None counts as 0, and stays None where no rank has a
+        gradient: an optimizer leaves such a parameter alone. Nothing where the backward pass did."""
         if self.size == 1 or self._sharded:
             return
         for bucket in _buckets(parameters):
-            flat = torch.cat([_flat_gradient(p) for p in bucket])
+            has = torch.tensor([float(p.grad is not None) for p in bucket], device=bucket[0].device)
+            flat = torch.cat([*(_flat_gradient(p) for p in bucket), has])
             self.sum_(flat)
-            for parameter, summed in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = summed.view_as(parameter).to(parameter.dtype)
+            *sums, counts = flat.split([*(p.numel() for p in bucket), len(bucket)])
+            for parameter, summed, count in zip(bucket, sums, counts.tolist(), strict=True):
+                parameter.grad = summed.view_as(parameter).to(parameter.dtype) if count else None
 
     def _agree(self, what: str) -> None:
         """Raise CollectiveBroken unless all ranks are about the same."""

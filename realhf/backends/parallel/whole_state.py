@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from realhf.backends.training.optimizer import PolicyOptimizer
-from realhf.backends.training.sharded_state import parameter_names, persistent_buffers
+from realhf.backends.training.sharded_state import parameter_names, persistent_buffers, refuse_unknown, unmastered
 from realhf.backends.training.torch_engine import STATE_FILE, WEIGHTS_FILE
 
 
 @torch.no_grad()
 def load_whole_state(folder: Path, model: nn.Module, optimizer: PolicyOptimizer) -> int:
     """Read what ``TorchEngine.save_checkpoint`` wrote; return the version. Raises FileNotFoundError, or ValueError that
-    names a tensor which is missing or of another shape."""
+    names a tensor which is missing, of another shape, or of another model."""
     if not (folder / STATE_FILE).is_file():
         raise FileNotFoundError(f"no engine checkpoint in {folder}")
     _load_weights(folder, model)
@@ -35,6 +35,8 @@ def _load_weights(folder: Path, model: nn.Module) -> None:
         aliases.setdefault(id(parameter), []).append(name)
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         held = {*file.keys()}
+        known = {*persistent_buffers(model), *(alias for alike in aliases.values() for alias in alike)}
+        refuse_unknown(folder, {f"weights/{name}" for name in held}, {f"weights/{name}" for name in known})
         for parameter, name in parameter_names(model).items():
             found = next((alias for alias in aliases[id(parameter)] if alias in held), None)
             if found is None:
@@ -62,7 +64,10 @@ def _load_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: PolicyOp
         for p, master in zip(parameters, saved["masters"], strict=True)
         if master is not None
     }
-    for name, held in optimizer.tensors(names).items():
+    own = {
+        f"master/{name}": p.detach() for p, name in unmastered(optimizer, names).items() if f"master/{name}" in values
+    }
+    for name, held in {**optimizer.tensors(names), **own}.items():
         if name not in values:
             raise ValueError(f"checkpoint {folder} has no tensor {name} of the optimizer")
         _take(held, values[name], f"checkpoint {folder}: {name}")

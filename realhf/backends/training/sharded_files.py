@@ -13,9 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import load, save  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from realhf.api.parallel import CollectiveBroken
+from realhf.backends.training.shard_index import ShardReader
 
 INDEX = ".metadata"
 """The file that says which tensor lies where; the first rank writes it when all have written theirs."""
@@ -28,8 +33,9 @@ def is_sharded(folder: Path) -> bool:
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None, rank: int = 0) -> list[Path]:
     """Write ``tensors`` with the other ranks of ``group`` (None: alone); return the files that this rank wrote. All
-    ranks name the same tensors: parts of one (``DTensor``), or the same values."""
-    with _quiet():
+    ranks name the same tensors: parts of one (``DTensor``), or the same values. Raises what stopped this rank, e.g.
+    OSError, or CollectiveBroken where another rank failed."""
+    with _quiet(), _own_failure(folder, group):
         writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     own = sorted(folder.glob(f"__{rank}_*"))
@@ -38,13 +44,13 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None, 
 
 def names_in(folder: Path) -> frozenset[str]:
     """Return the names of the tensors in a folder."""
-    return frozenset(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return frozenset(ShardReader(folder).read_metadata().state_dict_metadata)
 
 
 def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
     """Read into ``tensors``, in place, with the other ranks of ``group`` (None: alone). Raises ValueError that names a
-    tensor which is missing, or of another shape."""
-    held = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensor which is missing, or of another shape; what stopped this rank; CollectiveBroken where another one failed."""
+    held = ShardReader(folder).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         if name not in held:
             raise ValueError(f"checkpoint {folder} has no tensor {name}")
@@ -52,8 +58,22 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) 
         if size is None or tuple(size) != tuple(tensor.shape):
             raise ValueError(f"checkpoint {folder}: {name} has shape {tuple(size or ())}, here {tuple(tensor.shape)}")
     if tensors:
-        with _quiet():
-            load(dict(tensors), storage_reader=FileSystemReader(folder), process_group=group, no_dist=group is None)
+        with _quiet(), _own_failure(folder, group):
+            load(dict(tensors), storage_reader=ShardReader(folder), process_group=group, no_dist=group is None)
+
+
+@contextlib.contextmanager
+def _own_failure(folder: Path, group: Any) -> Iterator[None]:
+    """Torch raises one exception on all ranks, which is no ``Exception`` and would end the process: each rank raises
+    what happened to it instead."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank = 0 if group is None else dist.get_rank(group)
+        if rank in error.failures:
+            raise error.failures[rank][0] from None
+        others = ", ".join(f"rank {other}: {failed}" for other, (failed, _) in sorted(error.failures.items()))
+        raise CollectiveBroken(f"checkpoint {folder}: {others}") from None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,39 @@ def save_state(
 
 def load_state(folder: Path, model: nn.Module, optimizer: PolicyOptimizer, *, group: Any = None) -> int:
     """Read what ``save_state`` wrote, whatever the number of ranks was, into model and optimizer; return the version.
-    Raises ValueError that names a tensor which is missing or of another shape; then nothing has changed but, perhaps,
-    the moments of the optimizer."""
-    held = names_in(folder)
-    optimizer.begin_moments({p for p, name in parameter_names(model).items() if f"exp_avg/{name}" in held})
+    A weight in fp32 is read from its master weight where there is one. Raises ValueError that names a tensor which is
+    missing, of another shape, or of another model; then nothing has changed but, perhaps, the moments of the
+    optimizer."""
+    held, names = names_in(folder), parameter_names(model)
+    refuse_unknown(folder, held, {f"weights/{name}" for name in (*names.values(), *persistent_buffers(model))})
+    optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in held})
     version = torch.tensor(0)
-    load_shards(folder, {**_tensors(model, optimizer), _VERSION: version}, group)
+    tensors = {**_tensors(model, optimizer), _VERSION: version}
+    for name in unmastered(optimizer, names).values():
+        if f"master/{name}" in held:
+            tensors[f"master/{name}"] = tensors.pop(f"weights/{name}")
+    load_shards(folder, tensors, group)
     optimizer.publish()
     return int(version)
+
+
+def refuse_unknown(folder: Path, held: Collection[str], weights: Collection[str]) -> None:
+    """Raise ValueError where a checkpoint holds weights, or master weights, of another model than the one whose
+    ``weights/NAME`` are given: a deeper one, for example."""
+    more = {name for name in held if name.startswith("weights/")} - {*weights}
+    more |= {name for name in held if name.startswith("master/") and f"weights/{name[7:]}" not in weights}
+    if more:
+        first = sorted(more)[:3]
+        raise ValueError(
+            f"checkpoint {folder} is of another model: it has {', '.join(first)}"
+            f"{f' and {len(more) - 3} more' if len(more) > 3 else ''}, which this one has not"
+        )
+
+
+def unmastered(optimizer: PolicyOptimizer, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
+    """Return the trained parameters that are their own master weights, and their names."""
+    pairs = zip(optimizer.parameters, optimizer.masters, strict=True)
+    return {parameter: names[parameter] for parameter, master in pairs if master is parameter}
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from realhf.backends.parallel.group_ranks import GroupRanks
 from realhf.backends.parallel.world import World
+from realhf.backends.training import sharded_files
 
 CPU = torch.device("cpu")
 
@@ -48,6 +51,7 @@ def sums(world: World, rank: int, size: int) -> dict[str, Any]:
     ranks = ranks_of(world, size)
     alone = (ranks.rank, ranks.size, ranks.own([1, 1, 1]))
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
+    parameters.append(nn.Parameter(torch.ones(1)))  # has a gradient nowhere
     if rank == 0:
         parameters[0].grad = torch.tensor([1.0, 2.0, 3.0])
     parameters[1].grad = torch.full((2,), 1.0 + rank, dtype=torch.bfloat16)
@@ -59,12 +63,26 @@ def sums(world: World, rank: int, size: int) -> dict[str, Any]:
             "rank": ranks.rank,
             "size": ranks.size,
             "sum": total.tolist(),
-            "gradients": [p.grad.tolist() for p in parameters],  # pyright: ignore
+            "gradients": [None if p.grad is None else p.grad.tolist() for p in parameters],
             "gathered": ranks.gather({f"of_{rank}": float("nan") if rank == 1 else 0.1 + rank, "all": 1.0}),
             "exchanged": ranks.exchange(b"x" * rank),
             "own": [ranks.own(costs) for costs in ([5, 5, 5, 1, 2, 3, 9], [7], [0, 0, 0, 0], [1, 0, 1, 0, 1])],
         }
     return {**found, "alone": alone, "after": ranks.size}
+
+
+def a_write_fails(world: World, rank: int, size: int, folder: Path) -> None:
+    """The last rank has no room for its shards."""
+    ranks = ranks_of(world, size)
+    if rank == size - 1:
+
+        class Full(sharded_files.FileSystemWriter):
+            def write_data(self, plan: Any, planner: Any) -> Any:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        sharded_files.FileSystemWriter = Full
+    with ranks.together("saving"):
+        sharded_files.save_shards(folder, {"weights/x": torch.ones(3)}, ranks.group, ranks.number)
 
 
 def another_call(world: World, rank: int, size: int) -> None:

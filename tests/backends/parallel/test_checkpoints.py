@@ -10,7 +10,7 @@ import torch
 
 from realhf.api.parallel import Parallel
 from realhf.backends.training.sharded_files import INDEX
-from tests.backends.parallel import training
+from tests.backends.parallel import jobs, training
 from tests.backends.parallel.rank_processes import results, run_ranks
 
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_theirs_by_two(tmp_path: Pa
         for version, stats in found:
             assert version == 2
             goes_on_as(expected, stats)
-    with pytest.raises(ValueError, match=r"checkpoint .*two has no tensor weights/lm_head"):
+    with pytest.raises(ValueError, match=r"checkpoint .*two is of another model: it has weights/.*norm"):
         training.alone(training.tiny_model(tied=False)).load_checkpoint(tmp_path / "two")
 
 
@@ -62,3 +62,9 @@ def test_checkpoints_are_read_by_more_ranks_and_by_copies(tmp_path: Path) -> Non
 def test_copies_that_differ_are_refused_with_the_tensor() -> None:
     for rank, outcome in enumerate(results(run_ranks(2, training.copies_that_differ, 2))):
         assert outcome[0] == "CopiesDiffer" and f"model.norm.weight differs between rank {rank}" in outcome[1]
+
+
+def test_the_rank_whose_write_fails_says_so_and_the_others_that_it_did(tmp_path: Path) -> None:
+    first, last = run_ranks(2, jobs.a_write_fails, 2, tmp_path)
+    assert last.error == "OSError" and "No space left on device" in last.text
+    assert first.error == "CollectiveBroken"
