@@ -17,7 +17,16 @@ _TYPES = (
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
     (f"{_DCP}.metadata", name)
-    for name in ["BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"]
+    for name in [
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ]
 } | {
     (f"{_DCP}.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
