@@ -127,9 +127,9 @@ def _other_ids(folder: Path, other: Path) -> str:
     words, added = _ids(folder)
     others, added_others = _ids(other)
     mine, theirs = {**words, **added}, {**others, **added_others}
-    for word in mine.keys() & theirs.keys():
-        if mine[word] != theirs[word]:
-            return f"gives {word[:40]!r} the id {mine[word]}, not {theirs[word]} as that"
+    for word, number in mine.items():
+        if theirs.get(word, number) != number:
+            return f"gives {word[:40]!r} the id {number}, not {theirs[word]} as that"
     at = {number: word for word, number in others.items()}
     for word, number in words.items():
         if at.get(number, word) != word:
@@ -142,9 +142,9 @@ def _ids(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
     held = _json(folder / "tokenizer.json")
     model, added = held.get("model"), held.get("added_tokens")
     words = model.get("vocab") if isinstance(model, dict) else None
+    pairs: Iterable[tuple[Any, Any]] = words.items() if isinstance(words, dict) else ()
     if isinstance(words, list):  # Pieces with their scores, in the order of their ids.
-        words = {piece[0]: number for number, piece in enumerate(words) if isinstance(piece, list) and piece}
-    pairs = words.items() if isinstance(words, dict) else ()
+        pairs = ((piece[0], number) for number, piece in enumerate(words) if isinstance(piece, list) and piece)
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     return _whole(pairs), _whole((token.get("content"), token.get("id")) for token in tokens)
 

@@ -205,7 +205,7 @@ TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": [{"id
         ({"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}}, ""),
         (
             {"model": {"vocab": {"b": 0, "a": 1, "c": 2}}},
-            "its tokenizer gives '[ab]' the id [01], not [01] as that of act",
+            "its tokenizer gives 'b' the id 0, not 1 as that of act",
         ),
         (
             {"model": {"vocab": {"a": 0, "b": 1, "x": 2}}},
@@ -213,6 +213,7 @@ TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": [{"id
         ),
         ({**TOKENIZER, "added_tokens": [{"id": 4, "content": "<end>"}]}, "gives '<end>' the id 4, not 3 as that"),
         ({"model": {"vocab": {"a": "0"}}, "added_tokens": [{}, 7]}, ""),
+        ({"model": {"vocab": [[["a"], 0.0], 3, []]}, "added_tokens": {}}, ""),
     ],
 )
 def test_a_critic_has_the_ids_of_the_actors_tokenizer(tmp_path: Path, tokenizer: dict[str, object], says: str) -> None:
