@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from realhf.backends.training.selected_logprobs import selected_logprobs
+from realhf.backends.training.selected_logprobs import BentHead, selected_logprobs
 
 
 @dataclass(frozen=True)
 class ScoredRows:
     """Holds the asked-for positions of one pass through the model. ``hidden`` (m, width); ``target`` i64 (m,): the
     token that follows; ``place`` i64 (m,): where each stands in the packed L-1 layout; ``logits`` (m, vocabulary) only
-    where the model's head is no plain projection."""
+    where nothing is known of the model's head."""
 
     hidden: Tensor
     target: Tensor
@@ -27,10 +27,11 @@ class ScoredRows:
 @dataclass(frozen=True)
 class Heads:
     """Says what a model has on top of its hidden states. ``language`` returns the weight (vocabulary, width) of a head
-    that is a product with it and nothing else; ``value`` is a projection to one number. ``logits``: there is a
-    language-model head, plain or not."""
+    that is a product with it and nothing else; ``bent`` is a head that does a bit more, where that is known; ``value``
+    is a projection to one number. ``logits``: there is a language-model head, of whatever kind."""
 
     language: Callable[[], Tensor] | None = None
+    bent: BentHead | None = None
     value: nn.Module | None = None
     logits: bool = True
 
@@ -95,9 +96,11 @@ class PackedOutputs:
         return blank.index_copy(0, self.place, torch.cat(parts)) if parts else blank
 
     def _score(self, rows: ScoredRows, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        if rows.logits is None and self._heads.bent is not None:
+            return self._heads.bent.score(rows.hidden, rows.target, temperature, with_entropy=with_entropy)
         if rows.logits is None:
             head = self.head
-            assert head is not None, "a head that is no plain projection gives its logits"
+            assert head is not None, "an unknown head gives its logits"
             return selected_logprobs(rows.hidden, head, rows.target, temperature, with_entropy=with_entropy)
         log_p = functional.log_softmax(rows.logits.float() / temperature, -1)
         logprobs = log_p.gather(-1, rows.target[:, None])[:, 0]

@@ -19,6 +19,7 @@ from realhf.api.sample import SequenceSample
 from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
 from realhf.backends.training.row_pass import RowPass, masks, row_pass
 from realhf.backends.training.row_probe import probe, strayed, tolerance
+from realhf.backends.training.selected_logprobs import bent_head
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import Row, plain_rows, shared_rows
 
@@ -66,7 +67,7 @@ class PackedForward:
             depth = given["position_ids"] = chosen.depth.to(device)
             given["attention_mask"] = masks(self.model.config, chosen.seen.to(device), depth, self._dtype)
         column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
-        if self.heads.logits and self.heads.language is None:
+        if self.heads.logits and self.heads.language is None and self.heads.bent is None:
             hidden, logits = _through_the_whole_model(self.model, given, column)
             return ScoredRows(hidden, target, place, logits)
         return ScoredRows(_at(self.model.get_decoder()(**given).last_hidden_state, column), target, place)
@@ -107,7 +108,9 @@ def heads_of(model: Any) -> Heads:
     value = getattr(model, "value_head", None)
     if value is not None:
         return Heads(value=value, logits=False)
-    return Heads(language=(lambda: model.get_output_embeddings().weight) if _has_plain_head(model) else None)
+    if _has_plain_head(model):
+        return Heads(language=lambda: model.get_output_embeddings().weight)
+    return Heads(bent=bent_head(model))
 
 
 def _at(hidden: Tensor, column: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def _at(hidden: Tensor, column: Tensor) -> Tensor:
 
 
 def _through_the_whole_model(model: Any, given: dict[str, Any], column: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states and logits at some columns, for a head that scales or bounds its logits: it sees those
+    """Return hidden states and logits at some columns, for a head of which nothing is known: it sees those
     positions only."""
     kept: list[Tensor] = []
 

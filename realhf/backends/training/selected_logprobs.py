@@ -1,13 +1,17 @@
-"""Computes log-probabilities of chosen tokens from hidden states, without ever holding the logits of a batch."""
+"""Computes log-probabilities of chosen tokens from hidden states, without ever holding the logits of a batch: under a
+head that is a projection, or one and a bit more (a bias, a factor, a bound, as in Phi, Granite, Cohere, Gemma 2)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from realhf.backends.embedded.onednn_linear import product, suits
 
@@ -16,6 +20,8 @@ CHUNK_BYTES = 3 << 24
 head too often."""
 _KEPT_BYTES = 1 << 24
 """Logits of a call up to this size are kept for the backward pass; more of them are computed again."""
+_WIDE = 100.0
+"""Size of the logits that a head is tried out with: bounds of usual size show."""
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -109,3 +115,73 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply ``x`` (n, in) by the transpose of ``weight`` (out, in), both fp32."""
     return product(x, weight) if suits(weight) else functional.linear(x, weight)
+
+
+@dataclass(frozen=True)
+class BentHead:
+    """Is a head whose logits are ``factor`` times those of the linear layer that ``layer`` returns, with ``cap``
+    bounded to that by tanh."""
+
+    layer: Callable[[], nn.Linear]
+    factor: float = 1.0
+    cap: float | None = None
+
+    def bend(self, logits: Tensor) -> Tensor:
+        """Make the model's logits of those of the linear layer."""
+        logits = logits * self.factor if self.factor != 1.0 else logits
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def score(
+        self, hidden: Tensor, ids: Tensor, temperature: float, *, with_entropy: bool, chunk: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of ``ids`` int64 (m,) after ``hidden`` (m, width), and entropies, 0 if not wanted;
+        both fp32 (m,), computed in fp32, ``chunk`` positions at once."""
+        layer = self.layer()
+        # In fp32 before it is cut in chunks: their gradients add up in its type.
+        weight, bias = layer.weight.float(), None if layer.bias is None else layer.bias.float()
+
+        def scores(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.bend(functional.linear(hidden.float(), weight, bias))
+            log_p = functional.log_softmax(logits / temperature, -1)
+            logprobs = log_p.gather(-1, ids[:, None])[:, 0]
+            return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else torch.zeros_like(logprobs)
+
+        size = chunk_rows(len(weight)) if chunk is None else chunk
+        parts: list[tuple[Tensor, Tensor]] = [
+            checkpoint(scores, h, i, use_reentrant=False, preserve_rng_state=False)  # type: ignore[misc]
+            for h, i in zip(hidden.split(size), ids.split(size), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+@torch.no_grad()
+def bent_head(model: Any) -> BentHead | None:
+    """Return what the head of ``model`` is, by its configuration, if the model then gives the same logits, for small
+    ones and for large ones; None if it does something else."""
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        return None
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    head = BentHead(model.get_output_embeddings, factor, float(cap) if cap else None)
+    given: list[Tensor] = []
+
+    def widen(_module: Any, _args: Any, output: Any) -> Any:
+        hidden = output.last_hidden_state
+        wide = hidden * (_WIDE / layer(hidden).float().abs().max().clamp(min=1e-6)).to(hidden.dtype)
+        given.extend((hidden, wide))
+        output.last_hidden_state = torch.cat(given)
+        return output
+
+    tokens = torch.tensor([[0, 1]], device=model.device)
+    handle = model.get_decoder().register_forward_hook(widen)
+    try:
+        found = model(input_ids=tokens, use_cache=False).logits.float()
+        expected = head.bend(layer(torch.cat(given)).float())
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    finally:
+        handle.remove()
+    off = (found - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2)).clamp(min=1e-6)
+    return head if float(off.max()) <= max(1e-4, 2 * torch.finfo(model.dtype).eps) else None

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.training.forward_outputs import Heads
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.partition import balanced_parts
@@ -129,6 +130,8 @@ def test_a_head_that_bounds_or_scales_its_logits_sees_scored_positions_only(kind
     sample, rows = ragged_sample(GROUPS), []
     model.get_output_embeddings().register_forward_hook(lambda _, args, output: rows.append(output[..., 0].numel()))
     forward = PackedForward(model)
+    assert forward.heads.bent is not None
+    forward.heads = Heads()  # As if nothing were known of it.
     rows.clear()
     outputs = forward(sample)
     assert outputs.head is None and sum(rows) == len(outputs.target) < sample.n_tokens("packed_input_ids")
