@@ -42,13 +42,15 @@ class LocalScheduler:
     without polling.
 
     With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``orphans_adopted``), so that every
-    child left at the end is killed. Use it only in a process that starts nothing else.
+    child left at the end is killed, but for those that it had when the scheduler was made and what they have started.
+    Use it only in a process that starts nothing else meanwhile.
     """
 
     def __init__(self, *, orphans_are_ours: bool = False) -> None:
         self._children: dict[str, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._orphans_are_ours = orphans_are_ours
+        self._strangers = set(psutil.Process().children()) if orphans_are_ours else set()
 
     def start(self, spec: WorkerSpec) -> None:
         """See ``Scheduler``."""
@@ -117,7 +119,8 @@ class LocalScheduler:
         mine = {other.process.pid for other in self._children.values()}
         doomed = {process for process in psutil.process_iter() if _session(process.pid) == child.process.pid}
         if self._orphans_are_ours:
-            doomed |= {process for process in psutil.Process().children() if process.pid not in mine}
+            adopted = set(psutil.Process().children()) - self._strangers
+            doomed |= {process for process in adopted if process.pid not in mine}
         doomed |= {relative for process in doomed for relative in _descendants(process.pid)}
         for process in doomed:
             with contextlib.suppress(psutil.Error):
@@ -132,7 +135,8 @@ class LocalScheduler:
             if child.process.poll() is None:
                 doomed |= _descendants(child.process.pid)
         if self._orphans_are_ours:
-            doomed |= _descendants(os.getpid())
+            theirs = {relative for process in self._strangers for relative in _descendants(process.pid)}
+            doomed |= _descendants(os.getpid()) - self._strangers - theirs
         for process in doomed:
             with contextlib.suppress(psutil.Error):
                 process.kill()

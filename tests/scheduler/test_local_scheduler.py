@@ -15,6 +15,7 @@ import pytest
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.failure import describe, failure_cause, log_tail
 from realhf.scheduler.local import LocalScheduler
+from realhf.scheduler.process_control import orphans_adopted
 from tests.process_family import family, gone
 
 STUBBORN = """
@@ -117,6 +118,30 @@ def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_
     assert time.monotonic() - began < 5.0
     assert gone([child], 5)
     scheduler.stop()
+
+
+def test_stop_leaves_alone_what_the_process_had_started_before(tmp_path, modules):
+    """A program with servers of its own may train with the launcher inside it, one run after the other."""
+    modules("stubborn", STUBBORN)
+    server = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    stranger = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not any("sleep" in line[-1] for line in family(stranger.pid).values()):
+            assert time.monotonic() < deadline, "the server did not start its child"
+            time.sleep(0.05)
+        before = family(stranger.pid)
+        with orphans_adopted():
+            scheduler = LocalScheduler(orphans_are_ours=True)
+            scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
+            child = int(collect(scheduler, WorkerLine)[0].text.split()[1])
+            scheduler.stop(grace_s=0.2)
+        assert gone([child], 5)
+        assert stranger.poll() is None and family(stranger.pid) == before
+    finally:
+        for process in family(stranger.pid):
+            process.kill()
+        stranger.wait(10)
 
 
 def test_stop_lets_a_worker_leave_through_its_finally_blocks(tmp_path, modules):

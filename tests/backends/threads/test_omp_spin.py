@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import json, os, time
+import contextlib, json, os, time
 from pathlib import Path
 import torch
 from realhf.backends.threads.omp_spin import OmpSpin
@@ -18,17 +18,22 @@ torch.set_num_threads(2)
 spin = OmpSpin.find(2)
 left, right = torch.randn(64, 4096), torch.randn(4096, 64)
 
-def cpu_ns(task):
-    return int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[0])
+def cpu_ns():
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found[task] = int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[0])
+    del found[str(os.getpid())]
+    return found
 
 def helper_cpu_s():
     left.exp().sum()
-    tasks = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
-    before = sum(map(cpu_ns, tasks))
+    before = cpu_ns()
     for _ in range(40):
         left.exp()
         time.sleep(0.006)
-    return 1e-9 * (sum(map(cpu_ns, tasks)) - before)
+    after = cpu_ns()
+    return 1e-9 * sum(after[task] - before[task] for task in before.keys() & after.keys())
 
 def gradients():
     torch.manual_seed(1)
