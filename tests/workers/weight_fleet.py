@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from realhf.api.calls import PROBE_WEIGHTS, PUBLISH_WEIGHTS, UPDATE_WEIGHTS
+from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import NoTrace
 from realhf.backends.training.torch_engine import TorchEngine
@@ -53,7 +54,7 @@ class Fleet:
         self.trainer = ModelWorker.__new__(ModelWorker)
         self.trainer._host = Host(TorchEngine(model, None))  # pyright: ignore[reportAttributeAccessIssue]
         self.trainer._trial, self.trainer._tracer = WeightTrial(), NoTrace()  # pyright: ignore
-        spec = SimpleNamespace(models={"actor": SimpleNamespace(workers=[0])})
+        spec = SimpleNamespace(models={"actor": ModelSpec("actor", "a folder")})
         self.trainer._plan = SimpleNamespace(spec=spec)  # pyright: ignore
         self.trainer._publisher = WeightPublisher("run", "model_worker/0", folder)
         self.workers = {name: self._worker(engine) for name, engine in engines.items()}
