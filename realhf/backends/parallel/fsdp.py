@@ -18,25 +18,24 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.parallel.cut_model import Whole, cut, empty_like, gather_into
 from realhf.backends.parallel.group_ranks import GroupRanks
+from realhf.backends.parallel.joined import JoinedBackend, JoinedEngine
 from realhf.backends.parallel.meshes import mesh_of
 from realhf.backends.parallel.whole_state import load_whole_state
 from realhf.backends.parallel.world import World
 from realhf.backends.training.sharded_files import is_sharded
-from realhf.backends.training.sharded_state import load_state, save_state
-from realhf.backends.training.torch_backend import TorchBackend
-from realhf.backends.training.torch_engine import TorchEngine
+from realhf.backends.training.sharded_state import load_state
 
 
-class FsdpEngine(TorchEngine):
+class FsdpEngine(JoinedEngine):
     """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``gather`` brings whole
     weights together; generation, export and publication use those, until the next train step."""
 
     def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, mesh: DeviceMesh, role: str, **options: Any):
-        self._group, self._mesh, self._role = ranks, mesh, role
+        self._mesh = mesh
         self._whole: Whole | None = None
         self._copy: Any = None
         with ranks.together(f"the weights of {role}"):
-            super().__init__(model, tokenizer, ranks=ranks, **options)
+            super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         self._generator = None  # It would generate with parts of the weights.
 
     def _place_weights(self) -> None:
@@ -108,13 +107,6 @@ class FsdpEngine(TorchEngine):
         optimizer = self._optimizer.state_dict() if self._optimizer is not None else {}
         return {"version": self._version, "optimizer": optimizer, "weights": weights}
 
-    def save_checkpoint(self, folder: Path) -> list[Path]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Write the parts of this rank into ``folder``, which all ranks share; return the files it wrote."""
-        assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
-        group = self._group
-        with group.together(f"saving {self._role}"):
-            return save_state(folder, self.model, self._optimizer, self._version, group=group.group, rank=group.number)
-
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what any number of ranks wrote, or one worker with the backend ``torch``. Raises FileNotFoundError or
         ValueError naming the folder."""
@@ -127,19 +119,10 @@ class FsdpEngine(TorchEngine):
                 self.version = load_whole_state(folder, self.model, self._optimizer)
 
 
-class FsdpBackend(TorchBackend):
-    """Builds engines with a part of the model on each of several workers, which met in ``world``. For a role on one
-    worker it builds what the backend ``torch`` does."""
+class FsdpBackend(JoinedBackend):
+    """Builds engines with a part of the model on each worker."""
 
-    def __init__(self, device: str = "auto", world: World | None = None) -> None:
-        super().__init__(device)
-        self._world = world
-
-    def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
-        if spec.parallel.size == 1:
-            return super()._engine(spec, model, tokenizer, **options)
-        if self._world is None:
-            raise RuntimeError(f"{spec.role}: {spec.parallel.size} workers train together, but they have not met")
-        ranks = GroupRanks(self._world, spec.workers, sharded=True, device=self._device)
-        mesh = mesh_of(self._world, spec.workers, spec.parallel, ranks, self._device.type)
+    def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> FsdpEngine:
+        ranks = GroupRanks(world, spec.workers, sharded=True, device=self._device)
+        mesh = mesh_of(world, spec.workers, spec.parallel, ranks, self._device.type)
         return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, **options)

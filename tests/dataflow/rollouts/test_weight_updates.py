@@ -251,15 +251,20 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nobody(tmp_path: Path) -> None:
-    """Samples are admitted under the version that the others have, and the next one is published meanwhile."""
-    scene = Scene(tmp_path, lag_s=0.0)
+async def one_publication_ahead_of_two(scene: Scene) -> None:
+    """Two workers hold version 0, and version 1 is published."""
     for worker in ("generation/0", "generation/1"):
         scene.updates.joined(worker)
     await scene.updates.publish(0)
     for worker in ("generation/0", "generation/1"):
         await scene.caller.loaded(worker)
     await scene.updates.publish(1)
+
+
+async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nobody(tmp_path: Path) -> None:
+    """Samples are admitted under the version that the others have, and the next one is published meanwhile."""
+    scene = Scene(tmp_path, lag_s=0.0)
+    await one_publication_ahead_of_two(scene)
     assert await scene.caller.loaded("generation/0") == 1
     await until(lambda: scene.updates.stale)
     assert scene.updates.stale == {"generation/1"} and scene.caller.listed == {"generation/0"} and scene.told == [0, 1]
@@ -273,12 +278,7 @@ async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nob
 
 async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(tmp_path: Path) -> None:
     scene = Scene(tmp_path, lag_s=0.05)
-    for worker in ("generation/0", "generation/1"):
-        scene.updates.joined(worker)
-    await scene.updates.publish(0)
-    for worker in ("generation/0", "generation/1"):
-        await scene.caller.loaded(worker)
-    await scene.updates.publish(1)
+    await one_publication_ahead_of_two(scene)
     publishing = asyncio.create_task(scene.updates.publish(2))
     assert await scene.caller.loaded("generation/0") == 1
     await asyncio.wait_for(publishing, 30)

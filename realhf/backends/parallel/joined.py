@@ -1,0 +1,47 @@
+"""Holds what the engines and backends of a role on several workers have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from realhf.api.experiment import ModelSpec
+from realhf.backends.parallel.group_ranks import GroupRanks
+from realhf.backends.parallel.world import World
+from realhf.backends.training.sharded_state import save_state
+from realhf.backends.training.torch_backend import TorchBackend
+from realhf.backends.training.torch_engine import TorchEngine
+
+
+class JoinedEngine(TorchEngine):
+    """Is the ``TorchEngine`` of one of several ranks, which write a checkpoint together."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
+        self._group, self._role = ranks, role
+        super().__init__(model, tokenizer, ranks=ranks, **options)
+
+    def save_checkpoint(self, folder: Path) -> list[Path]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write the state into ``folder``, which all ranks share; return the files that this rank wrote."""
+        assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
+        group = self._group
+        with group.together(f"saving {self._role}"):
+            return save_state(folder, self.model, self._optimizer, self._version, group=group.group, rank=group.number)
+
+
+class JoinedBackend(TorchBackend):
+    """Builds engines of several workers, which met in ``world``. Without one, and for a role on one worker, it builds
+    what the backend ``torch`` does."""
+
+    def __init__(self, device: str = "auto", world: World | None = None) -> None:
+        super().__init__(device)
+        self._world = world
+
+    def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
+        if spec.parallel.size == 1:
+            return super()._engine(spec, model, tokenizer, **options)
+        if self._world is None:
+            raise RuntimeError(f"{spec.role}: {spec.parallel.size} workers train together, but they have not met")
+        return self._joined(spec, self._world, model, tokenizer, **options)
+
+    def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> JoinedEngine:
+        raise NotImplementedError
