@@ -13,14 +13,18 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import realhf
+from realhf.base.loopback import is_loopback_host
 from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, resolve
 from realhf.env.server.served import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
 from realhf.scheduler.failure import STOP_WITHIN_S, run_guarded
+from realhf.transport.network.network import Network
 from realhf.transport.rpc.worker import RpcWorker
+from workers.worker_main import add_key_file, keys_in, reachable
 
 
 class Interrupted(Exception):
@@ -85,6 +89,7 @@ def command_line(program: Program) -> argparse.ArgumentParser:
     run = parser.add_argument_group("as part of a training run")
     run.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
     run.add_argument("--run-id", default="", help="run that the master belongs to")
+    add_key_file(run)
     run.add_argument("--name", default="env/0", help="name of this worker in the roster")
     return parser
 
@@ -99,17 +104,27 @@ def _interrupt(stop: threading.Event) -> None:
 def serve(program: Program, arguments: argparse.Namespace) -> None:
     """Start the environment and the server, then wait for the end: for ever, or until the master says bye. Raises
     ConfigError, OSError (port taken), RuntimeError (the environment does not come up) or MasterLost."""
+    keys = keys_in(arguments.key_file)
+    network = reachable(arguments.master, keys)
     config = resolve(arguments, program.kind)
+    if keys is not None:
+        host = network.host if is_loopback_host(config.host) else config.host
+        config = replace(config, host=host, token=config.token or keys.token)
     listener = listen(config.host, config.port)
     try:
         served, config = program.prepare(arguments, config)
-        _serve(program.name, served, EnvServer(served, config, listener), config, arguments)
+        _serve(program.name, served, EnvServer(served, config, listener), config, arguments, network)
     finally:
         listener.close()
 
 
 def _serve(
-    name: str, served: ServedEnvironment, server: EnvServer, config: ServerConfig, arguments: argparse.Namespace
+    name: str,
+    served: ServedEnvironment,
+    server: EnvServer,
+    config: ServerConfig,
+    arguments: argparse.Namespace,
+    network: Network,
 ) -> None:
     try:
         served.start()
@@ -120,7 +135,7 @@ def _serve(
             print(f"{name}: SIMULATED trouble: {simulated}", flush=True)
         print(f"{name}: serving {config.pool_size} sessions at {server.url}", flush=True)
         if arguments.master:
-            _follow_master(server, arguments.master, arguments.run_id, arguments.name)
+            _follow_master(server, arguments.master, arguments.run_id, arguments.name, network)
         else:
             server.ended.wait()
         if server.ended.is_set():
@@ -133,11 +148,12 @@ def _serve(
             signal.alarm(STOP_WITHIN_S)
 
 
-def _follow_master(server: EnvServer, master: str, run_id: str, name: str) -> None:
+def _follow_master(server: EnvServer, master: str, run_id: str, name: str, network: Network) -> None:
     index = name.rpartition("/")[2]
     if not index.isdigit():
         raise ConfigError(f"--name is {name!r}; it must end in /<number>")
-    worker = RpcWorker(name, "env", int(index), run_id, master, ordered={}, endpoints={"env": server.url})
+    url = network.reached_at(server.url)
+    worker = RpcWorker(name, "env", int(index), run_id, master, ordered={}, endpoints={"env": url}, network=network)
     threading.Thread(target=lambda: (server.ended.wait(), worker.stop()), name="watch-server", daemon=True).start()
     worker.run()
 

@@ -39,12 +39,13 @@ from realhf.base.garbage import settle
 from realhf.dataflow.weight_probe import WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.server import Request, ServiceServer
 from realhf.transport.weights.held import HeldWeights
 from realhf.transport.weights.receiver import receive
-from workers.worker_main import run_planned
+from workers.worker_main import network_of, run_planned
 
 LEAVE_WITHIN_S = 15.0
 """One that is sent away because it hangs in new weights must make room for its successor."""
@@ -157,7 +158,9 @@ class KeptWeights:
 class GenerationWorker:
     """Answers ``generate`` and ``free`` of rollout workers, ``update_weights`` and ``status`` of the master."""
 
-    def __init__(self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str) -> None:
+    def __init__(
+        self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str, network: Network = LOOPBACK
+    ) -> None:
         self._plan, self._stack = plan, ExitStack()
         self._slots = SlotTable()
         self._died = ""
@@ -185,7 +188,7 @@ class GenerationWorker:
         self._probe = WeightProbe(self._engine, prefix, policy)
         self._kept = KeptWeights(self._engine)
         self._stack.callback(self._kept.unpin, Nothing())
-        self._service = ServiceServer(name, run_id, self._on_request)
+        self._service = ServiceServer(name, run_id, self._on_request, network=network)
         self._stack.callback(self._service.close)
         self._rpc = RpcWorker(
             name,
@@ -203,6 +206,7 @@ class GenerationWorker:
             ),
             immediate=dict([STATUS.served_by(self._status)]),
             endpoints={"generation": self._service.endpoint},
+            network=network,
             connect_timeout_s=plan.rpc.connect_timeout_s,
             on_roster=self._on_roster,
             leave_within_s=LEAVE_WITHIN_S,
@@ -290,7 +294,8 @@ def main() -> int:
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
-        worker = GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master)
+        network = network_of(plan, args)
+        worker = GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network)
         settle()
         worker.run()
 

@@ -51,8 +51,10 @@ from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.event_loop import new_event_loop
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.master import RpcMaster
 from realhf.transport.rpc.roster import WorkerInfo
+from workers.worker_main import add_key_file, keys_in
 
 ACTIVITY_INTERVAL_S = 0.3
 
@@ -60,13 +62,15 @@ ACTIVITY_INTERVAL_S = 0.3
 class MasterWorker:
     """One run from the first registration to the summary."""
 
-    def __init__(self, plan: RunPlan, run_id: str, events: EventStream) -> None:
+    def __init__(self, plan: RunPlan, run_id: str, events: EventStream, network: Network = LOOPBACK) -> None:
+        self._network = network
         self._plan, self._spec, self._run_id, self._events = plan, plan.spec, run_id, events
         self._graph = build_graph(
             plan.spec.mfcs, plan.spec.source.keys, plan.spec.log_keys, roles=plan.spec.models.keys()
         )
         self._rpc = RpcMaster(
             run_id,
+            network=network,
             heartbeat_s=plan.rpc.heartbeat_s,
             dead_after_s=plan.rpc.dead_after_s,
             on_death=self._left,
@@ -194,6 +198,7 @@ class MasterWorker:
             self._plan.rpc.call_timeout_s,
             archive=rollout.options.keep_journal,
             needs_env=self._spec.needs_env,
+            network=self._network,
         )
         return await AsyncRollouts.open(plan, self._rpc, source, lambda text: self._events.emit("warning", text=text))
 
@@ -416,6 +421,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)
+    add_key_file(parser)
     args = parser.parse_args()
     events = EventStream.on_stdout()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -425,8 +431,9 @@ def main() -> int:
         for plugin in plan.plugins:
             load_plugin(plugin)
         settle()
+        network = Network.of_master(plan.network, keys_in(args.key_file))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(MasterWorker(plan, args.run_id, events).run())
+            runner.run(MasterWorker(plan, args.run_id, events, network).run())
 
     return run_guarded(work)
 

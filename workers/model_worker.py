@@ -48,11 +48,12 @@ from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
 from realhf.dataflow.weight_probe import probe_ids
 from realhf.dataflow.weight_trial import WeightTrial
 from realhf.monitor.trace import open_trace
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
 from realhf.transport.tensors.store import TensorStore
 from realhf.transport.weights.publisher import Medium, WeightPublisher
-from workers.worker_main import run_planned
+from workers.worker_main import network_of, run_planned
 
 if TYPE_CHECKING:
     from realhf.backends.parallel.world import Meeting, World
@@ -65,21 +66,29 @@ HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, GATHER, HE
 class ModelWorker:
     """Registers at once, so that the master sees it, and loads its models when told to (``initialize``)."""
 
-    def __init__(self, plan: RunPlan, index: int, run_id: str, master: str) -> None:
-        self._plan, self._index = plan, index
+    def __init__(self, plan: RunPlan, index: int, run_id: str, master: str, network: Network = LOOPBACK) -> None:
+        self._plan, self._index, self._network = plan, index, network
         name = f"model_worker/{index}"
         self._store = TensorStore(name)
-        self._plane = DataPlane(name, run_id, self._store, shm=plan.rpc.shm)
+        self._plane = DataPlane(name, run_id, self._store, shm=plan.rpc.shm, network=network)
         self._plane.start()
         self._host: ModelHost | None = None
         self._meeting: Meeting | None = None
         self._world: World | None = None
         run_dir, rollout = plan.spec.run_dir, plan.spec.rollout
         self._tracer = open_trace(run_dir, name)
-        self._stream = StreamHost(run_id, name, run_dir / "stream", self._store)
+        self._stream = StreamHost(run_id, name, run_dir / "stream", self._store, network)
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
         self._trial, self._stack = WeightTrial(), ExitStack()
-        self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium)
+        open_host = network.advertised if medium == "broadcast" and network.beyond_loopback else ""
+        self._publisher = WeightPublisher(
+            run_id,
+            name,
+            run_dir / "weights",
+            medium,
+            host=open_host,
+            insecure=network.trusted and bool(open_host),
+        )
         self._rpc = RpcWorker(
             name,
             "model_worker",
@@ -100,6 +109,7 @@ class ModelWorker:
                 **self._stream.handlers(),
             },
             data_endpoint=self._plane.endpoint,
+            network=network,
             connect_timeout_s=plan.rpc.connect_timeout_s,
         )
 
@@ -167,6 +177,7 @@ class ModelWorker:
             dataset=dataset,
             tracer=self._tracer,
             given_up=self._rpc.given_up,
+            addressed=self._network.with_token,
         )
         settle()
         return Nothing()
@@ -274,7 +285,7 @@ def main() -> int:
     """Run the worker of a plan until the master ends it. Returns the exit code."""
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
-        ModelWorker(plan, args.index, args.run_id, args.master).run()
+        ModelWorker(plan, args.index, args.run_id, args.master, network_of(plan, args)).run()
 
     return run_planned(str(__doc__), work)
 

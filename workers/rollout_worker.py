@@ -33,11 +33,12 @@ from realhf.rollout.players.player import Player
 from realhf.rollout.streaming.rollout_loop import RolloutLoop
 from realhf.rollout.streaming.sample_encoder import SampleEncoder
 from realhf.transport.event_loop import new_event_loop
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.client import ServiceClient
 from realhf.transport.stream.producer import StreamProducer
-from workers.worker_main import run_planned
+from workers.worker_main import network_of, run_planned
 
 DRAIN_S = 30.0
 WATCH_S = 5.0
@@ -48,8 +49,10 @@ class RolloutWorker:
     """Registers, and plays whenever the master says ``play``. The main thread serves the master, another one runs the
     event loop on which all episodes live."""
 
-    def __init__(self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str) -> None:
-        self._plan, self._spec, self._run_id = plan, spec, run_id
+    def __init__(
+        self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str, network: Network = LOOPBACK
+    ) -> None:
+        self._plan, self._spec, self._run_id, self._network = plan, spec, run_id, network
         self._incarnation = f"rollout_worker/{index}:{os.getpid()}"
         self._tracer = open_trace(plan.spec.run_dir, f"rollout_worker/{index}")
         self._loop = new_event_loop()
@@ -62,6 +65,7 @@ class RolloutWorker:
             run_id,
             master,
             ordered=dict([PLAY.served_by(self._play)]),
+            network=network,
             connect_timeout_s=plan.rpc.connect_timeout_s,
             on_roster=self._on_roster,
         )
@@ -106,12 +110,15 @@ class RolloutWorker:
     async def _play_all(self, control: str, stream: str, env_urls: Sequence[str]) -> None:
         timeout_s = self._plan.rpc.control_timeout_s
         async with AsyncExitStack() as stack:
-            client = ServiceClient(control, "the master", self._incarnation, self._run_id)
+            client = ServiceClient(control, "the master", self._incarnation, self._run_id, self._network)
             stack.callback(client.close)
-            producer = StreamProducer(stream, self._incarnation, self._run_id)
+            producer = StreamProducer(stream, self._incarnation, self._run_id, network=self._network)
             stack.push_async_callback(producer.close)
             self._generation = GenerationClient(
-                self._incarnation, self._run_id, timeout_s=self._spec.options.rollout_deadline_s
+                self._incarnation,
+                self._run_id,
+                timeout_s=self._spec.options.rollout_deadline_s,
+                network=self._network,
             )
             stack.callback(self._generation.close)
             self._generation.update(_generation_workers(self._rpc.roster))
@@ -139,7 +146,8 @@ class RolloutWorker:
         environment = build_environment(options.environment, options.environment_options)
         agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)
         policy = failure_policy(options.on_failure, options.retries, options.min_group_size)
-        addresses = env_urls if environment.launch is not None else [""]
+        served = environment.launch is not None
+        addresses = [self._network.with_token(url) for url in env_urls] if served else [""]
         return [
             GroupPlayer(
                 Player(
@@ -193,7 +201,8 @@ def main() -> int:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
         settle()
-        RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master).run()
+        network = network_of(plan, args)
+        RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()
 
     return run_planned(str(__doc__), work)
 

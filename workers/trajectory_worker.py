@@ -13,14 +13,18 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import uvicorn
 
+from realhf.base.loopback import is_loopback_host
 from realhf.scheduler.child import leave
 from realhf.scheduler.failure import run_guarded
 from realhf.trajectory.cli import uvicorn_config
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.worker import RpcWorker
+from workers.worker_main import add_key_file, keys_in, reachable
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the master says bye. Returns the exit code."""
     arguments = command_line().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return run_guarded(lambda: serve(resolve(arguments), arguments.master, arguments.run_id, arguments.name))
+    return run_guarded(lambda: start(arguments))
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -45,11 +49,23 @@ def command_line() -> argparse.ArgumentParser:
     run = parser.add_argument_group("the training run")
     run.add_argument("--master", required=True, help="endpoint of the master worker")
     run.add_argument("--run-id", required=True, help="run that the master belongs to")
+    add_key_file(run)
     run.add_argument("--name", default="trajectory/0", help="name of this worker in the roster")
     return parser
 
 
-def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None:
+def start(arguments: argparse.Namespace) -> None:
+    """Serve with these flags; a run with keys listens where others reach it, and wants their token. Raises ConfigError,
+    and what ``serve`` raises."""
+    keys = keys_in(arguments.key_file)
+    network, config = reachable(arguments.master, keys), resolve(arguments)
+    if keys is not None:
+        host = network.host if is_loopback_host(config.host) else config.host
+        config = replace(config, host=host, token=config.token if config.has_tokens else keys.token)
+    serve(config, arguments.master, arguments.run_id, arguments.name, network)
+
+
+def serve(config: TrajectoryConfig, master: str, run_id: str, name: str, network: Network = LOOPBACK) -> None:
     """Serve in a thread, follow the master in this one. Raises RuntimeError (port taken, the store does not open) or
     MasterLost."""
     index = name.rpartition("/")[2]
@@ -65,9 +81,12 @@ def serve(config: TrajectoryConfig, master: str, run_id: str, name: str) -> None
         _wait_until_started(server, thread)
         host, port = listener.getsockname()[:2]
         host = str(REACHED_AT.get(host, host))
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = network.reached_at(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         print(f"trajectory server at {url}", flush=True)
-        worker = RpcWorker(name, "trajectory", int(index), run_id, master, ordered={}, endpoints={"trajectory": url})
+        endpoints = {"trajectory": url}
+        worker = RpcWorker(
+            name, "trajectory", int(index), run_id, master, ordered={}, endpoints=endpoints, network=network
+        )
         threading.Thread(target=lambda: (thread.join(), worker.stop()), name="watch-server", daemon=True).start()
         worker.run()
         if not thread.is_alive():

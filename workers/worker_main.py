@@ -6,22 +6,49 @@ import argparse
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from realhf.api.config import NetworkConfig
 from realhf.api.experiment import RunPlan
 from realhf.base.plugin import load_plugin
 from realhf.scheduler.failure import run_guarded
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import LOOPBACK, Network
 
 _CHATTY = ("httpx", "httpx2")
 """Libraries that write a line about every request."""
 
 
+def add_key_file(parser: Any) -> None:
+    """Add the flag that says where the keys of a run are; they themselves are on no command line."""
+    parser.add_argument("--key-file", type=Path, help="file with the keys of the run (none: it is on the loopback)")
+
+
+def keys_in(file: Path | None) -> RunKeys | None:
+    """Return the keys in a file, None where there is none. Raises NetworkError naming the file."""
+    return RunKeys.read(file) if file is not None else None
+
+
+def reachable(master: str, keys: RunKeys | None) -> Network:
+    """Return the network of a server that no plan describes: it listens on the address from which it reaches the master
+    at ``master``; on the loopback without one or without keys."""
+    return Network.of_worker(NetworkConfig(), keys, master) if master and keys is not None else LOOPBACK
+
+
+def network_of(plan: RunPlan, arguments: argparse.Namespace) -> Network:
+    """Return the network of a worker. Raises NetworkError when it has no keys and needs them, or no way to the
+    master."""
+    return Network.of_worker(plan.network, keys_in(arguments.key_file), arguments.master)
+
+
 def run_planned(about: str, work: Callable[[RunPlan, argparse.Namespace], None]) -> int:
-    """Read ``--run-dir --run-id --master --index`` and run ``work(plan, arguments)``; the exit code."""
+    """Read ``--run-dir --run-id --master --index --key-file`` and run ``work(plan, arguments)``; the exit code."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--master", required=True, help="the master's endpoint")
     parser.add_argument("--index", type=int, required=True)
+    add_key_file(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in _CHATTY:

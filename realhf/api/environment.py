@@ -209,7 +209,8 @@ class EnvironmentService:
 class EnvironmentSpec:
     """Describes an environment to those who play it.
 
-    ``make`` returns a new instance, given the address of the environment's service ("" where there is none); it is
+    ``make`` returns a new instance, given the address of the environment's service ("" where there is none; with its
+    token, where it wants one, as ``http://:TOKEN@HOST:PORT``); it is
     called on the event loop that plays it, so it must not block. ``tasks`` returns the task set of a split (``train``
     or ``heldout``); the two share no instance. ``system_prompt`` precedes every episode ("" for none).
     ``concurrency``: at most this many instances of one process live at once, None for any number.

@@ -20,6 +20,7 @@ from realhf.api.config import (
     CheckpointConfig,
     EngineConfig,
     MonitorConfig,
+    NetworkConfig,
     OptimizerConfig,
     RecoverMode,
     RpcConfig,
@@ -203,6 +204,7 @@ class RunPlan:
     started_at: float
     plugins: tuple[str, ...] = ()
     gpus: Mapping[str, int] = field(default_factory=dict)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def write(self) -> None:
         """Write the plan into the run folder, which must exist."""

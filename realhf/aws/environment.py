@@ -30,7 +30,7 @@ from realhf.base.paths import PACKAGE
 from realhf.base.source_files import matching_files
 from realhf.base.text import shorten
 from realhf.env.client.openenv_client import CapacityError, EnvError, OpenEnvClient
-from realhf.env.client.server_metadata import fetch_metadata
+from realhf.env.client.server_metadata import fetch_metadata, without_token
 
 T = TypeVar("T")
 SYSTEM_PROMPT = (
@@ -71,7 +71,7 @@ class AwsEnvironment:
         level: bool = False,
         observation_chars: int = OBSERVATION_CHARS,
     ) -> None:
-        self._address = address
+        self._address, self._token = without_token(address)
         self._client, self._own = client, client is None
         self._reopen = reopen or _reopened
         self._level, self._chars = level, observation_chars
@@ -106,10 +106,12 @@ class AwsEnvironment:
     async def _connected(self) -> OpenEnvClient:
         if self._client is None or (self._own and not self._client.usable):
             await self.close()
-            metadata = await fetch_metadata(self._address, None, _METADATA_S)
+            metadata = await fetch_metadata(self._address, self._token, _METADATA_S)
             self._level = metadata.get("reward_mode") == "level"
             correlate = metadata.get("correlation") is True
-            self._client = OpenEnvClient(self._address, message_timeout_s=_NEVER_S, correlate=correlate)
+            self._client = OpenEnvClient(
+                self._address, message_timeout_s=_NEVER_S, token=self._token, correlate=correlate
+            )
         if not self._client.usable:
             await _asked(self._reopen(self._client))
         return self._client

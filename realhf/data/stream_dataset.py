@@ -21,6 +21,7 @@ from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
 from realhf.data.sample_limits import SampleLimits
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CodecError, TransportError
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.stream.push_stream import StreamFailed, StreamMessage
 from realhf.transport.stream.receiver import StreamReceiver
 from realhf.transport.tensors.store import TensorStore
@@ -70,7 +71,8 @@ class StreamDataset:
         *,
         credits: int,
         limits: SampleLimits,
-        bind: str = "tcp://127.0.0.1:0",
+        bind: str = "",
+        network: Network = LOOPBACK,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._store, self._notify, self._limits = store, notify, limits
@@ -85,7 +87,7 @@ class StreamDataset:
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds = {"log_s": 0.0, "notify_s": 0.0}
         store.on_clear(self._forget)
-        self._receiver = StreamReceiver(run_id, self._deliver, credits=credits, bind=bind)
+        self._receiver = StreamReceiver(run_id, self._deliver, credits=credits, bind=bind, network=network)
         self.endpoint = self._receiver.endpoint
         self._thread = threading.Thread(target=self._run, name="stream-dataset", daemon=True)
         self._thread.start()

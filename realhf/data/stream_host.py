@@ -24,6 +24,7 @@ from realhf.api.keys import KeyTable
 from realhf.api.streaming import Arrival
 from realhf.data.sample_limits import SampleLimits
 from realhf.data.stream_dataset import StreamDataset
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.service.thread import BlockingServiceClient
 from realhf.transport.tensors.store import TensorStore
 
@@ -33,7 +34,8 @@ NOTIFY_TIMEOUT_S = 60.0
 class StreamHost:
     """Owns the worker's ``StreamDataset``: ``open`` makes it, the other calls are passed on to it."""
 
-    def __init__(self, run_id: str, worker: str, folder: Path, store: TensorStore) -> None:
+    def __init__(self, run_id: str, worker: str, folder: Path, store: TensorStore, network: Network = LOOPBACK) -> None:
+        self._network = network
         self._run_id, self._worker, self._folder, self._store = run_id, worker, folder, store
         self._master: BlockingServiceClient | None = None
         self._dataset: StreamDataset | None = None
@@ -52,7 +54,9 @@ class StreamHost:
     def open(self, request: OpenStreamRequest) -> OpenStreamAnswer:
         """Make the dataset and its connection to the master, unless there is one already."""
         if self._dataset is None:
-            self._master = BlockingServiceClient(request.control, "the master", self._worker, self._run_id)
+            self._master = BlockingServiceClient(
+                request.control, "the master", self._worker, self._run_id, self._network
+            )
             known = KeyTable()
             limits = SampleLimits(
                 tuple(known[name] for name in request.keys),
@@ -61,7 +65,13 @@ class StreamHost:
                 max_tokens=request.max_tokens,
             )
             self._dataset = StreamDataset(
-                self._run_id, self._folder, self._store, self._notify, credits=request.credits, limits=limits
+                self._run_id,
+                self._folder,
+                self._store,
+                self._notify,
+                credits=request.credits,
+                limits=limits,
+                network=self._network,
             )
         return OpenStreamAnswer(self._dataset.endpoint)
 

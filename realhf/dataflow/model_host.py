@@ -80,7 +80,8 @@ class ModelHost:
     """Holds the models of one worker by role, and the interface of every model function call it may get. It owns the
     policy version: it alone sets ``Engine.version``, to the step's number before every call and to the next one after
     a train call. ``given_up`` tells whether the master has cancelled the call that is running;
-    ``RpcWorker.given_up`` is one."""
+    ``RpcWorker.given_up`` is one; ``addressed`` turns the address of an HTTP server of the run into the one that a
+    client needs, with its token."""
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class ModelHost:
         fetch_timeout_s: float = 120.0,
         tracer: Tracer | None = None,
         given_up: Callable[[], bool] = lambda: False,
+        addressed: Callable[[str], str] = str,
     ) -> None:
         self._models = dict(models)
         self._interfaces = dict(interfaces)
@@ -101,7 +103,7 @@ class ModelHost:
         self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
         self._dataset = dataset
         self._tracer = tracer or NoTrace()
-        self._given_up = given_up
+        self._given_up, self._addressed = given_up, addressed
         self._lock = threading.Lock()
         self._in_hand: frozenset[str] = frozenset()
         self._cleared_meanwhile: set[str] = set()
@@ -235,7 +237,8 @@ class ModelHost:
 
     def _context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
         _seed_everything(request.seed)
-        return CallContext(request.step, request.seed, mb_spec, self._run_dir, request.endpoints)
+        endpoints = {kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()}
+        return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints)
 
     def _model(self, role: str) -> Model:
         if role not in self._models:

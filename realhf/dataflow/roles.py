@@ -50,10 +50,11 @@ class Roles:
         """Have every worker load its models. Those that compute together meet at the first of them. Raises RuntimeError
         when they are on several hosts."""
         members = [_name(index) for index in self._spec.world]
-        hosts = {name: self._caller.roster[name].host for name in members}
-        if len({*hosts.values()}) > 1:
+        roster = {name: self._caller.roster[name] for name in members}
+        hosts = {name: info.host for name, info in roster.items()}
+        if len({(info.host, info.machine) for info in roster.values()}) > 1:
             on = ", ".join(f"{name} on {host}" for name, host in hosts.items())
-            raise RuntimeError(f"workers that train together must be on one host; they are {on}")
+            raise RuntimeError(f"workers that train together must be on one host (and in one network); they are {on}")
         world = token = ""
         if members:
             answer = await ask(self._caller, members[0], OPEN_WORLD, Nothing(), timeout_s=self._timeout_s)

@@ -9,6 +9,7 @@ from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.mfc import InterfaceType
 from realhf.base.dataclass_json import from_json_value, to_json_value
+from realhf.base.loopback import is_loopback_host
 from realhf.launch.allocation import allocate
 from realhf.launch.compose import Composed
 from realhf.launch.experiment_file import ExperimentFile, located
@@ -41,6 +42,7 @@ class BuiltExperiment:
             started_at=started_at,
             plugins=(self.plugin,),
             gpus=allocate(spec, config.allocation),
+            network=config.network,
         )
 
 
@@ -58,6 +60,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         allocate(every, config.allocation)
         _check_heads(every)
         _check_served(every)
+        _check_network(every, config)
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)
 
@@ -144,6 +147,18 @@ def _check_heads(spec: ExperimentSpec) -> None:
                 f"{mfc.model_role}.head={model.head}: the call {mfc.name} asks for values, which only a model with a "
                 "value head gives: ModelSpec(head='value')"
             )
+
+
+def _check_network(spec: ExperimentSpec, config: ExperimentConfig) -> None:
+    """What is sent without encryption leaves a host only where the network is trusted."""
+    network = config.network
+    plain = spec.rollout is not None and spec.rollout.options.weights == "broadcast"
+    if plain and network.bind and not is_loopback_host(network.bind) and not network.trusted:
+        raise ConfigError(
+            "async_rl.weights=broadcast: weights are broadcast without encryption, and with "
+            f"network.bind={network.bind} not on the loopback; say network.trusted=true where nobody else can read on "
+            "that network, or choose async_rl.weights=disk (a folder that all hosts have) or shm (workers of one host)"
+        )
 
 
 def _check_served(spec: ExperimentSpec) -> None:

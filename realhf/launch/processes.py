@@ -20,16 +20,20 @@ from typing import Any
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
+from realhf.base.loopback import is_loopback_host
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.scheduler.base import Scheduler, WorkerExit, WorkerSpec
 from realhf.scheduler.failure import failure_cause, log_tail
+from realhf.transport.network.keys import RunKeys
 
 MASTER = "master"
 STOP_GRACE_S = 4.0
 LEAVE_TIMEOUT_S = 15.0
 MASTER_GRACE_S = 5.0
 """A worker that leaves in peace was sent away by its master, who ends after it and can say why."""
+KEYS = ".keys-"
+"""How the file with the keys of a run begins, in the run folder."""
 TAIL_LINES = 8
 SECTIONS = {"env": "env", "trajectory": "stream"}
 """Kinds of servers, and the section of the configuration that holds their flags."""
@@ -92,8 +96,10 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
     summary: dict[str, Any] | None = None
     leave_by = judge_at = float("inf")
     ended: list[WorkerExit] = []
+    run_id = secrets.token_hex(6)
     try:
-        scheduler.start(_master(plan, run_id := secrets.token_hex(6)))
+        key_file = make_keys(plan, run_id)
+        scheduler.start(_master(plan, run_id, key_file))
         while time.monotonic() < leave_by:
             events = scheduler.wait(1.0)
             exits = [event for event in events if isinstance(event, WorkerExit)]
@@ -103,7 +109,7 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
                     continue
                 display.show(message)
                 if message["kind"] == "endpoint":
-                    for worker in worker_specs(plan, run_id, message["address"]):
+                    for worker in worker_specs(plan, run_id, message["address"], key_file):
                         scheduler.start(worker)
                         if supervisor is not None:
                             supervisor.started(worker)
@@ -119,6 +125,7 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
                 break
     finally:
         scheduler.stop(STOP_GRACE_S)
+        forget_keys(plan.spec)
     if summary is None:
         raise LaunchError("the master ended without a summary")
     return summary
@@ -181,14 +188,37 @@ def _log(spec: ExperimentSpec, name: str) -> Path:
     return spec.run_dir / "logs" / f"{name.replace('/', '-')}.log"
 
 
-def _master(plan: RunPlan, run_id: str) -> WorkerSpec:
-    argv = ("--run-dir", str(plan.spec.run_dir), "--run-id", run_id)
+def make_keys(plan: RunPlan, run_id: str) -> Path | None:
+    """Write the keys of a run that listens on more than the loopback into a file of its folder that only this user can
+    read; None for any other run. Raises OSError."""
+    forget_keys(plan.spec)
+    bind = plan.network.bind
+    if not bind or is_loopback_host(bind):
+        return None
+    path = plan.spec.run_dir / f"{KEYS}{run_id}"
+    RunKeys.make().write(path)
+    return path
+
+
+def forget_keys(spec: ExperimentSpec) -> None:
+    """Remove the keys of the run, and what a launcher that was killed left behind."""
+    for path in spec.run_dir.glob(f"{KEYS}*"):
+        _remove(path)
+
+
+def _keys_option(key_file: Path | None) -> tuple[str, ...]:
+    return ("--key-file", str(key_file)) if key_file else ()
+
+
+def _master(plan: RunPlan, run_id: str, key_file: Path | None = None) -> WorkerSpec:
+    argv = ("--run-dir", str(plan.spec.run_dir), "--run-id", run_id, *_keys_option(key_file))
     return WorkerSpec(MASTER, "workers.master_worker", argv, _log(plan.spec, MASTER), events=True)
 
 
-def worker_specs(plan: RunPlan, run_id: str, master: str) -> list[WorkerSpec]:
-    """All processes of a run but its master, who is at the address ``master``."""
-    spec, join = plan.spec, ("--run-id", run_id, "--master", master)
+def worker_specs(plan: RunPlan, run_id: str, master: str, key_file: Path | None = None) -> list[WorkerSpec]:
+    """All processes of a run but its master, who is at the address ``master``. ``key_file`` holds the keys of the run,
+    where there are any."""
+    spec, join = plan.spec, ("--run-id", run_id, "--master", master, *_keys_option(key_file))
     niceness = spec.rollout.options.niceness if spec.rollout else 0
     workers = []
     if (server := spec.environment) is not None:

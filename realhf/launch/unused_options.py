@@ -30,7 +30,7 @@ LAUNCHER_OPTIONS = frozenset(
         "torch_threads",
     }
 )
-LAUNCHER_SECTIONS = ("exp_ctrl.", "rpc.", "monitor.", "scheduler.", "allocation.")
+LAUNCHER_SECTIONS = ("exp_ctrl.", "network.", "rpc.", "monitor.", "scheduler.", "allocation.")
 
 
 def watched(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:

@@ -8,9 +8,7 @@ Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import msgpack
 
@@ -109,17 +107,3 @@ def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ProtocolError(f"header field {name!r} is {value!r:.60}, expected {kind.__name__}")
     return value
-
-
-def require_loopback(address: str) -> str:
-    """Return the address if it is ``tcp://`` on a loopback interface. Raises ValueError otherwise: the protocol carries
-    no authentication, so nothing may listen where another host can reach it."""
-    parts = urlsplit(address)
-    host = parts.hostname or ""
-    try:
-        loopback = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if parts.scheme != "tcp" or not loopback:
-        raise ValueError(f"refusing to bind {address!r}: only tcp:// on a loopback address is allowed")
-    return address

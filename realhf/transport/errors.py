@@ -9,6 +9,14 @@ class TransportError(Exception):
     """Is the base of all errors of this package."""
 
 
+class NetworkError(TransportError, ValueError):
+    """Is raised for an address or keys that a run cannot use; the message names the option."""
+
+
+class AddressTaken(TransportError):
+    """Is raised when nothing can listen on an address now, as another socket does."""
+
+
 class CodecError(TransportError, ValueError):
     """Is raised for frames that are not a well-formed sample."""
 

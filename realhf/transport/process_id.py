@@ -7,11 +7,12 @@ from pathlib import Path
 
 
 def host_token() -> str:
-    """Return a token that is equal for two processes exactly when they can see each other's /proc entries: it names the
-    kernel boot and the process namespace. Empty where the system does not provide them."""
+    """Return a token that is equal for two processes exactly when they are on one host and can see each other's /proc
+    entries: it names the kernel boot and the namespaces of processes and of the network. Empty where the system does
+    not provide them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return ""
 

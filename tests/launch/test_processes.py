@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from realhf.api.config import ConfigError
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
 from realhf.monitor.display import PlainDisplay
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec
+from realhf.transport.network.keys import RunKeys
 
 
 class ScriptedScheduler:
-    """Starts nothing; workers end when the script says so, which real ones on a busy machine do not."""
+    """Starts nothing; workers end when the script says so, which real ones on a busy machine do not. ``started`` is
+    called with what would be."""
 
-    def __init__(self, *script: WorkerExit) -> None:
-        self._script = list(script)
+    def __init__(self, *script: WorkerExit, started: Callable[[WorkerSpec], None] = lambda spec: None) -> None:
+        self._script, self._started = list(script), started
 
-    def start(self, spec: WorkerSpec) -> None: ...
+    def start(self, spec: WorkerSpec) -> None:
+        self._started(spec)
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         return [self._script.pop(0)] if self._script else []
@@ -96,3 +101,40 @@ def test_without_rollout_workers_nobody_steps_back():
     built = build_experiment(compose_config(["experiment=grpo_aws"]))
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
     assert {worker.name: worker.niceness for worker in workers} == {"env/0": 0, "model_worker/0": 0}
+
+
+@pytest.mark.parametrize("bind", ["", "127.0.0.1", "10.0.0.1"])
+def test_keys_are_in_a_file_of_the_run_and_on_no_command_line(tmp_path: Path, bind: str):
+    """Beyond the loopback the launcher makes keys before the first process, and leaves none of them behind, neither its
+    own nor those of a launcher that was killed."""
+    options = ["experiment=grpo_aws", f"fileroot={tmp_path}", *([f"network.bind={bind}"] if bind else [])]
+    built = build_experiment(compose_config(options))
+    folder = built.spec.run_dir
+    folder.mkdir(parents=True)
+    (folder / ".keys-before").write_text("of a launcher that was killed")
+    seen: list[RunKeys] = []
+
+    def look(spec: WorkerSpec) -> None:
+        files = list(folder.glob(".keys-*"))
+        assert [text for text in spec.argv if ".keys-" in text] == [str(file) for file in files]
+        seen.extend(map(RunKeys.read, files))
+        plan = (folder / "plan.json").read_text()
+        for keys in seen:
+            secrets = (keys.server_secret, keys.client_secret, keys.token)
+            assert not [secret for secret in secrets if secret in plan or secret in " ".join(spec.argv)]
+
+    scheduler = ScriptedScheduler(WorkerExit("master", 1, tmp_path / "none.log"), started=look)
+    with pytest.raises(LaunchError):
+        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+    assert len(seen) == (bind == "10.0.0.1")
+    assert not list(folder.glob(".keys-*"))
+    workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://10.0.0.1:1", Path("/file"))
+    assert all(worker.argv[-2:] == ("--key-file", "/file") for worker in workers)
+
+
+def test_weights_are_broadcast_without_encryption_on_a_trusted_network_only():
+    options = ["experiment=grpo_aws_async", "async_rl.weights=broadcast"]
+    for fine in ([], ["network.bind=127.0.0.1"], ["network.bind=10.0.0.1", "network.trusted=true"]):
+        build_experiment(compose_config([*options, *fine]))
+    with pytest.raises(ConfigError, match=r"async_rl\.weights=broadcast: .* network\.trusted=true"):
+        build_experiment(compose_config([*options, "network.bind=10.0.0.1"]))

@@ -20,6 +20,7 @@ from realhf.api.config.model import (
     ParallelConfig,
     ReferenceConfig,
 )
+from realhf.api.config.network import NetworkConfig
 from realhf.api.config.rollout import ON_FAILURE, RolloutConfig
 from realhf.api.config.services import AllocationConfig, CheckpointConfig, MonitorConfig, RpcConfig
 from realhf.api.config.stream import StreamConfig
@@ -42,6 +43,7 @@ __all__ = [
     "Mode",
     "ModelConfig",
     "MonitorConfig",
+    "NetworkConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RecoverMode",

@@ -14,6 +14,7 @@ from realhf.api.config.evaluation import EvaluationConfig
 from realhf.api.config.generation import EngineConfig, GenConfig
 from realhf.api.config.micro_batches import MicroBatchConfig
 from realhf.api.config.model import BuiltinModelConfig, ModelConfig, ReferenceConfig
+from realhf.api.config.network import NetworkConfig
 from realhf.api.config.option import option, section
 from realhf.api.config.rollout import RolloutConfig
 from realhf.api.config.services import AllocationConfig, CheckpointConfig, MonitorConfig, RpcConfig, SchedulerConfig
@@ -81,6 +82,7 @@ class ExperimentConfig:
     exp_ctrl: CheckpointConfig = section(CheckpointConfig)
     scheduler: SchedulerConfig = section(SchedulerConfig)
     allocation: AllocationConfig = section(AllocationConfig)
+    network: NetworkConfig = section(NetworkConfig)
     rpc: RpcConfig = section(RpcConfig)
     monitor: MonitorConfig = section(MonitorConfig)
 

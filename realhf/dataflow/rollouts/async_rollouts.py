@@ -103,7 +103,7 @@ class AsyncRollouts:
             warn=warn,
             board=self._held_out.board,
         )
-        self._service = RolloutService(self.control, plan.run_id)
+        self._service = RolloutService(self.control, plan.run_id, plan.network)
         self._rollout_workers: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._playing = False

@@ -8,13 +8,14 @@ from pathlib import Path
 from realhf.api.experiment import RolloutSpec
 from realhf.dataflow.rollouts.control import RolloutRules
 from realhf.dataflow.rollouts.staleness import StalenessManager
+from realhf.transport.network.network import LOOPBACK, Network
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
     """``trainer``: the model worker that trains the role and holds its samples; ``batch_size`` samples per step;
     ``seconds``: deadline of a control call; ``load_s``: of loading weights; ``needs_env``: episodes are played on a
-    service."""
+    service; ``network``: where the master listens."""
 
     spec: RolloutSpec
     trainer: str
@@ -27,6 +28,7 @@ class RolloutPlan:
     load_s: float
     archive: bool = False
     needs_env: bool = True
+    network: Network = LOOPBACK
 
     @property
     def group_size(self) -> int:

@@ -23,6 +23,7 @@ from realhf.api.calls import (
     RejectedRequest,
 )
 from realhf.dataflow.rollouts.control import RolloutControl
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.service.loop import LoopServiceServer
 from realhf.transport.service.server import Request
 
@@ -34,11 +35,11 @@ class RolloutService:
     """Listens for requests and answers them on the running loop, each in a task of its own. A request that makes no
     sense is told so; what goes wrong with any other ends the run."""
 
-    def __init__(self, control: RolloutControl, run_id: str) -> None:
+    def __init__(self, control: RolloutControl, run_id: str, network: Network = LOOPBACK) -> None:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = LoopServiceServer("the master's rollout control", run_id, self._begin)
+        self._server = LoopServiceServer("the master's rollout control", run_id, self._begin, network=network)
         self.endpoint = self._server.endpoint
 
     async def close(self) -> None:

@@ -16,6 +16,16 @@ from realhf.env.client.openenv_client import websocket_url
 _MOST_BYTES = 1 << 20
 
 
+def without_token(url: str) -> tuple[str, str | None]:
+    """Return an address without the token that stands before its host (``http://:TOKEN@HOST``), and the token; None
+    where there is none."""
+    scheme, separator, rest = url.partition("://")
+    before, at, host = rest.partition("@")
+    if not at or "/" in before:
+        return url, None
+    return f"{scheme}{separator}{host}", before.removeprefix(":") or None
+
+
 async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
     """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
     why). Raises ValueError for a bad address."""

@@ -15,6 +15,7 @@ from realhf.api.calls import FREE, GENERATE, FreeRequest, GenerateAnswer, Genera
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.transport.errors import PeerLost, RpcTimeout
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.service.client import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
@@ -41,8 +42,8 @@ class GenerationClient:
     ``timeout_s`` of its start and a few times at most.
     """
 
-    def __init__(self, name: str, run_id: str, *, timeout_s: float) -> None:
-        self._name, self._run_id, self._timeout_s = name, run_id, timeout_s
+    def __init__(self, name: str, run_id: str, *, timeout_s: float, network: Network = LOOPBACK) -> None:
+        self._name, self._run_id, self._timeout_s, self._network = name, run_id, timeout_s, network
         self._workers: dict[str, _Worker] = {}
         self._registered: dict[str, str] = {}
         self._closed = False
@@ -147,7 +148,7 @@ class GenerationClient:
     def _connect(self, endpoint: str) -> None:
         """Connect to a worker if it is registered and not connected."""
         if endpoint in self._registered and endpoint not in self._workers:
-            client = ServiceClient(endpoint, self._registered[endpoint], self._name, self._run_id)
+            client = ServiceClient(endpoint, self._registered[endpoint], self._name, self._run_id, self._network)
             self._workers[endpoint] = _Worker(client)
             self._wake()
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
@@ -106,6 +106,9 @@ class TrajectoryStreamInterface:
 
     def _client(self, url: str) -> TrajectoryClient:
         token = Path(self._token_file).expanduser().read_text(encoding="utf-8").strip() if self._token_file else ""
+        parts = urlsplit(url)
+        if parts.password:  # the token of a server of this run
+            url, token = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), parts.password
         name = quote(f"{self._run.group}/{self._run.project}")
         return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True)
 

@@ -19,6 +19,7 @@ import zmq
 
 from realhf.transport.envelope import field, pack_header, unpack_header
 from realhf.transport.errors import MasterLost, ProtocolError
+from realhf.transport.network.network import Network
 from realhf.transport.process_id import host_token, open_process
 from realhf.transport.waker import Waker
 
@@ -41,7 +42,7 @@ class HeartbeatServer:
         self,
         run_id: str,
         context: zmq.Context[Any],
-        bind: str,
+        network: Network,
         *,
         interval_s: float,
         dead_after_s: float,
@@ -57,8 +58,7 @@ class HeartbeatServer:
         self._stopping = False
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(bind)
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = network.listen(self._socket)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -175,6 +175,7 @@ class HeartbeatClient:
         session: bytes,
         context: zmq.Context[Any],
         endpoint: str,
+        network: Network,
         *,
         interval_s: float,
         lost_after_s: float,
@@ -185,7 +186,7 @@ class HeartbeatClient:
         self._run_id, self._session = run_id, session
         self._interval_s, self._lost_after_s = interval_s, lost_after_s
         self._state, self._on_lost = state, on_lost
-        self._endpoint = endpoint
+        self._endpoint, self._network = endpoint, network
         self._context = context
         pid, started, host = master
         try:
@@ -209,7 +210,7 @@ class HeartbeatClient:
     def _run(self) -> None:
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self._endpoint)
+            self._network.connect(socket, self._endpoint)
             self._beat(socket)
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:

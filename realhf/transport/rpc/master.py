@@ -20,6 +20,7 @@ import zmq
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import (
+    AddressTaken,
     MasterLost,
     ProtocolError,
     RemoteError,
@@ -28,6 +29,8 @@ from realhf.transport.errors import (
     WorkerDied,
 )
 from realhf.transport.inbox import take_all
+from realhf.transport.network.network import LOOPBACK, Network, require_loopback
+from realhf.transport.network.versions import differences
 from realhf.transport.process_id import host_token, start_time
 from realhf.transport.rpc.call_lane import CallLane, PendingCall, remote_error
 from realhf.transport.rpc.heartbeat import HeartbeatServer
@@ -71,7 +74,8 @@ class _Peer:
 class RpcMaster:
     """Calls workers. All methods belong to the event loop's thread.
 
-    ``bind`` must be a loopback address (ValueError otherwise). A worker is dead when its process on this host ends, or
+    ``bind`` is an address of ``network``, any free port of it where there is none; without keys it must be on the
+    loopback (NetworkError otherwise). A worker is dead when its process on this host ends, or
     after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on the loop and all its calls
     fail with WorkerDied. ``on_join`` is called with every worker that registers, ``on_left(name, reason)`` with every
     worker that leaves on its own before ``close``.
@@ -81,7 +85,8 @@ class RpcMaster:
         self,
         run_id: str,
         *,
-        bind: str = "tcp://127.0.0.1:0",
+        bind: str = "",
+        network: Network = LOOPBACK,
         heartbeat_s: float = 2.0,
         dead_after_s: float = 8.0,
         on_death: Callable[[str, str], None] | None = None,
@@ -89,7 +94,8 @@ class RpcMaster:
         on_left: Callable[[str, str], None] | None = None,
     ) -> None:
         self._run_id = run_id
-        self._bind = envelope.require_loopback(bind)
+        self._network = network
+        self._bind = bind if network.protected or not bind else require_loopback(bind)
         self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
         self._on_death, self._on_join, self._on_left = on_death, on_join, on_left
         self._peers: dict[str, _Peer] = {}
@@ -106,9 +112,9 @@ class RpcMaster:
         self.endpoint = ""
 
     async def start(self) -> None:
-        """Bind the socket. Raises RpcError when the address is taken."""
+        """Bind the socket. Raises RpcError when the address is taken, NetworkError when it is not of this host."""
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context(io_threads=1)
+        self._context = self._network.context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -116,15 +122,14 @@ class RpcMaster:
         self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         try:
-            self._socket.bind(self._bind)
-        except zmq.ZMQError as error:
+            self.endpoint = self._network.listen(self._socket, self._bind)
+        except AddressTaken as error:
             self._context.destroy(0)
-            raise RpcError(f"the master cannot listen on {self._bind}: {error}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            raise RpcError(f"the master: {error}") from None
         self._heartbeat = HeartbeatServer(
             self._run_id,
             self._context,
-            self.endpoint.rpartition(":")[0] + ":0",
+            self._network,
             interval_s=self._heartbeat_s,
             dead_after_s=self._dead_after_s,
             on_death=self._death_seen,
@@ -331,11 +336,15 @@ class RpcMaster:
             reason = f"this is run {self._run_id!r}, the worker belongs to {header.get('run')!r}"
             self._say(identity, session, "refused", reason=reason)
             return
-        if header.get("lane") == "ordered":
+        ordered = header.get("lane") == "ordered"
+        info = None if ordered else WorkerInfo.from_map(header.get("info"))
+        if different := differences(header.get("versions"), str(header.get("node", "its host"))):
+            self._say(identity, session, "refused", reason=f"versions differ: {different}")
+            return
+        if info is None:
             self._ordered_lanes[session] = identity
             self._say(identity, session, "hello_ack")
             return
-        info = WorkerInfo.from_map(header.get("info"))
         reason = self._register(identity, header, session, info)
         if reason:
             self._say(identity, session, "refused", reason=reason)

@@ -10,7 +10,8 @@ from realhf.transport.errors import ProtocolError
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Describes one registered worker. ``endpoints`` maps a service to its address, e.g. ``{"env": "http://..."}``."""
+    """Describes one registered worker. ``endpoints`` maps a service to its address, e.g. ``{"env": "http://..."}``;
+    ``machine`` is the same for workers of one host (``host_token``), whose names may be the same on several."""
 
     name: str
     kind: str
@@ -19,6 +20,7 @@ class WorkerInfo:
     pid: int
     data_endpoint: str = ""
     endpoints: dict[str, str] = field(default_factory=dict)
+    machine: str = ""
 
     def to_map(self, *, listed: bool = True) -> dict[str, Any]:
         """Return the worker as plain data, without the addresses of its services unless ``listed``."""
@@ -31,7 +33,7 @@ class WorkerInfo:
             info = WorkerInfo(**value)
         except TypeError as error:
             raise ProtocolError(f"not a worker description: {error}") from None
-        texts = (info.name, info.kind, info.host, info.data_endpoint)
+        texts = (info.name, info.kind, info.host, info.data_endpoint, info.machine)
         numbers = (info.index, info.pid)
         if not (
             all(isinstance(t, str) for t in texts)

@@ -23,6 +23,9 @@ import zmq
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import CallCancelled, MasterLost, ProtocolError, RpcTimeout
+from realhf.transport.network.greeting import greeted
+from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.versions import own_versions
 from realhf.transport.process_id import host_token, start_time
 from realhf.transport.rpc.heartbeat import HeartbeatClient
 from realhf.transport.rpc.roster import WorkerInfo
@@ -60,15 +63,16 @@ class RpcWorker:
         immediate: Mapping[str, Handler] | None = None,
         data_endpoint: str = "",
         endpoints: Mapping[str, str] | None = None,
+        network: Network = LOOPBACK,
         connect_timeout_s: float = 60.0,
         master_lost_after_s: float = 10.0,
         on_roster: Callable[[Mapping[str, WorkerInfo]], None] | None = None,
         leave_within_s: float | None = None,
     ) -> None:
         self._info = WorkerInfo(
-            name, kind, index, os.uname().nodename, os.getpid(), data_endpoint, dict(endpoints or {})
+            name, kind, index, os.uname().nodename, os.getpid(), data_endpoint, dict(endpoints or {}), host_token()
         )
-        self._run_id, self._endpoint = run_id, master_endpoint
+        self._run_id, self._endpoint, self._network = run_id, master_endpoint, network
         self._ordered, self._immediate = dict(ordered), dict(immediate or {})
         both = sorted(set(self._ordered) & set(self._immediate))
         if both:
@@ -108,11 +112,11 @@ class RpcWorker:
 
     def run(self) -> None:
         """Register and serve. Returns after the master's bye or ``stop``. Raises MasterLost, RpcTimeout when the master
-        does not answer at first, and ProtocolError when it refuses the worker or breaks the call order."""
+        does not answer at first, ProtocolError when it refuses the worker or breaks the call order, NetworkError when
+        the way to it is closed or it refuses the keys."""
         context = zmq.Context(io_threads=1)
         try:
-            ordered = self._connect(context)
-            control = self._connect(context)
+            ordered, control = self._socket(context), self._socket(context)
             self._greet(ordered, lane="ordered")
             welcome = self._greet(
                 control,
@@ -141,6 +145,7 @@ class RpcWorker:
             self._session,
             context,
             envelope.field(welcome, "heartbeat", str),
+            self._network,
             interval_s=float(welcome["heartbeat_s"]),
             lost_after_s=self._master_lost_after_s,
             master=(pid, started, host),
@@ -162,28 +167,25 @@ class RpcWorker:
 
     # ---- connecting
 
-    def _connect(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    def _socket(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
         socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.connect(self._endpoint)
         return socket
 
     def _greet(self, socket: zmq.Socket[bytes], **fields: Any) -> dict[str, Any]:
-        """Send hello and return the answer."""
-        socket.send(pack_header("hello", self._run_id, self._session, **fields))
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        if not poller.poll(int(self._connect_timeout_s * 1000)):
-            socket.setsockopt(zmq.LINGER, 0)
-            raise RpcTimeout(
-                f"the master at {self._endpoint} did not answer worker {self._info.name!r}"
-                f" within {self._connect_timeout_s:g} s"
-            )
-        header = unpack_header(socket.recv_multipart()[0])
+        """Connect, send hello and return the answer."""
+        hello = pack_header(
+            "hello", self._run_id, self._session, versions=own_versions(), node=self._info.host, **fields
+        )
+        try:
+            frames = greeted(self._network, socket, self._endpoint, hello, self._info.name, self._connect_timeout_s)
+            header = unpack_header(frames[0])
+        except ProtocolError as error:
+            raise ProtocolError(f"worker {self._info.name!r} and the master at {self._endpoint}: {error}") from None
         if header["kind"] == "refused":
             raise ProtocolError(f"the master refused worker {self._info.name!r}: {header.get('reason')}")
         return header

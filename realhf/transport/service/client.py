@@ -13,7 +13,9 @@ from zmq.utils.monitor import recv_monitor_message
 from realhf.base.messages import Call, Message
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
+from realhf.transport.errors import NetworkError, PeerLost, ProtocolError, RpcTimeout, TransportError
+from realhf.transport.network.handshake import FAILED, REACHED_WITHIN_S, refusal, unreached
+from realhf.transport.network.network import LOOPBACK, Network
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -31,16 +33,18 @@ class ServiceClient:
     """Sends requests to one server. It belongs to the running loop.
 
     ``peer`` names the server in messages, ``client`` names this process to the server. When the server dies, its
-    requests fail at once with PeerLost, and so do later ones: make a new client for its successor.
+    requests fail at once with PeerLost, and so do later ones: make a new client for its successor. The same holds for
+    a server that refuses the keys of ``network``, or on another host is not reached within ``REACHED_WITHIN_S``.
     """
 
-    def __init__(self, endpoint: str, peer: str, client: str, run_id: str) -> None:
+    def __init__(self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK) -> None:
         self.endpoint, self._peer, self._client, self._run_id = endpoint, peer, client, run_id
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self.lost = False
-        self._closed = False
+        self._closed = self._reached = False
+        self._why = ""
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -48,17 +52,25 @@ class ServiceClient:
         self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         # A server listens before anyone learns its endpoint, so a refused connection (closed) means a dead server too.
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        self._socket.connect(endpoint)
+        watched = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        if network.protected:
+            watched |= FAILED | zmq.EVENT_CONNECTED
+        self._monitor = self._socket.get_monitor_socket(watched)
+        try:
+            network.connect(self._socket, endpoint)
+        except NetworkError:
+            self._end()
+            raise
         self._loop.add_reader(self._socket.FD, self._drain)
         self._loop.add_reader(self._monitor.FD, self._watch)
         self._loop.call_soon(self._watch)
+        self._deadline = self._loop.call_later(REACHED_WITHIN_S, self._too_late) if network.protected else None
 
     async def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
         """Send a request and return the answer. Raises ServiceError with the server's own text, PeerLost or
         RpcTimeout."""
         if self.lost or self._closed:
-            raise PeerLost(f"{self._peer} at {self.endpoint} is gone")
+            raise PeerLost(f"{self._peer} at {self.endpoint} {self._why or 'is gone'}")
         number = next(self._numbers)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._waiting[number] = future
@@ -86,8 +98,13 @@ class ServiceClient:
             return
         self._closed = True
         self._fail_all("was closed here")
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
+        self._end()
+
+    def _end(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
@@ -120,12 +137,24 @@ class ServiceClient:
     def _watch(self) -> None:
         while not self._closed:
             try:
-                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._reached = True
+            if event["event"] == zmq.EVENT_CONNECTED:
+                continue
+            self._why = self._why or refusal(event["event"], event["value"])
             self._drain()
-            self.lost = True
-            self._fail_all("closed the connection")
+            self._lose(self._why or "closed the connection")
+
+    def _too_late(self) -> None:
+        if not self._reached:
+            self._why = unreached()
+            self._lose(self._why)
+
+    def _lose(self, reason: str) -> None:
+        self.lost = True
+        self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
         for future in self._waiting.values():

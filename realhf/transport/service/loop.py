@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.service.server import LINGER_MS, Request, ServiceListener
 
 
@@ -15,9 +16,15 @@ class LoopServiceServer(ServiceListener):
     """Belongs to the running loop: ``handle(request)`` is called on it, and every answer must be given on it."""
 
     def __init__(
-        self, name: str, run_id: str, handle: Callable[[Request], None], *, bind: str = "tcp://127.0.0.1:0"
+        self,
+        name: str,
+        run_id: str,
+        handle: Callable[[Request], None],
+        *,
+        bind: str = "",
+        network: Network = LOOPBACK,
     ) -> None:
-        super().__init__(name, run_id, handle, bind)
+        super().__init__(name, run_id, handle, bind, network)
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self._drain)

@@ -17,8 +17,9 @@ import zmq
 
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
-from realhf.transport.errors import ProtocolError
+from realhf.transport.errors import ProtocolError, TransportError
 from realhf.transport.inbox import take_all
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
@@ -48,19 +49,22 @@ class Request:
 
 
 class ServiceListener:
-    """Holds what all servers share: a socket on loopback and the reading of messages. ``handle`` receives every request
-    of this run; what it raises goes to the client."""
+    """Holds what all servers share: a socket of ``network`` and the reading of messages. ``handle`` receives every
+    request of this run; what it raises goes to the client."""
 
-    def __init__(self, name: str, run_id: str, handle: Callable[[Request], None], bind: str) -> None:
+    def __init__(self, name: str, run_id: str, handle: Callable[[Request], None], bind: str, network: Network) -> None:
         self._name, self._run_id, self._handle = name, run_id, handle
-        self._context = zmq.Context(io_threads=1)
+        self._context = network.context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
-        self._socket.bind(envelope.require_loopback(bind))
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        try:
+            self.endpoint = network.listen(self._socket, bind)
+        except TransportError:
+            self._context.destroy(0)
+            raise
         self.dropped_messages = 0
 
     def send(self, identity: bytes, kind: str, number: int, value: Any) -> None:
@@ -103,13 +107,19 @@ class ServiceListener:
 
 
 class ServiceServer(ServiceListener):
-    """Listens on loopback; ``handle(request)`` runs on the server's thread and must not wait. ``failure`` holds why the
-    thread ended, if it did."""
+    """Listens in ``network``; ``handle(request)`` runs on the server's thread and must not wait. ``failure`` holds why
+    the thread ended, if it did."""
 
     def __init__(
-        self, name: str, run_id: str, handle: Callable[[Request], None], *, bind: str = "tcp://127.0.0.1:0"
+        self,
+        name: str,
+        run_id: str,
+        handle: Callable[[Request], None],
+        *,
+        bind: str = "",
+        network: Network = LOOPBACK,
     ) -> None:
-        super().__init__(name, run_id, handle, bind)
+        super().__init__(name, run_id, handle, bind, network)
         self.failure: BaseException | None = None
         self._answers: deque[list[bytes]] = deque()
         self._waker = Waker()

@@ -11,6 +11,7 @@ from typing import Any
 from realhf.base.messages import Call
 from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.event_loop import new_event_loop
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.service.client import A, Q, ServiceClient
 
 _GRACE_S = 5.0
@@ -19,14 +20,14 @@ _GRACE_S = 5.0
 class BlockingServiceClient:
     """Takes the same arguments and raises the same errors as ``ServiceClient``; any thread may use it."""
 
-    def __init__(self, endpoint: str, peer: str, client: str, run_id: str) -> None:
+    def __init__(self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK) -> None:
         self._peer = peer
         self._lock = threading.Lock()
         self._closed = False
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
         self._thread.start()
-        self._client = self._on_loop(self._make(endpoint, peer, client, run_id), _GRACE_S)
+        self._client = self._on_loop(self._make(endpoint, peer, client, run_id, network), _GRACE_S)
 
     def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
         """See ``ServiceClient.request``."""
@@ -57,8 +58,8 @@ class BlockingServiceClient:
         await asyncio.gather(*requests, return_exceptions=True)
 
     @staticmethod
-    async def _make(endpoint: str, peer: str, client: str, run_id: str) -> ServiceClient:
-        return ServiceClient(endpoint, peer, client, run_id)
+    async def _make(endpoint: str, peer: str, client: str, run_id: str, network: Network) -> ServiceClient:
+        return ServiceClient(endpoint, peer, client, run_id, network)
 
     def _on_loop(self, coroutine: Any, timeout_s: float) -> Any:
         with self._lock:

@@ -14,6 +14,8 @@ import zmq
 
 from realhf.transport.envelope import HIGH_WATER_MARK, MAX_HEADER_BYTES, pack_header
 from realhf.transport.errors import ProtocolError
+from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.stream.push_stream import Ack, StreamFailed, check_frames, pack_probe, pack_sample, read_ack
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class StreamProducer:
         name: str,
         run_id: str,
         *,
+        network: Network = LOOPBACK,
         on_ack: Callable[[tuple[str, int]], None] | None = None,
         probe_s: float = 0.5,
     ) -> None:
@@ -52,17 +55,18 @@ class StreamProducer:
         self._on_ack, self._probe_s = on_ack, probe_s
         self._session = os.urandom(16)
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context(io_threads=1)
+        self._context = network.context()
         self._back = self._context.socket(zmq.PULL)
         self._back.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._back.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
-        self._back.bind("tcp://127.0.0.1:0")
-        self.ack_endpoint = self._back.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.ack_endpoint = network.listen(self._back)
         self._out = self._context.socket(zmq.PUSH)
         self._out.setsockopt(zmq.SNDHWM, 0)
         self._out.setsockopt(zmq.RECONNECT_IVL, 20)
         self._out.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        self._out.connect(endpoint)
+        self._watch = HandshakeWatch(self._out) if network.protected else None
+        self._failure = ""
+        network.connect(self._out, endpoint)
         self._spool: dict[int, _Spooled] = {}
         self._seq = self._up_to = 0
         self._granted = self._reserved = 0
@@ -76,6 +80,11 @@ class StreamProducer:
         self.dropped_messages = 0
         self.resent_messages = 0
         self._loop.add_reader(self._back.fileno(), self._read_acks)
+        self._limit: asyncio.TimerHandle | None = None
+        if self._watch is not None:
+            self._loop.add_reader(self._watch.monitor.FD, self._look)
+            self._loop.call_soon(self._look)
+            self._limit = self._loop.call_later(REACHED_WITHIN_S, self._too_late)
         self._probe()
         self._read_acks()
 
@@ -93,7 +102,7 @@ class StreamProducer:
         """Wait for a credit, then send the message and keep it. The buffers must not change until the message is acked.
 
         Raises TimeoutError (naming the receiver) when there is no credit, ProtocolError when the frames exceed the
-        limits of the wire, StreamFailed when the producer is closed.
+        limits of the wire, StreamFailed when the producer is closed, the receiver refuses its keys or is not reached.
         """
         check_frames(frames)
         await self._reserve(timeout_s)
@@ -128,6 +137,10 @@ class StreamProducer:
                 waiter.set_exception(StreamFailed(f"the producer {self._name!r} is closed"))
         self._drained.set()
         self._loop.remove_reader(self._back.fileno())
+        if self._watch is not None and self._limit is not None:
+            self._limit.cancel()
+            self._loop.remove_reader(self._watch.monitor.FD)
+            self._watch.close()
         if not self._spool:
             self._send([pack_header("bye", self._run_id, self._session, name=self._name)])
         self._back.close(0)
@@ -139,6 +152,8 @@ class StreamProducer:
     async def _reserve(self, timeout_s: float) -> None:
         if self._closed:
             raise StreamFailed(f"the producer {self._name!r} is closed")
+        if self._failure:
+            raise StreamFailed(self._failure)
         if self.credits and not self._waiters:
             self._reserved += 1
             return
@@ -171,6 +186,38 @@ class StreamProducer:
             f"the stream receiver at {self._endpoint} gave {self._name!r} no credit within {timeout_s:g} s"
             f" ({self.unacked} messages are not acked, {heard})"
         )
+
+    # ---- the connection, where there are keys
+
+    def _look(self) -> None:
+        if self._watch is not None:
+            self._watch.look()
+            if self._watch.refused:
+                self._fail(self._watch.refused)
+
+    def _too_late(self) -> None:
+        if self._watch is None or self._heard:
+            return
+        self._look()
+        if self._failure:
+            return
+        if not self._watch.reached:
+            self._fail(unreached())
+            return
+        _log.error(
+            "the stream receiver at %s was reached, but no answer of it came to %s in %g s: a firewall lies between, "
+            "or it is busy",
+            self._endpoint,
+            self.ack_endpoint,
+            REACHED_WITHIN_S,
+        )
+
+    def _fail(self, why: str) -> None:
+        self._failure = f"the stream receiver at {self._endpoint} {why}"
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_exception(StreamFailed(self._failure))
 
     # ---- sending
 

@@ -13,8 +13,9 @@ from typing import Any
 import zmq
 
 from realhf.transport.codec import MAX_FRAME_BYTES
-from realhf.transport.envelope import HIGH_WATER_MARK, require_loopback
-from realhf.transport.errors import ProtocolError
+from realhf.transport.envelope import HIGH_WATER_MARK
+from realhf.transport.errors import AddressTaken, NetworkError, ProtocolError, TransportError
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.stream.push_stream import WINDOW, Ack, StreamFailed, StreamMessage, pack_ack, read_from_producer
 from realhf.transport.waker import Waker
 
@@ -66,12 +67,12 @@ class _Session:
 
 
 class StreamReceiver:
-    """Binds on a loopback address and hands over every message of this run once per session.
+    """Listens in ``network`` and hands over every message of this run once per session.
 
     ``deliver`` is called on the receiver's thread with all that has arrived; what it raises ends the receiver. A
     message counts as open for its producer until ``ack``; a producer may have ``credits`` open messages. Bytes that are
-    not a message are counted in ``dropped_messages`` and logged. Raises ValueError unless ``bind`` is a loopback
-    address, StreamFailed when it is taken.
+    not a message are counted in ``dropped_messages`` and logged. Raises NetworkError for a ``bind`` other than loopback
+    where ``network`` has no keys, StreamFailed when it is taken.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class StreamReceiver:
         deliver: Callable[[list[StreamMessage]], None],
         *,
         credits: int,
-        bind: str = "tcp://127.0.0.1:0",
+        bind: str = "",
+        network: Network = LOOPBACK,
     ) -> None:
         if not 1 <= credits <= WINDOW:
             raise ValueError(f"credits must be 1 to {WINDOW}, got {credits}")
@@ -93,16 +95,17 @@ class StreamReceiver:
         self.failure: BaseException | None = None
         self.dropped_messages = 0
         self.repeated_messages = 0
-        self._context = zmq.Context(io_threads=1)
+        self._network, self._context = network, network.context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         try:
-            self._socket.bind(require_loopback(bind))
-        except zmq.ZMQError as error:
+            self.endpoint = network.listen(self._socket, bind)
+        except TransportError as error:
             self._context.destroy(0)
-            raise StreamFailed(f"cannot receive samples on {bind}: {error}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            if isinstance(error, AddressTaken):
+                raise StreamFailed(f"cannot receive samples: {error}") from None
+            raise
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="stream-receiver", daemon=True)
         self._thread.start()
@@ -195,7 +198,7 @@ class StreamReceiver:
     def _open(self, header: dict[str, Any]) -> _Session:
         """Begin the record of an unknown session. An earlier session of the same producer is over, because a producer's
         name belongs to one process at a time."""
-        name, back = header["name"], require_loopback(header["back"])
+        name, back = header["name"], header["back"]
         for key in [key for key, session in self._sessions.items() if session.name == name]:
             self._forget(key)
         if len(self._sessions) >= MAX_SESSIONS:
@@ -204,8 +207,8 @@ class StreamReceiver:
         socket.setsockopt(zmq.SNDHWM, ACKS_AHEAD)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         try:
-            socket.connect(back)
-        except zmq.ZMQError:
+            self._network.connect(socket, back)
+        except (zmq.ZMQError, NetworkError):
             socket.close(0)
             raise
         session = _Session(name, socket, header["base"] - 1, header["base"] - 1)

@@ -20,7 +20,8 @@ from realhf.api.sample import SequenceSample
 from realhf.transport import envelope
 from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.errors import DataError, DataMissing, ProtocolError, TransportError
+from realhf.transport.errors import AddressTaken, DataError, DataMissing, ProtocolError, TransportError
+from realhf.transport.network.network import LOOPBACK, Network, require_loopback
 from realhf.transport.process_id import host_token
 from realhf.transport.tensors.peer_connection import PeerConnection
 from realhf.transport.tensors.shared_mapping import MappingCache
@@ -42,14 +43,23 @@ SENDERS_AHEAD = 64
 class DataPlane:
     """Serves one store and fetches from others. ``fetch`` may be called from any thread.
 
-    ``shm=False`` neither offers nor asks for shared memory. Raises ValueError unless ``bind`` is a loopback address.
+    ``shm=False`` neither offers nor asks for shared memory. Raises NetworkError for a ``bind`` other than loopback
+    where ``network`` has no keys.
     """
 
     def __init__(
-        self, name: str, run_id: str, store: TensorStore, *, shm: bool = True, bind: str = "tcp://127.0.0.1:0"
+        self,
+        name: str,
+        run_id: str,
+        store: TensorStore,
+        *,
+        shm: bool = True,
+        bind: str = "",
+        network: Network = LOOPBACK,
     ) -> None:
         self._name, self._run_id, self._store = name, run_id, store
-        self._bind = envelope.require_loopback(bind)
+        self._network = network
+        self._bind = bind if network.protected or not bind else require_loopback(bind)
         self._host = host_token() if shm else ""
         self._pool = SegmentPool(SPARE_BYTES)
         self._mappings = MappingCache(SPARE_BYTES)
@@ -57,7 +67,7 @@ class DataPlane:
         self._segments_of: dict[str, set[Any]] = {}
         self._peers: dict[str, PeerConnection] = {}
         self._peers_lock = threading.Lock()
-        self._context = zmq.Context(io_threads=1)
+        self._context = network.context()
         self._waker = Waker()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -71,10 +81,9 @@ class DataPlane:
         self._socket.setsockopt(zmq.SNDHWM, SENDERS_AHEAD)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         try:
-            self._socket.bind(self._bind)
-        except zmq.ZMQError as error:
-            raise DataError(f"{self._name} cannot serve tensors on {self._bind}: {error}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.endpoint = self._network.listen(self._socket, self._bind)
+        except AddressTaken as error:
+            raise DataError(f"{self._name} cannot serve tensors: {error}") from None
         self._store.on_clear(self._forget)
         self._thread = threading.Thread(target=self._serve, name="data-plane", daemon=True)
         self._thread.start()
@@ -143,7 +152,7 @@ class DataPlane:
             if peer is None or peer.broken:
                 if peer is not None:
                     peer.close()
-                peer = self._peers[endpoint] = PeerConnection(self._context, endpoint)
+                peer = self._peers[endpoint] = PeerConnection(self._context, endpoint, self._network)
             return peer
 
     # ---- serving

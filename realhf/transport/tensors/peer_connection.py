@@ -10,7 +10,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from realhf.transport.envelope import field, unpack_header
-from realhf.transport.errors import FetchTimeout, PeerLost
+from realhf.transport.errors import FetchTimeout, NetworkError, PeerLost
+from realhf.transport.network.handshake import FAILED, refusal
+from realhf.transport.network.network import LOOPBACK, Network
 
 CONNECT_TIMEOUT_S = 8.0
 """How long a peer may take to accept a connection."""
@@ -20,7 +22,7 @@ class PeerConnection:
     """Sends requests to one endpoint, one at a time. The socket's own event stream reports when the peer is gone, so a
     dead peer ends a request at once instead of at its deadline. After an error the connection is ``broken``."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, network: Network = LOOPBACK) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
@@ -29,9 +31,13 @@ class PeerConnection:
         self._socket.setsockopt(zmq.RCVHWM, 4)
         # A peer listens before anyone learns its endpoint, so a refused connection (closed) means a dead peer too.
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
         )
-        self._socket.connect(endpoint)
+        try:
+            network.connect(self._socket, endpoint)
+        except NetworkError:
+            self._end()
+            raise
         self._connected = False
         self.broken = False
 
@@ -65,9 +71,10 @@ class PeerConnection:
                 if field(unpack_header(frames[0]), "id", bytes) == request_id:
                     return frames
             elif self._monitor in ready:
-                event = recv_monitor_message(self._monitor)["event"]
-                if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    raise PeerLost(f"{self._endpoint} refused or closed the connection")
+                event = recv_monitor_message(self._monitor)
+                if event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    why = refusal(event["event"], event["value"]) or "refused or closed the connection"
+                    raise PeerLost(f"{self._endpoint} {why}")
                 self._connected = True
             elif not self._connected and time.monotonic() < deadline:
                 raise PeerLost(f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s")
@@ -79,6 +86,9 @@ class PeerConnection:
         """Close the connection after waiting for a request in flight."""
         with self._lock:
             self.broken = True
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close(0)
+            self._end()
+
+    def _end(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)

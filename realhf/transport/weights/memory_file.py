@@ -18,6 +18,7 @@ import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.base.tensor_digest import joint_digest
+from realhf.transport.process_id import host_token
 from realhf.transport.weights.errors import WeightsError, WeightsGone
 from realhf.transport.weights.flat_buffer import Buffer, pack
 
@@ -40,7 +41,7 @@ class MemoryFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.location = f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}"
+        self.location = f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}:{host_token()}"
 
     def close(self) -> None:
         """Let go of the file; receivers that have opened it keep it until their tensors are gone."""
@@ -61,9 +62,15 @@ def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlo
 def read_memory_file(manifest: WeightsManifest) -> Buffer:
     """Map the buffer privately: what the receiver writes stays with it. Raises WeightsGone, WeightsError."""
     try:
-        pid, number, inode = (int(part) for part in manifest.location.split(":"))
+        *numbers, host = manifest.location.split(":", 3)
+        pid, number, inode = (int(part) for part in numbers)
     except ValueError:
-        raise WeightsError(manifest, f"location {manifest.location!r:.80} is not pid:descriptor:inode") from None
+        raise WeightsError(manifest, f"location {manifest.location!r:.80} is not pid:descriptor:inode:host") from None
+    if host != host_token():
+        raise WeightsError(
+            manifest,
+            "its publisher is on another host, which memory does not reach; set async_rl.weights=disk or broadcast",
+        )
     path = f"/proc/{pid}/fd/{number}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

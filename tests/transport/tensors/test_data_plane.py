@@ -18,6 +18,8 @@ import zmq
 from realhf.api.sample import SequenceSample
 from realhf.transport.envelope import pack_header
 from realhf.transport.errors import DataError, DataMissing, FetchTimeout, PeerLost
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
 from realhf.transport.tensors import data_plane
 from realhf.transport.tensors.data_plane import DataPlane
 from realhf.transport.tensors.shared_mapping import MappingCache
@@ -312,3 +314,23 @@ def test_spare_segments_are_bounded():
     assert 0 < pool.nbytes <= 100_000
     pool.close()
     assert pool.nbytes == 0
+
+
+def test_tensors_are_fetched_by_their_run_only():
+    """With keys, a reader of the run gets values over an encrypted socket; one with other keys is refused by name."""
+    ours = Network(keys=RunKeys.make())
+    store = TensorStore("owner")
+    store.put(SequenceSample.from_tensors(["a"], {"x": torch.arange(3)}, {"x": [[3]]}))
+    owner = DataPlane("owner", "run", store, network=ours)
+    reader = DataPlane("reader", "run", TensorStore("reader"), shm=False, network=ours)
+    stranger = DataPlane("stranger", "run", TensorStore("stranger"), network=Network(keys=RunKeys.make()))
+    planes = (owner, reader, stranger)
+    try:
+        for plane in planes:
+            plane.start()
+        assert reader.fetch(owner.endpoint, ["a"], ["x"], 30.0).data["x"].tolist() == [0, 1, 2]
+        with pytest.raises(PeerLost, match=f"{owner.endpoint} .*key"):
+            stranger.fetch(owner.endpoint, ["a"], ["x"], 30.0)
+    finally:
+        for plane in planes:
+            plane.close()

@@ -193,7 +193,7 @@ def test_a_manifest_that_contradicts_itself_or_the_bytes_is_refused(medium: Medi
 
 def test_memory_that_was_published_cannot_be_changed() -> None:
     with publishing("shm") as publisher:
-        pid, number, _ = publisher.publish(1, TENSORS).location.split(":")
+        pid, number, *_ = publisher.publish(1, TENSORS).location.split(":")
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         with pytest.raises(PermissionError):
             os.pwrite(descriptor, b"x", 0)

@@ -1,0 +1,142 @@
+"""Binds and connects the sockets of one process, see the package."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+
+from realhf.api.config.network import WILDCARD, NetworkConfig
+from realhf.base.loopback import is_loopback_host
+from realhf.transport.errors import AddressTaken, NetworkError
+from realhf.transport.network.addresses import (
+    LOOPBACK_ADDRESS,
+    address_towards,
+    host_of,
+    on_loopback,
+    own_addresses,
+    resolved,
+)
+from realhf.transport.network.doorkeeper import Doorkeeper
+from realhf.transport.network.keys import RunKeys
+
+
+def require_loopback(address: str) -> str:
+    """Return the address if it is ``tcp://`` on a loopback interface. Raises NetworkError otherwise: without keys a
+    socket takes everybody, so nothing may listen where another host can reach it."""
+    if not on_loopback(address):
+        raise NetworkError(
+            f"refusing to listen on {address!r:.80}: without the keys of a run only tcp:// on a loopback address is "
+            "allowed (network.bind makes keys, --key-file names them)"
+        )
+    return address
+
+
+@dataclass(frozen=True)
+class Network:
+    """Says where this process listens (``host``), how others reach it (``advertised``), and with which keys.
+    ``trusted`` is the option of that name. Raises NetworkError for another address than loopback without keys."""
+
+    host: str = LOOPBACK_ADDRESS
+    advertised: str = LOOPBACK_ADDRESS
+    keys: RunKeys | None = None
+    trusted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keys is None:
+            require_loopback(f"tcp://{self.host}:0")
+
+    @staticmethod
+    def of_master(config: NetworkConfig, keys: RunKeys | None) -> Network:
+        """Return the network of a master. Raises NetworkError naming the option that is wrong."""
+        if not config.bind:
+            return Network(keys=keys)
+        host = config.bind if config.bind == WILDCARD else resolved(config.bind, "network.bind")
+        return Network(host, config.advertise or host, keys, config.trusted)
+
+    @staticmethod
+    def of_worker(config: NetworkConfig, keys: RunKeys | None, master: str) -> Network:
+        """Return the network of a worker of the master at ``master``, tcp://HOST:PORT. Raises NetworkError when it
+        cannot be reached from here."""
+        own = LOOPBACK_ADDRESS if on_loopback(master) else address_towards(host_of(master))
+        return Network(WILDCARD if config.bind == WILDCARD else own, own, keys, config.trusted)
+
+    @property
+    def protected(self) -> bool:
+        """Whether sockets are encrypted and take nobody without the keys of the run."""
+        return self.keys is not None
+
+    @property
+    def beyond_loopback(self) -> bool:
+        """Whether other hosts can reach this process."""
+        return not is_loopback_host(self.host)
+
+    def reached_at(self, url: str) -> str:
+        """Return the address at which others reach an HTTP server that listens at ``url`` in this process."""
+        parts = urlsplit(url)
+        return url if parts.hostname != WILDCARD else f"{parts.scheme}://{self.advertised}:{parts.port}"
+
+    def with_token(self, url: str) -> str:
+        """Return the address of an HTTP server of the run with the token that it wants, as ``http://:TOKEN@HOST:PORT``.
+        Only the client that it is for takes it; it is in no message."""
+        if self.keys is None:
+            return url
+        scheme, _, rest = url.partition("://")
+        return f"{scheme}://:{self.keys.token}@{rest}"
+
+    def context(self) -> zmq.Context[Any]:
+        """Make a context for sockets that listen; those that connect may share it."""
+        context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        if self.keys is not None:
+            Doorkeeper(context, self.keys.client_public)
+        return context
+
+    def listen(self, socket: zmq.Socket[Any], bind: str = "") -> str:
+        """Listen with a socket of a context of ``context``, on any free port of ``host``, or at ``bind`` (tcp://...).
+        Returns the endpoint at which others reach it. Raises AddressTaken, or NetworkError for an address that is not
+        of this host, and for one other than loopback without keys."""
+        address = bind or f"tcp://{self.host}:0"
+        if self.keys is None:
+            require_loopback(address)
+        else:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.keys.server_public)
+            socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.keys.server_secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, b"run")
+            # Without this a context that has no doorkeeper would take everybody.
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                there = ", ".join(own_addresses()) or "none but the loopback"
+                raise NetworkError(f"{address}: no address of this host, which has {there} (network.bind)") from None
+            raise AddressTaken(f"cannot listen on {address}: {error}") from None
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return endpoint if bind or self.host == self.advertised else self._told(endpoint)
+
+    def _told(self, endpoint: str) -> str:
+        return f"tcp://{self.advertised}:{endpoint.rpartition(':')[2]}"
+
+    def connect(self, socket: zmq.Socket[Any], endpoint: str) -> None:
+        """Connect to a listener of the run. Raises NetworkError for one that is not on the loopback where there are no
+        keys: what is sent would be readable on the way."""
+        if self.keys is None:
+            if not on_loopback(endpoint):
+                raise NetworkError(
+                    f"{endpoint!r:.80} is not on the loopback, and this process has no keys of the run "
+                    "(network.bind makes them, --key-file names them)"
+                )
+        else:
+            host_of(endpoint)
+            socket.setsockopt_string(zmq.CURVE_SERVERKEY, self.keys.server_public)
+            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.keys.client_public)
+            socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.keys.client_secret)
+        socket.connect(endpoint)
+
+
+LOOPBACK = Network()
+"""The network of a run that one host has for itself: nothing is encrypted, since nothing leaves it."""

@@ -1,0 +1,145 @@
+"""Where sockets listen: on the loopback without keys, on the address that was chosen with them, and what is said when
+that is not possible."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import zmq
+
+from realhf.api.config import NetworkConfig
+from realhf.transport.errors import AddressTaken, NetworkError
+from realhf.transport.network.addresses import address_towards, on_loopback, own_addresses
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import LOOPBACK, Network
+
+KEYS = RunKeys.make()
+ELSEWHERE = "192.0.2.7"
+"""An address for examples, which no host has."""
+
+
+@pytest.fixture
+def router():
+    context = zmq.Context(io_threads=1)
+    made = context.socket(zmq.ROUTER)
+    yield made
+    context.destroy(0)
+
+
+def test_without_bind_everything_is_on_the_loopback_and_plain(router):
+    for network in (
+        Network.of_master(NetworkConfig(), None),
+        Network.of_worker(NetworkConfig(), None, "tcp://127.0.0.1:1"),
+    ):
+        assert network == LOOPBACK
+    assert LOOPBACK.listen(router).startswith("tcp://127.0.0.1:")
+    assert router.getsockopt(zmq.MECHANISM) == zmq.NULL
+
+
+@pytest.mark.parametrize(
+    "bind", [f"tcp://{ELSEWHERE}:0", "tcp://0.0.0.0:0", "tcp://*:0", "ipc:///tmp/socket", "tcp://"]
+)
+def test_without_keys_nothing_listens_beyond_the_loopback(router, bind):
+    with pytest.raises(NetworkError, match=r"refusing to listen .* loopback .*network\.bind.*--key-file"):
+        LOOPBACK.listen(router, bind)
+
+
+@pytest.mark.parametrize("host", [ELSEWHERE, "0.0.0.0", "host.example"])
+def test_without_keys_no_process_gets_another_address(host):
+    with pytest.raises(NetworkError, match="loopback"):
+        Network(host, host)
+
+
+@pytest.mark.parametrize("endpoint", [f"tcp://{ELSEWHERE}:1", "tcp://127.0.0.1;10.0.0.1:1", "ipc:///tmp/socket"])
+def test_without_keys_nothing_connects_beyond_the_loopback(router, endpoint):
+    with pytest.raises(NetworkError, match=r"not on the loopback, .* no keys"):
+        LOOPBACK.connect(router, endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1;10.0.0.1:1", "ipc:///tmp/socket", "inproc://x", ""])
+def test_with_keys_an_endpoint_is_a_host_and_a_port(router, endpoint):
+    with pytest.raises(NetworkError, match="tcp://HOST:PORT"):
+        Network(keys=KEYS).connect(router, endpoint)
+
+
+def test_the_master_is_known_by_what_is_advertised(router):
+    network = Network.of_master(NetworkConfig("0.0.0.0", "host.example"), KEYS)
+    assert network.beyond_loopback
+    assert network.listen(router).startswith("tcp://host.example:")
+    assert router.getsockopt_string(zmq.LAST_ENDPOINT).startswith("tcp://0.0.0.0:")
+    assert network.reached_at("http://0.0.0.0:80") == "http://host.example:80"
+    assert network.reached_at("http://10.0.0.1:80") == "http://10.0.0.1:80"
+
+
+def test_a_worker_listens_where_it_reaches_the_master():
+    assert Network.of_worker(NetworkConfig("10.0.0.1"), KEYS, "tcp://127.0.0.1:1").host == "127.0.0.1"
+    for own in own_addresses():
+        there = Network.of_worker(NetworkConfig(own), KEYS, f"tcp://{own}:1")
+        assert (there.host, there.advertised) == (own, own) == (address_towards(own), own)
+        everywhere = Network.of_worker(NetworkConfig("0.0.0.0", own), KEYS, f"tcp://{own}:1")
+        assert (everywhere.host, everywhere.advertised) == ("0.0.0.0", own)
+
+
+def test_host_names_are_resolved_and_unknown_ones_are_named():
+    assert Network.of_master(NetworkConfig("localhost"), KEYS).host == "127.0.0.1"
+    with pytest.raises(NetworkError, match=r"network\.bind=a\.invalid: no IPv4 address"):
+        Network.of_master(NetworkConfig("a.invalid"), KEYS)
+    with pytest.raises(NetworkError, match="no IPv4 address"):
+        Network.of_master(NetworkConfig("a" * 70), KEYS)
+
+
+def test_an_address_that_is_not_of_this_host_is_named(router):
+    with pytest.raises(NetworkError, match=rf"{ELSEWHERE}:0: no address of this host, which has .* \(network\.bind\)"):
+        Network(ELSEWHERE, ELSEWHERE, KEYS).listen(router)
+
+
+def test_a_port_that_is_taken_is_named(router):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(AddressTaken, match=f"cannot listen on {address}: Address already in use"):
+            LOOPBACK.listen(router, address)
+
+
+def test_a_socket_without_a_doorkeeper_takes_nobody(router):
+    """What listens in a context that nobody watches over must not take everybody who knows the public key."""
+    network = Network(keys=KEYS)
+    endpoint = network.listen(router)
+    context = zmq.Context(io_threads=1)
+    try:
+        client = context.socket(zmq.DEALER)
+        network.connect(client, endpoint)
+        client.send(b"hello")
+        assert not router.poll(1000)
+    finally:
+        context.destroy(0)
+
+
+def test_only_what_is_loopback_by_itself_counts():
+    assert all(map(on_loopback, ("tcp://127.0.0.1:1", "tcp://127.3.2.1:1", "tcp://localhost:1")))
+    assert not any(map(on_loopback, ("tcp://10.0.0.1:1", "tcp://loopback.example:1", "tcp://*:1", "udp://127.0.0.1:1")))
+
+
+def test_a_token_stands_before_the_host_where_there_are_keys():
+    assert LOOPBACK.with_token("http://127.0.0.1:1") == "http://127.0.0.1:1"
+    assert Network(keys=KEYS).with_token("http://127.0.0.1:1") == f"http://:{KEYS.token}@127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (NetworkConfig(advertise="a"), ["network.advertise: has no effect without network.bind"]),
+        (NetworkConfig(trusted=True), ["network.trusted: has no effect without network.bind"]),
+        (NetworkConfig("0.0.0.0"), ["network.bind=0.0.0.0: workers cannot be told to connect there; set"]),
+        (NetworkConfig("a", "0.0.0.0"), ["network.advertise=0.0.0.0: nobody can connect there"]),
+        (NetworkConfig("tcp://a"), ["network.bind=tcp://a: give an IPv4 address or a host name"]),
+        (NetworkConfig("fe80::1"), ["network.bind=fe80::1: give an IPv4 address or a host name"]),
+        (NetworkConfig("a", "b:1"), ["network.advertise=b:1: give an IPv4 address or a host name"]),
+        (NetworkConfig("10.0.0.1", "host", True), []),
+        (NetworkConfig(), []),
+    ],
+)
+def test_options_that_make_no_sense_together_are_refused(config, said):
+    found = list(config.problems("network"))
+    assert len(found) == len(said)
+    assert all(line.startswith(start) for line, start in zip(found, said, strict=True))

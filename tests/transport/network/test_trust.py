@@ -1,0 +1,148 @@
+"""Sockets with keys: they serve their run as ever, and refuse everybody else by name, each at its deadline at the
+latest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from realhf.transport.errors import NetworkError, PeerLost, ProtocolError, RpcTimeout
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.service.client import ServiceClient
+from realhf.transport.service.server import ServiceServer
+from realhf.transport.stream.producer import StreamProducer
+from realhf.transport.stream.push_stream import StreamFailed
+from realhf.transport.stream.receiver import StreamReceiver
+
+KEYS, OTHERS = RunKeys.make(), RunKeys.make()
+OURS = Network(keys=KEYS)
+STRANGERS = {
+    "another client key": replace(KEYS, client_public=OTHERS.client_public, client_secret=OTHERS.client_secret),
+    "another server key": replace(KEYS, server_public=OTHERS.server_public, server_secret=OTHERS.server_secret),
+    "other keys": OTHERS,
+}
+DEADLINE_S = 30.0
+
+
+def worker_of(master: RpcMaster, network: Network, timeout_s: float = DEADLINE_S, name: str = "w") -> RpcWorker:
+    echo = {"echo": lambda value: value}
+    return RpcWorker(
+        name, "model", 0, "run", master.endpoint, ordered=echo, network=network, connect_timeout_s=timeout_s
+    )
+
+
+async def test_a_worker_with_the_keys_of_the_run_is_called():
+    master = RpcMaster("run", network=OURS)
+    await master.start()
+    worker = worker_of(master, OURS)
+    running = asyncio.create_task(asyncio.to_thread(worker.run))
+    await master.wait_for(["w"], DEADLINE_S)
+    assert await master.call("w", "echo", [1, "a"], timeout_s=DEADLINE_S) == [1, "a"]
+    await master.close()
+    await running
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+async def test_a_worker_with_another_key_is_refused_by_name(stranger):
+    master = RpcMaster("run", network=OURS)
+    await master.start()
+    worker = worker_of(master, Network(keys=STRANGERS[stranger]))
+    with pytest.raises(NetworkError, match=f"worker 'w': the master at {master.endpoint} .*key"):
+        await asyncio.to_thread(worker.run)
+    assert master.roster == {}
+    await master.close()
+
+
+@pytest.mark.parametrize(("there", "here"), [(OURS, LOOPBACK), (LOOPBACK, OURS)])
+async def test_keys_at_one_end_only_are_named_where_they_are_and_refused_where_they_are_not(there, here):
+    master = RpcMaster("run", network=there)
+    await master.start()
+    worker = worker_of(master, here, timeout_s=2.0)
+    with pytest.raises((NetworkError, RpcTimeout), match=f"{master.endpoint} (wants other keys|did not answer)"):
+        await asyncio.to_thread(worker.run)
+    assert master.roster == {}
+    await master.close()
+
+
+async def test_a_service_refuses_the_key_of_a_stranger():
+    server = ServiceServer("answers", "run", lambda request: request.reply(request.payload), network=OURS)
+    client = ServiceClient(server.endpoint, "answers", "me", "run", OURS)
+    stranger = ServiceClient(server.endpoint, "answers", "me", "run", Network(keys=OTHERS))
+    try:
+        assert await client.request("echo", "here", timeout_s=DEADLINE_S) == "here"
+        with pytest.raises(PeerLost, match=r"answers at .* key"):
+            await stranger.request("echo", "there", timeout_s=DEADLINE_S)
+    finally:
+        client.close()
+        stranger.close()
+        server.close()
+
+
+async def test_the_stream_takes_samples_of_its_run_only():
+    arrived = []
+    receiver = StreamReceiver("run", arrived.extend, credits=4, network=OURS)
+    ours = StreamProducer(receiver.endpoint, "w0", "run", network=OURS)
+    stranger = StreamProducer(receiver.endpoint, "w1", "run", network=Network(keys=OTHERS))
+    try:
+        await ours.push("a", 0, [b"frame"], timeout_s=DEADLINE_S)
+        with pytest.raises(StreamFailed, match=f"the stream receiver at {receiver.endpoint} .*key"):
+            await stranger.push("b", 0, [b"frame"], timeout_s=DEADLINE_S)
+        until = time.monotonic() + DEADLINE_S
+        while not arrived and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        assert [message.id for message in arrived] == ["a"]
+        receiver.ack(arrived)
+        assert await ours.drain(DEADLINE_S)
+    finally:
+        await ours.close()
+        await stranger.close()
+        receiver.close()
+
+
+async def test_other_versions_are_refused_with_both_names(monkeypatch):
+    master = RpcMaster("run")
+    await master.start()
+    monkeypatch.setattr(
+        "realhf.transport.rpc.worker.own_versions", lambda: {"realhf": "9.9", "Python": "3.10", "protocol": "1"}
+    )
+    with pytest.raises(ProtocolError, match=r"versions differ: realhf 9.9 on .*, .* on .*; Python 3.10 on"):
+        await asyncio.to_thread(worker_of(master, LOOPBACK).run)
+    await master.close()
+
+
+def test_keys_are_in_no_text_of_theirs(tmp_path):
+    path = tmp_path / "keys"
+    KEYS.write(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert RunKeys.read(path) == KEYS
+    shown = repr(KEYS) + repr(OURS) + str(OURS)
+    secrets = (KEYS.server_secret, KEYS.client_secret, KEYS.server_public, KEYS.client_public, KEYS.token)
+    assert not [secret for secret in secrets if secret in shown]
+    with pytest.raises(FileExistsError):
+        KEYS.write(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "reason"),
+    [
+        ("{}", 0o600, "is not a file of keys"),
+        ("no json", 0o600, "is not a file of keys"),
+        ("\xff", 0o600, "is not a file of keys"),
+        ('{"server_public": 3}', 0o600, "is not a file of keys"),
+        ("{}", 0o640, "others may read"),
+    ],
+)
+def test_a_file_that_holds_no_keys_is_named(tmp_path, text, mode, reason):
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="latin-1")
+    path.chmod(mode)
+    with pytest.raises(NetworkError, match=f"{path}.*{reason}|{reason} {path}"):
+        RunKeys.read(path)
+    with pytest.raises(NetworkError, match="cannot read"):
+        RunKeys.read(tmp_path / "none")
