@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -248,7 +249,7 @@ def _compose(overrides: list[str], config_dir: Path, schema: Schema, user_file: 
 
     store = ConfigStore.instance()
     try:
-        store.store(name="base_config", node=schema.kind)
+        store.store(name="base_config", node=_declared(schema.kind))
     except (OmegaConfBaseException, ValueError) as error:
         what, key = str(error).splitlines()[0], getattr(error, "full_key", "")
         raise ConfigError(f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {what}") from None
@@ -263,6 +264,14 @@ def _compose(overrides: list[str], config_dir: Path, schema: Schema, user_file: 
         _raise_plain(error, overrides)
     assert isinstance(config, schema.kind)
     return config
+
+
+@cache
+def _declared(kind: type[ExperimentConfig]) -> Any:
+    """What Hydra knows of a configuration class. It copies what it is given, so this is made once."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(kind)
 
 
 def _user_yaml(user_file: Path) -> Any:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,16 @@ PACKAGES = (
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     """Return the installed versions; None for a package that is not installed. Imports none of them."""
-    versions: dict[str, str | None] = {}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    return {name: _installed_version(name) for name in names}
+
+
+@cache
+def _installed_version(package: str) -> str | None:
+    """A process keeps what it found: it takes milliseconds, and what is imported does not change any more."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_state(folder: Path) -> dict[str, Any]:

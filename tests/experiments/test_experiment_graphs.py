@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,15 @@ from realhf.api.env import MAX_BRANCHES
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.keys import TURN_KEYS
 from realhf.aws import environment
-from realhf.launch.build import build_experiment
+from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.compose import compose_config
 
 AGENT = Path(__file__).resolve().parents[2] / "examples" / "black_box_agent.py"
 
 
-def built(*arguments: str):
+@cache
+def built(*arguments: str) -> BuiltExperiment:
+    """Many tests look at the same experiments; none changes what it gets."""
     return build_experiment(compose_config(list(arguments)))
 
 
@@ -209,9 +212,11 @@ def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
 ):
     for module in (sft, environment):
         monkeypatch.setattr(module, "PACKAGE", package)
+    config = built("experiment=grpo_aws").config
+    assert isinstance(config, sft.Config)
 
     def artifacts() -> tuple[str, str]:
-        made = sft.warm_start(compose_config(["experiment=grpo_aws"]).config)
+        made = sft.warm_start(config)
         assert made.artifact is not None
         return made.jobs[0].artifact.name, made.artifact.name
 
