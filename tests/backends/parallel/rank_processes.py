@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that run one function together, forked from a server that has imported torch once."""
+"""Real ranks for tests: processes that run one function together, forked from a server that has imported it once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from realhf.backends.parallel.world import Meeting, World
 
 DEADLINE_S = 120.0
+JOBS = ["tests.backends.parallel.jobs", "tests.backends.parallel.ppo_training"]
+"""Modules that the server imports for all ranks, with what they import: alone it would cost each two seconds."""
 
 Job = Callable[..., Any]
 """(world, rank, *arguments) -> a result that can be pickled; a function of a module."""
@@ -29,7 +31,7 @@ class Outcome(NamedTuple):
 def run_ranks(size: int, job: Job, *arguments: Any, timeout_s: float = DEADLINE_S) -> list[Outcome]:
     """Run ``job`` on ``size`` ranks and return the outcome of each. Kills what does not end in time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.backends.parallel.jobs"])
+    context.set_forkserver_preload(JOBS)
     meeting = Meeting(size, DEADLINE_S)
     started: list[tuple[Connection, ForkServerProcess]] = []
     outcomes = [Outcome()] * size
