@@ -84,15 +84,11 @@ def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]
 
 
 def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, trained: Trained) -> None:
-    options = (
-        "async_rl.max_head_offpolicyness=2",
-        "async_rl.n_rollout_workers=2",
-        "async_rl.n_generation_workers=2",
-        "env.pool_size=4",
-        "async_rl.weights=disk",
-    )
+    """Begun with two workers of a kind, it goes on with one of each."""
+    options = ("async_rl.max_head_offpolicyness=2", "async_rl.weights=disk")
+    two = ("async_rl.n_rollout_workers=2", "async_rl.n_generation_workers=2", "env.pool_size=4")
     evaluated = ("evaluation.episodes_per_task=2", "evaluation.greedy_episodes_per_task=1", "evaluation.every_steps=2")
-    trained("grpo_aws_async", "eta2", *options, *evaluated, steps=3)
+    trained("grpo_aws_async", "eta2", *options, *two, *evaluated, steps=3)
     rows = trained("grpo_aws_async", "eta2", *options, *evaluated, steps=5)
     reports = json.loads((root / "grpo_aws_async" / "eta2" / "evaluations.json").read_text())
     assert list(reports) == ["0", "2", "3", "4", "5"]

@@ -126,13 +126,14 @@ def test_the_critic_learns_first_and_then_both_do(together: dict[int, dict[str, 
 def test_apart_and_killed_the_losses_are_the_same(
     tmp_path: Path, tiny_policy: Path, together: dict[int, dict[str, Any]]
 ) -> None:
-    """To the bit: on which worker a role computes, and how often the run began, changes nothing."""
-    run = Run(tmp_path, "two", tiny_policy, "critic.workers=[1]")
+    """To the bit: where the critic and the reference compute, and how often the run began, changes nothing."""
+    run = Run(tmp_path, "two", tiny_policy, "critic.workers=[1]", "ref.workers=[1]")
     run.crash(after=KILLED_AFTER)
     before = run.rows()
     assert KILLED_AFTER <= len(before) < STEPS
     after = run.finish()
     assert after == together
+    assert (tmp_path / "ppo" / "two" / "logs" / "model_worker-1.log").exists()
 
 
 def test_asynchronously_the_critic_learns_beside_the_actor(tmp_path: Path, tiny_policy: Path) -> None:

@@ -1,8 +1,8 @@
 """Real runs whose processes are killed: the journal balances, everything stops, the same command goes on.
 
-``benchmarks/kill_soak.py`` does this a hundred times; here every kind of fault comes once, in three runs. One has an
+``benchmarks/kill_soak.py`` does this a hundred times; here every kind of fault comes once, in two runs. One has an
 environment with processes of its own, which loses sessions as well, so that rollouts that lost theirs are left out of
-their group; the others are on an environment that lives in the rollout workers."""
+their group; the other is on an environment that lives in the rollout workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STUCK_S = 150.0
 LOSSES = ("env.fault_rate=0.1", "env.fault_kinds=disconnect", "rollout.retries=0", "ppo.group_size=4")
-HANDS = (("env", LAUNCHER, "ministack"), ("generation", "master", CTRL_C), ("rollout_worker", "model_worker"))
+HANDS = (("env", LAUNCHER, "ministack"), ("generation", "master", "rollout_worker", CTRL_C, "model_worker"))
 """The faults of every run. A launcher that is killed has the most to leave behind where simulators run."""
 
 
@@ -30,7 +30,9 @@ def test_every_fault_is_dealt_and_those_of_a_service_to_a_run_that_has_one() -> 
 def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
     environment, injected = (AWS, LOSSES) if number == 0 else ("sql", ())
     faults, options = HANDS[number], ("monitor.plot_every_steps=0", *injected)
-    run = KilledRun(tmp_path, f"run{number}", policy, *options, seed=number, steps=6, environment=environment)
+    run = KilledRun(
+        tmp_path, f"run{number}", policy, *options, seed=number, steps=4 + len(faults), environment=environment
+    )
     run.start()
     try:
         kill_at_random(run, faults, random.Random(number), every_s=1.0, timeout_s=STUCK_S)

@@ -67,7 +67,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     options = {
         "fails": ("experiment_name=fails",),
         "broken": ("experiment_name=toy", "actor.path=hub/broken"),
-        "skips": ("experiment_name=skips", "total_train_steps=2"),
         "stops": ("experiment_name=stops",),
         "ends": ("experiment_name=ends", "total_train_steps=10", "evaluation.every_steps=1", "rpc.control_timeout_s=2"),
     }
@@ -132,9 +131,13 @@ def slow(slow_runs: list[Slow]) -> Slow:
 
 
 def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
-    done = launch(tmp_path, "experiment_name=toy")
+    """Its second step is skipped: that is said and counted, and the samples are written out."""
+    done = launch(tmp_path, "experiment_name=skips")
     assert done.returncode == 0, done.stderr
-    run = tmp_path / "toy" / "t"
+    run = tmp_path / "skips" / "t"
+    skipped = [json.loads(line) for line in (run / "nonfinite.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["ids"]) for row in skipped] == [(2, ["n3", "n4"])]
+    assert "warning: step 2: actor_train skipped its update" in done.stdout
     assert losses(run) == expected_losses(3)
     for name in (
         "config.yaml",
@@ -156,7 +159,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
     assert summary["heldout_success_after"] == {"overall": 0.21, "easy": 0.21}
     assert "0.0 %" in done.stdout and "21.0 %" in done.stdout and "400" in done.stdout
 
-    again = launch(tmp_path, "experiment_name=toy", "total_train_steps=5")
+    again = launch(tmp_path, "experiment_name=skips", "total_train_steps=5")
     assert again.returncode == 0, again.stderr
     assert "resumed after step 3" in again.stdout and "step 4/5" in again.stdout and "step 3/5" not in again.stdout
     assert losses(run) == expected_losses(5)
@@ -164,7 +167,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
     assert summary["heldout_success_before"]["overall"] == 0.0 and summary["steps"] == 5
     assert json.loads((run / "policy" / "weight.json").read_text()) == expected_losses(5)[5]
 
-    afresh = launch(tmp_path, "experiment_name=toy", "total_train_steps=1", "recover_mode=disabled")
+    afresh = launch(tmp_path, "experiment_name=skips", "total_train_steps=1", "recover_mode=disabled")
     assert afresh.returncode == 0, afresh.stderr
     assert losses(run) == expected_losses(1)
 
@@ -191,14 +194,6 @@ def test_a_model_that_does_not_load_names_the_option(ended: dict[str, Ended]):
     assert done.returncode == 1
     assert "actor.path=hub/broken: this model is broken" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_skipped_steps_are_counted_and_their_samples_written_out(ended: dict[str, Ended]):
-    done, root = ended["skips"]
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (root / "skips" / "t" / "nonfinite.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
-    assert "warning: step 2: actor_train skipped its update" in done.stdout
 
 
 def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(ended: dict[str, Ended]):
