@@ -21,11 +21,11 @@ needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="r
 def test_the_books_balance(tmp_path: Path, store: str):
     with ExitStack() as stack:
         servers, _ = start_servers(store, tmp_path, stack)
-        ledger = asyncio.run(run(servers, pushes=240, producers=8, trainers=2, duration_s=5, kill_every_s=1.0, seed=5))
+        ledger = asyncio.run(run(servers, pushes=120, producers=8, trainers=2, duration_s=3, kill_every_s=1.0, seed=5))
         assert sum(server.kills for server in servers) >= 1
         assert compare(servers) == []
     assert ledger.balance() == []
-    assert len(ledger.pushed) == 240
+    assert len(ledger.pushed) == 120
 
 
 def test_a_store_that_fails_at_random_loses_nothing(tmp_path: Path):

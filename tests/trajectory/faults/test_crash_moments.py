@@ -25,7 +25,7 @@ from tests.trajectory.groups import group
 
 pytestmark = pytest.mark.slow
 
-KILLS, LIST, BATCH = 8, 3, 8
+KILLS, LIST, BATCH = 5, 3, 8
 HEADERS = {"X-Trainer-Id": "me"}
 
 

@@ -25,7 +25,7 @@ from tests.trajectory.groups import group
 
 pytestmark = pytest.mark.slow
 
-STEPS, BATCH = 200, 16
+STEPS, BATCH = 100, 16
 POLL_S = 0.01
 
 
@@ -141,7 +141,7 @@ def train(url: str, steps: int) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_two_hundred_steps_of_stock_clients(tmp_path: Path, strict: bool):
+def test_a_hundred_steps_of_stock_clients(tmp_path: Path, strict: bool):
     with running_server(store=f"sqlite:{tmp_path}", strict=strict) as url:
         stop = threading.Event()
         environments = [StockEnvironment(url, number, size, stop) for number, size in enumerate((2, 4, 4))]
