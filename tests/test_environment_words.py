@@ -41,6 +41,7 @@ def test_only_an_environments_own_folder_speaks_its_words() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+@pytest.mark.slow
 def test_nothing_outside_imports_it() -> None:
     for path in files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

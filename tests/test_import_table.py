@@ -256,6 +256,7 @@ def test_torch_is_not_imported_at_module_level(prefix: str):
             assert not heavy, f"{path.relative_to(ROOT)} imports {heavy}"
 
 
+@pytest.mark.slow
 def test_torch_free_packages_really_are():
     """Imports every module of the packages in a fresh process: catches what arrives through others."""
     packages = [name.replace("/", ".") for name in TORCH_FREE if "." not in name]

@@ -79,6 +79,7 @@ def test_a_clipped_token_has_no_gradient(rollout_batch: Any, tmp_path: Path) -> 
     assert stats["clip_fraction"] == 1 and stats["grad_norm"] == 0
 
 
+@pytest.mark.slow
 def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_not(
     rollout_batch: Any, tmp_path: Path
 ) -> None:

@@ -411,6 +411,7 @@ def test_the_tables_of_the_page_name_what_there_is() -> None:
 # ---- remote environment
 
 
+@pytest.mark.slow
 async def test_the_environment_is_played_over_the_wire() -> None:
     """Halving finds the number, a wrong message is answered, and the same seed brings the same number back."""
     reference = f"{EXAMPLES / 'guess_messages.py'}:Dialogue"
@@ -446,6 +447,7 @@ def trajectory_server() -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.slow
 def test_the_producer_feeds_a_trainer_until_it_has_enough() -> None:
     """A trainer pulls whole groups of sound episodes, and the producer ends with the run."""
     pushed: list[int] = []

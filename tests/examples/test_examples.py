@@ -57,6 +57,7 @@ def test_each_example_is_short_and_has_its_line_on_the_page() -> None:
     assert named >= set(scripts()) and all(path.exists() for path in named)
 
 
+@pytest.mark.slow
 def test_groups_are_pushed_and_pulled_with_curl(tmp_path: Path) -> None:
     """The group that the shell pushed, twice under one key, is pulled once, and the server counts the step."""
     if shutil.which("curl") is None:

@@ -48,6 +48,7 @@ def test_a_kl_term_in_the_reward_keeps_it():
     assert "ref" in spec("experiment=grpo_aws", "ppo.kl_loss_coef=0", "ppo.kl_ctl=0.01").models
 
 
+@pytest.mark.slow
 def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
     for experiment in ("grpo_aws", "grpo_stream_http"):
         made = built(f"experiment={experiment}", "ppo.use_decoupled_loss=true")
@@ -59,6 +60,7 @@ def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
         built("experiment=reinforce_aws", "ppo.use_decoupled_loss=true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo_aws", "reinforce_aws"])
 def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(experiment: str) -> None:
     plain, asked = built(f"experiment={experiment}"), built(f"experiment={experiment}", "ppo.credit=turn")
@@ -68,6 +70,7 @@ def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(experiment
     assert more == set(TURN_KEYS) <= set(asked.graph["actor_train"].input_keys)
 
 
+@pytest.mark.slow
 def test_rewards_per_turn_are_streamed_where_they_are_asked_for() -> None:
     rollout = spec("experiment=grpo_aws_async", "ppo.credit=turn").rollout
     assert rollout is not None and rollout.episodes.turn_rewards and set(TURN_KEYS) <= set(rollout.keys)
@@ -77,6 +80,7 @@ def test_rewards_per_turn_are_streamed_where_they_are_asked_for() -> None:
         built("experiment=grpo_stream_http", "ppo.credit=turn")
 
 
+@pytest.mark.slow
 def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more() -> None:
     """The trainer's stream refuses samples with more rows than there can be."""
     for option, most in (
@@ -92,6 +96,7 @@ def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more(
     assert any("keep_reasoning=False: no effect with" in problem for problem in problems(alone, "rollout"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "divisor"),
     [
@@ -123,6 +128,7 @@ def test_reinforce_and_sft():
     assert supervised.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
 
 
+@pytest.mark.slow
 def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there_is_one():
     made = built("experiment=grpo_stream_http")
     assert made.graph.topological_levels() == [["stream_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
@@ -149,6 +155,7 @@ def test_a_model_of_ones_own_needs_no_warm_start():
     assert made.before == () and made.models["actor"].path == "owner/name"
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_trained_on_demonstrations_first_when_asked(tmp_path: Path):
     """What comes out is named by what is in the folder, not by where it lies."""
 
@@ -226,6 +233,7 @@ def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
     assert [a != b for a, b in zip(before, artifacts(), strict=True)] == [demonstrations, policy]
 
 
+@pytest.mark.slow
 def test_the_warm_start_is_named_by_what_it_is_made_from():
     def artifact(*arguments: str):
         return spec("experiment=grpo_aws", *arguments).before[0].artifact

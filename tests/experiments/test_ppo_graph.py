@@ -63,6 +63,7 @@ def test_both_train_calls_are_told_the_same() -> None:
     assert made.spec.models["critic"].path == "owner/x"
 
 
+@pytest.mark.slow
 def test_what_the_critic_cannot_recompute_a_call_computes() -> None:
     """The KL part of the reward is that of the proximal policy, which only the actor knows."""
     made = built("experiment=ppo", "env=countdown", "ppo.ratio=sequence")
@@ -168,6 +169,7 @@ def folder(path: Path, config: dict[str, object], template: str = "{{ messages }
     return path
 
 
+@pytest.mark.slow
 def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
     """It needs no chat template, but a context and a vocabulary that fit."""
     actor = folder(tmp_path / "actor", {"vocab_size": 100, "max_position_embeddings": 2048})

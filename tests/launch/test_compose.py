@@ -154,6 +154,7 @@ def test_options_with_effect(capsys):
     assert main(arguments) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async"])
 def test_what_a_failed_rollout_means_is_one_option_for_all_runs(experiment: str, capsys):
     for arguments in (["rollout.on_failure=retry", "rollout.retries=5"], ["rollout.on_failure=fail_fast"]):
@@ -178,6 +179,7 @@ def test_an_environment_that_cannot_be_had_is_told(arguments: list[str], expecte
     assert expected in errors(capsys, "experiment=grpo", *arguments, "mode=check")
 
 
+@pytest.mark.slow
 def test_the_general_experiment_on_aws_is_the_experiment_on_aws():
     general, own = (
         build_experiment(compose_config([*arguments, "trial_name=one", "experiment_name=one"])).spec
@@ -190,6 +192,7 @@ def test_a_reference_on_two_workers_is_no_mistake():
     assert main(["experiment=grpo_aws", "ref.workers=[0,1]", "mode=check"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [["advanced"], ["expert"], ["warmup", "advanced"]])
 def test_every_tier_can_be_trained_on(tiers: list[str]):
     composed = compose_config(["experiment=grpo_aws", f"env.tiers=[{','.join(tiers)}]"])
@@ -214,6 +217,7 @@ def test_all_problems_are_listed_at_once(capsys):
     assert [line.partition("=")[0] for line in text.splitlines()] == ["total_train_steps", "actor.dtype", "gen.top_p"]
 
 
+@pytest.mark.slow
 def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_path: Path):
     assert "holds no config.json" in errors(capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -240,6 +244,7 @@ def test_values_arrive_with_their_types():
     assert composed.overridden == ("env.tiers", "seed", "warm_start.cache_dir")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", experiment_names())
 def test_every_experiment_of_the_house_is_valid(name: str, capsys):
     environment = [] if "aws" in name or "stream" in name else ["env=countdown"]
@@ -262,6 +267,7 @@ def test_a_model_that_was_not_made_names_the_command(tmp_path: Path, monkeypatch
         check_config(compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config)
 
 
+@pytest.mark.slow
 def test_a_model_wins_over_an_environment():
     """An environment's lengths and rates are those of the built-in policy; whoever names a model gets the model's."""
     for order in (["model=builtin_tiny", "env=countdown"], ["env=countdown", "model=builtin_tiny"]):

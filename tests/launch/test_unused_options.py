@@ -56,6 +56,7 @@ def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path: Path, capsys):
     assert main([*arguments, "rollout.max_turns=6"]) == 0, "the command line sets it back to the library's value"
 
 
+@pytest.mark.slow
 def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs: Path):
     write(configs, "reinforce_aws", "")
     (configs / "experiment" / "reinforce_aws.yaml").write_text(

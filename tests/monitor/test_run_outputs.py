@@ -121,6 +121,7 @@ def test_the_closing_table_shows_change_and_number_of_episodes():
     assert held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
 
 
+@pytest.mark.slow
 def test_a_run_log_draws_pictures_and_remembers_where_it_began(tmp_path: Path):
     stream = io.StringIO()
     log = RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=3)

@@ -129,6 +129,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read():
         decode_sample([header, shared, bytes(MAX_METADATA_BYTES + 1)])
 
 
+@pytest.mark.slow
 @given(st.integers(0, 4000), st.integers(0, 255))
 @settings(max_examples=200, deadline=None)
 def test_a_changed_byte_is_refused_or_read(position: int, value: int):

@@ -158,6 +158,7 @@ def test_malformed_lengths_are_refused(numbers):
         decode_sample(frames)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_fuzzed_frames_decode_or_raise_codec_error(data):

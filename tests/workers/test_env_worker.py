@@ -15,6 +15,7 @@ from tests.process_family import family, gone
 AWS = ("--pool-size", "1", "--ministack-base-port", "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [pytest.param(AWS, marks=pytest.mark.sim), ("--env", "sql")], ids=["aws", "sql"])
 async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple[str, ...]) -> None:
     master = RpcMaster("run-1")
@@ -47,6 +48,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple
     assert bool(children) == (served == AWS) and gone(children, 2)
 
 
+@pytest.mark.slow
 def test_a_bad_setting_is_one_fatal_line_in_the_log() -> None:
     command = [sys.executable, "-m", "workers.env_worker", "--pool-size", "0", "--master", "tcp://127.0.0.1:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

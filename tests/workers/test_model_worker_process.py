@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_without_a_plan_it_ends_with_one_line_about_the_cause(tmp_path: Path):
     done = subprocess.run(
         [

@@ -89,6 +89,7 @@ def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_ba
     assert stats["value_clip_fraction"] == 0
 
 
+@pytest.mark.slow
 def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns(
     rollout_batch: Any, tmp_path: Path
 ) -> None:

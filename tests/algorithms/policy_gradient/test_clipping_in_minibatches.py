@@ -146,6 +146,7 @@ def test_ppo_clips_on_both_sides(sample: SequenceSample, tmp_path: Path) -> None
     assert min(later) < 0.8 and max(later) > 1.2
 
 
+@pytest.mark.slow
 def test_clip_higher_leaves_more_room_above(sample: SequenceSample, tmp_path: Path) -> None:
     """The same steps with more room above: fewer tokens are clipped, and no ratio below 0.8 is any freer."""
     narrow, _ = trained({}, sample, tmp_path)
@@ -160,6 +161,7 @@ def test_the_dual_clip_bounds_what_a_negative_advantage_costs(sample: SequenceSa
     assert stats["dual_clip_fraction"] > 0
 
 
+@pytest.mark.slow
 def test_gspo_clips_whole_sequences(sample: SequenceSample, tmp_path: Path) -> None:
     """Against the policy at the start of the step; with a wide range, and with the published one."""
     options = {"algo": "gspo", "eps_clip": 0.05, "eps_clip_higher": 0.1}

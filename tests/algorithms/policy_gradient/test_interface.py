@@ -171,6 +171,7 @@ def test_outcome_reward() -> None:
     assert stats["n_scored"] == 3 and out.seqlens["rewards"] == [[1, 1], [1, 1]]
 
 
+@pytest.mark.slow
 def test_sft_learns_the_masked_tokens(rollout_batch: Any, tmp_path: Path) -> None:
     model, interface = tiny_actor(lr=2e-2), SFTInterface()
     sample = rollout_batch(GROUPS, REWARDS).select(["packed_input_ids", "loss_mask"])

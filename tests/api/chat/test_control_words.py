@@ -64,6 +64,7 @@ def texts_with_control_words(draw: st.DrawFn) -> tuple[str, str]:
     return name, "".join(draw(st.lists(st.one_of(piece, rest, letters, st.just(" ")), max_size=9)))
 
 
+@pytest.mark.slow
 @given(texts_with_control_words(), st.sampled_from(["user", "tool"]))
 def test_no_text_adds_a_control_id_to_those_of_the_template(drawn: tuple[str, str], role: str) -> None:
     """The control ids are those around the harmless word in its place, at the opening and after a turn."""

@@ -46,6 +46,7 @@ def problems(message: AssistantMessage) -> list[str]:
     return [call.problem for call in message.tool_calls]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(HOSTILE, st.sampled_from(FAMILIES))
 def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text: str, family: str) -> None:
@@ -62,6 +63,7 @@ def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text: str, famil
         assert not message.tool_calls
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(CALLS, TEXTS.filter(lambda text: "<" not in text), TEXTS.filter(lambda text: "think>" not in text))
 def test_calls_of_hermes_come_back_as_they_were_rendered(calls: Any, said: str, thought: str) -> None:
@@ -71,6 +73,7 @@ def test_calls_of_hermes_come_back_as_they_were_rendered(calls: Any, said: str, 
     assert (message.content, message.reasoning) == (said.strip(), thought.strip())
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(CALLS)
 def test_calls_of_llama_come_back_as_they_were_rendered(calls: Any) -> None:

@@ -163,6 +163,7 @@ def mutated(value: Any, draw: Callable[..., Any]) -> Any:
     return draw(JUNK)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_any_task_object_is_a_task_or_a_task_error(data: st.DataObject) -> None:

@@ -129,6 +129,7 @@ def test_no_two_templates_share_a_phrasing() -> None:
     assert [text for text, count in texts.items() if count > 1] == []
 
 
+@pytest.mark.slow
 def test_held_out_templates_do_not_read_like_train_templates() -> None:
     kept, seen = load_templates(split="heldout"), load_templates(split="train")
     assert kept and seen

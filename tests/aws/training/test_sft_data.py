@@ -67,6 +67,7 @@ def test_short_names_lose_their_last_word_everywhere() -> None:
     assert all(name not in command and name.rpartition("-")[0] in command for command in short)
 
 
+@pytest.mark.slow
 def test_scripts_are_decided_by_the_seed() -> None:
     assert write_scripts(10, 3) == write_scripts(10, 3) != write_scripts(10, 4)
     assert write_scripts(2, 0, ["warmup"])[0].task.tier == "warmup"

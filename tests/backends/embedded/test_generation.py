@@ -119,6 +119,7 @@ def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
     assert engine.reused_tokens == 0
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_distribution(tiny_model: Any) -> None:
     """4,000 draws of one next token: every frequency within five standard errors of its probability."""
     model, n = tiny_model(), 4000

@@ -19,6 +19,7 @@ def goes_on_as(expected: dict[str, Any], found: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_read_by_one_and_theirs_by_two(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     one = training.alone(training.tiny_model())

@@ -49,6 +49,7 @@ def positions(part: SequenceSample) -> int:
     return sum(int(n) for n, mask in zip(lengths, masks, strict=True) if bool(mask[1:].any()))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=5),
     st.integers(1, 4),

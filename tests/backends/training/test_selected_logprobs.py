@@ -29,6 +29,7 @@ def plain(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tu
     return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 90), st.integers(1, 100), st.sampled_from([0.3, 1.0, 2.5]), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_values_and_gradients_equal_log_softmax_whatever_the_chunk(
@@ -103,6 +104,7 @@ print(peak_kb() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_chunk_and_not_with_the_rows() -> None:
     """Logits of 640 rows would be 102 MB; of a chunk of 160 rows, 26 MB."""
 

@@ -275,6 +275,7 @@ async def test_the_wait_is_explained() -> None:
     assert text.endswith("the source owes 1")
 
 
+@pytest.mark.slow
 async def test_slots_are_reused_and_the_table_grows() -> None:
     buffer = make(max_size=5000, n_seqs={"gen": 5, "ref": 5, "rew": 5, "train": 5})
     for start in range(0, 5000, 50):

@@ -36,6 +36,7 @@ async def built(server: WireServer, **options: Any) -> EnvironmentSpec:
     return await asyncio.to_thread(build_environment, "openenv", {"url": server.url, **options})
 
 
+@pytest.mark.slow
 async def test_an_environment_is_played_on_a_server_process_as_it_is_here() -> None:
     sql = build_environment("sql", {})
     assert sql.demonstrate is not None

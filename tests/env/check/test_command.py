@@ -55,6 +55,7 @@ def test_options_stay_text_but_for_lists_maps_and_null() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_sound_environment_ends_with_0_and_shows_every_check_and_the_tools(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -109,6 +110,7 @@ def test_ctrl_c_ends_the_environments_process_and_says_so() -> None:
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_no_command_imports_torch() -> None:
     code = "import sys; from realhf.env.__main__ import main; main(['list']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

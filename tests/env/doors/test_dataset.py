@@ -158,6 +158,7 @@ def test_held_out_data_shares_no_question_with_training(build: Build, sums: Path
         build(REWARD, data=str(sums), heldout_data="heldout.jsonl")
 
 
+@pytest.mark.slow
 def test_rows_that_are_alike_are_tasks_of_their_own(build: Build, tmp_path: Path) -> None:
     """As many as one likes; a file that repeats one row has no other to hold out."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 20_000, encoding="utf-8")

@@ -129,6 +129,7 @@ SOME_HINTS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(JSON, SOME_HINTS)
 def test_any_json_is_taken_or_refused_and_a_taken_value_is_taken_again(value: Any, hint: Any) -> None:
@@ -141,6 +142,7 @@ def test_any_json_is_taken_or_refused_and_a_taken_value_is_taken_again(value: An
         assert coerced(found, hint, "it", strict=True) == found
 
 
+@pytest.mark.slow
 @given(JSON)
 def test_what_is_shown_is_short_whatever_it_is(value: Any) -> None:
     assert len(shown(value)) < 2000

@@ -75,6 +75,7 @@ def text(draw: random.Random) -> str:
     return "".join(chr(draw.randint(0, limit)) for _ in range(draw.randrange(12)))
 
 
+@pytest.mark.slow
 def test_ten_thousand_frames_are_requests_or_error_frames() -> None:
     accepted = sum(check_frame(text) for text in frames(COUNT, seed=1))
     assert COUNT // 50 < accepted < COUNT // 2, "both sides of the door are tried"

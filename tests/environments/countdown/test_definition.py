@@ -73,6 +73,7 @@ async def test_nothing_earns_nothing():
         assert (turn.reward, turn.done, turn.metrics["success"]) == (0, True, 0)
 
 
+@pytest.mark.slow
 async def test_an_instance_plays_one_episode_after_another_and_many_live_at_once():
     """Instances share nothing: five hundred of them play different puzzles at the same time."""
     countdown = spec()

@@ -97,6 +97,7 @@ def test_a_question_leaves_its_database_as_it_is(statement: str, empty_folder: P
     assert "not allowed" in attack(statement, empty_folder, writable=False).error
 
 
+@pytest.mark.slow
 def test_many_attacks_need_little_memory():
     """In a process of its own: what it needs at its peak, over what it needs without the attacks."""
     code = (

@@ -190,6 +190,7 @@ async def test_what_an_agent_leaves_running_does_not_reach_the_environment_any_m
     assert isinstance(first, asyncio.CancelledError) and second.done and "over" in second.text
 
 
+@pytest.mark.slow
 async def test_an_agent_with_tools_opens_two_branches_and_fails_in_some_episodes() -> None:
     """On a class with tools: every branch is a row with a reward of its own, and every row holds exactly what the
     engine saw and sampled."""

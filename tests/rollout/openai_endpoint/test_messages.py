@@ -21,6 +21,7 @@ VALUES: Any = st.recursive(
 UTF8 = st.text(st.characters(exclude_categories=["Cs"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(VALUES, st.booleans(), st.sampled_from([None, 2]))
 def test_json_is_the_same_in_any_way_of_writing(value: Any, escaped: bool, indent: int | None) -> None:
@@ -32,6 +33,7 @@ def test_json_is_the_same_in_any_way_of_writing(value: Any, escaped: bool, inden
     assert canonical_json(json.dumps(value, ensure_ascii=escaped)) == canonical_json(f" {other}\n")
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(VALUES, VALUES)
 def test_json_of_different_values_differs(one: Any, other: Any) -> None:

@@ -34,5 +34,6 @@ def page_faults(way: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_kept_buffers_cost_no_new_pages():
     assert page_faults("kept") * 3 < page_faults("as it was")

@@ -70,6 +70,7 @@ async def settled(engine: Engine) -> None:
     await asyncio.get_running_loop().run_in_executor(engine.store._writer, lambda: None)
 
 
+@pytest.mark.slow
 async def test_one_group_in_each_file_keeps_none_of_them(tmp_path: Path):
     """Queued, buffered, in quarantine, leased and the latest example: each is found where it was, also after a
     restart."""
@@ -108,6 +109,7 @@ async def test_one_group_in_each_file_keeps_none_of_them(tmp_path: Path):
     await again.close()
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_or_reordered_while_payloads_move(tmp_path: Path):
     """Pushes and pulls go on beside it, and bundles, stale groups and quarantine with them."""
     engine, rng = await opened(tmp_path, max_staleness=3, stale_policy="last"), random.Random(5)

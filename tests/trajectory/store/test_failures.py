@@ -76,6 +76,7 @@ async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(
     await again.close()
 
 
+@pytest.mark.slow
 async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_path: Path):
     """Pushes, some of them in lists, through an engine whose store fails at every third commit or so."""
     store, rng = FailingStore(tmp_path, segment_bytes=4000), random.Random(7)

@@ -94,6 +94,7 @@ def test_damaged_gzip_is_400(spoil: Any, size: int):
     assert refusal.value.status == 400
 
 
+@pytest.mark.slow
 def test_a_bomb_is_413_and_is_not_inflated():
     deflater, frame = zlib.compressobj(9, zlib.DEFLATED, 31), zstandard.ZstdCompressor().compressobj()
     zeros = bytes(1 << 20)

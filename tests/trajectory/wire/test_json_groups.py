@@ -209,6 +209,7 @@ def test_a_large_body_is_validated_elsewhere_with_the_same_result():
     assert refused(big[:-1] + b',"masks":[["x"]]}')[0]["loc"] == ["body", "masks", 0, 0]
 
 
+@pytest.mark.slow
 def test_what_the_process_beside_returns_is_what_was_sent():
     """Spans of the body for groups kept as they came, bytes for those that were encoded again."""
     group_8k = group(8, 1024)
@@ -258,6 +259,7 @@ groups = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(value=groups, indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
 def test_both_paths_agree_on_valid_groups(value: dict[str, Any], indent: int | None, ascii_only: bool):

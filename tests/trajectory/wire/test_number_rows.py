@@ -87,6 +87,7 @@ row = st.lists(item, max_size=4).map(lambda items: "[" + ",".join(items) + "]")
 text = st.lists(st.one_of(row, row, row, item), max_size=4)
 
 
+@pytest.mark.slow
 @EITHER
 @settings(max_examples=400, deadline=None)
 @example(pieces=["[1]", "2", "[3]"], joint=",")

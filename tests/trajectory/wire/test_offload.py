@@ -32,6 +32,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_died_is_replaced():
     async def scenario() -> None:
         offload = Offload()

@@ -255,6 +255,7 @@ def launch(endpoint: str, first: int, count: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 async def test_a_killed_producer_loses_only_what_it_had_not_sent_and_may_return(sinks):
     sink = sinks(credits=4)
     killed = launch(sink.receiver.endpoint, 0, 100_000)

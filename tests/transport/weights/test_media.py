@@ -202,6 +202,7 @@ def test_memory_that_was_published_cannot_be_changed() -> None:
         os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_never_handed_out() -> None:
     with publishing("disk") as publisher:
         manifest = publisher.publish(1, TENSORS)

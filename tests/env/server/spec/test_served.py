@@ -338,6 +338,7 @@ def test_descriptors_and_threads_balance(sql: ServerProcess, odd: ServerProcess)
         wait_for(lambda server=server, before=before: held(server) <= before)
 
 
+@pytest.mark.slow
 async def test_sigterm_lets_a_step_end_and_leaves_nothing(tmp_path: Path) -> None:
     """Sessions are closed with 1001, and the process ends with 0."""
     began = tmp_path / "began"
