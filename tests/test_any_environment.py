@@ -65,7 +65,6 @@ def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counte
         "rollout.retries=0",
         "ppo.group_size=6",
         "rollout.sessions=6",
-        "evaluation.episodes_per_task=0",
         "total_train_steps=3",
     )
     assert len(rows) == 3 and all(math.isfinite(row["actor_train/loss"]) for row in rows)
@@ -74,3 +73,6 @@ def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counte
     assert not any(
         name.startswith("rollout/failed/") and name != "rollout/failed/agent" for row in rows for name in row
     )
+    evaluations = json.loads((root / "branches" / "default" / "evaluations.json").read_text())
+    played = {step: report["sampled"]["overall"] for step, report in evaluations.items()}
+    assert {step: entry["episodes"] + entry["failed"] for step, entry in played.items()} == {"0": 1, "3": 1}

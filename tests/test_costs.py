@@ -36,7 +36,7 @@ def test_a_test_is_measured_while_it_runs(request: pytest.FixtureRequest) -> Non
     item = request.node
     around = pytest_runtest_call(item)
     next(around)
-    sum(range(1_000_000))
+    sum(range(5_000_000))
     with pytest.raises(StopIteration):
         next(around)
     name, cost = item.user_properties.pop()
