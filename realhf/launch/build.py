@@ -13,6 +13,7 @@ from realhf.base.loopback import is_loopback_host
 from realhf.launch.allocation import allocate
 from realhf.launch.compose import Composed
 from realhf.launch.experiment_file import ExperimentFile, located
+from realhf.launch.offload import check_offload
 from realhf.launch.unused_options import check_effects, watched
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)
+        check_offload(every)
         allocate(every, config.allocation)
         _check_heads(every)
         _check_served(every)
@@ -97,7 +99,8 @@ def print_check(built: BuiltExperiment) -> int:
         print(f"before: {earlier.name} ({'made already' if made else f'{earlier.total_train_steps} steps'})")
     for model in spec.models.values():
         if model.trainable and model.optimizer is not None:
-            print(f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from {model.path}")
+            adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
+            print(f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from {model.path}{adapters}")
     return 0
 
 

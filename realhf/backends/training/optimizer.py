@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from realhf.api.config import LRSchedule, OptimizerConfig
+from realhf.backends.execution.resting_moments import HostMemory, Memory, RestingMoments
 
 
 def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
@@ -32,9 +33,13 @@ def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> fl
 
 class PolicyOptimizer:
     """Steps the parameters of ``module``. Parameters kept in a narrower type get fp32 master copies, since
-    small updates would vanish in bf16. Biases and norms (one dimension) have no weight decay."""
+    small updates would vanish in bf16. Biases and norms (one dimension) have no weight decay. With ``config.offload``
+    moments are in ``memory`` (None: pinned memory of the host) but for the piece that is being stepped; raises
+    ValueError where that is no other memory."""
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, module: nn.Module, config: OptimizerConfig, total_steps: int, *, memory: Memory | None = None
+    ) -> None:
         if config.lr < 0 or total_steps < 1:
             raise ValueError(f"optimizer: lr {config.lr} must be >= 0 and total steps {total_steps} >= 1")
         self._config, self._total = config, total_steps
@@ -50,6 +55,9 @@ class PolicyOptimizer:
             eps=config.eps,
             fused=True,
         )
+        self._resting: RestingMoments | None = None
+        if config.offload and self._masters:
+            self._resting = RestingMoments(self._adamw, memory or HostMemory(self._masters[0].device))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,7 +100,7 @@ class PolicyOptimizer:
                 master.grad.mul_(scale)
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        self._adamw.step()
+        (self._resting or self._adamw).step()
         self._publish()
         return rate
 
@@ -123,6 +131,8 @@ class PolicyOptimizer:
                     "exp_avg": torch.zeros_like(master, requires_grad=False),
                     "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
                 }
+        if self._resting is not None:
+            self._resting.rest()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -145,6 +155,8 @@ class PolicyOptimizer:
         for held, saved in zip(self._masters, _matching(state["masters"], self._masters), strict=True):
             if saved is not None:
                 held.copy_(saved)
+        if self._resting is not None:
+            self._resting.rest()
         self._publish()
 
 
