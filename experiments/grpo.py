@@ -52,6 +52,11 @@ class Config(sft.Config):
         """Groups and minibatches must fit to rollouts and batches."""
         del name
         yield from batch_problems(self.ppo, self)
+        if self.actor.lora.rank and self.actor.lora.dropout:
+            yield (
+                f"actor.lora.dropout={self.actor.lora.dropout}: the policy that trains must be the one that sampled, "
+                "without anything dropped; set 0, or train on demonstrations with it (sft)"
+            )
 
 
 def config_class(environment: str) -> type[Config]:
@@ -77,7 +82,12 @@ def policy_gradient(
     models, mfcs = {"actor": actor}, [rew_inf(config)]
     if ppo.needs_reference:
         models["ref"] = ModelSpec(
-            "ref", actor.path, tuple(config.ref.workers), backend=alone(actor.backend), dtype=actor.dtype
+            "ref",
+            actor.path,
+            tuple(config.ref.workers),
+            backend=alone(actor.backend),
+            dtype=actor.dtype,
+            base_of="actor" if actor.lora is not None else "",
         )
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
@@ -196,6 +206,7 @@ def actor_model(config: Config, path: str) -> ModelSpec:
         dtype=actor.dtype,
         gradient_checkpointing=actor.gradient_checkpointing,
         optimizer=actor.optimizer,
+        lora=actor.lora.chosen(),
         chat_template_kwargs=actor.chat_template_kwargs,
         parallel=parallel_of("actor", actor),
         engine=replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens),

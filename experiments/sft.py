@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.untrained_policy import untrained_policy
-from realhf.api.config import ConfigError, ExperimentConfig, OptimizerConfig, run_folder
+from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, run_folder
 from realhf.api.config.option import option
 from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
 from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
@@ -56,7 +56,11 @@ def build(config: Config) -> ExperimentSpec:
     """Return supervised training on demonstrations that are played first, unless they are there already. Raises
     ConfigError for an environment without a scripted solver."""
     spec = _supervised(
-        config, steps=config.total_train_steps, batch=config.dataset.train_bs_n_seqs, optimizer=config.actor.optimizer
+        config,
+        steps=config.total_train_steps,
+        batch=config.dataset.train_bs_n_seqs,
+        optimizer=config.actor.optimizer,
+        lora=config.actor.lora.chosen(),
     )
     return replace(spec, name=config.experiment, run_dir=run_folder(config))
 
@@ -83,7 +87,8 @@ def first_weights(config: Config) -> FirstWeights:
 
 
 def warm_start(config: Config) -> ExperimentSpec:
-    """A policy's training on demonstrations, found again by the content of all that it depends on."""
+    """A policy's training on demonstrations, of all its weights, found again by the content of all that it depends
+    on."""
     options = config.warm_start
     spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
     files = imported_files(PACKAGE, LEARNING_MODULES)
@@ -114,7 +119,9 @@ def _content(path: str) -> list[str]:
     return found
 
 
-def _supervised(config: Config, *, steps: int, batch: int, optimizer: OptimizerConfig) -> ExperimentSpec:
+def _supervised(
+    config: Config, *, steps: int, batch: int, optimizer: OptimizerConfig, lora: LoraConfig | None = None
+) -> ExperimentSpec:
     environment = chosen_environment(config.env)
     demonstrations = _demonstrations(config, environment)
     jobs, path = (demonstrations,), config.actor.path
@@ -130,6 +137,7 @@ def _supervised(config: Config, *, steps: int, batch: int, optimizer: OptimizerC
         dtype=config.actor.dtype,
         gradient_checkpointing=config.actor.gradient_checkpointing,
         optimizer=optimizer,
+        lora=lora,
         chat_template_kwargs=config.actor.chat_template_kwargs,
         parallel=parallel_of("actor", config.actor),
     )

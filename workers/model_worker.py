@@ -162,7 +162,10 @@ class ModelWorker:
         if self._index in spec.world:
             self._join_world(request.world, request.token)
         mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
-        models = {role: self._load(model, threads) for role, model in mine.items()}
+        models: dict[str, Model] = {}
+        for role, model in sorted(mine.items(), key=lambda item: bool(item[1].base_of)):
+            shared = models.get(model.base_of)
+            models[role] = self._load(model, threads) if shared is None else _base(model, shared)
         calls = call_interfaces(mfc for mfc in spec.mfcs if mfc.model_role in mine)
         dataset = None
         if spec.source.worker == self._index and spec.source.dataset_args is not None:
@@ -206,6 +209,8 @@ class ModelWorker:
         together = {"world": self._world} if model.parallel.size > 1 else {}
         backend = backends.get(model.backend)(**model.backend_args, **together)
         engine = backend.build(model, seed=spec.seed, total_train_steps=spec.total_train_steps)
+        if model.lora is not None and getattr(engine, "adapters", None) is None:
+            raise ValueError(f"{model.role}.lora.rank={model.lora.rank}: the backend {model.backend} has no adapters")
         use_threads = getattr(engine, "use_threads", None)
         if use_threads is not None:
             use_threads(threads)
@@ -260,6 +265,11 @@ class ModelWorker:
             return {**self._host.handlers(), **self._host.immediate_handlers()}[handler](payload)
 
         return run
+
+
+def _base(model: ModelSpec, trained: Model) -> Model:
+    """The frozen role that is another one with its adapters off."""
+    return Model(model.role, trained.engine.base(), trained.tokenizer, model.chat_template_kwargs)  # type: ignore[attr-defined]
 
 
 def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> ComputeThreads:

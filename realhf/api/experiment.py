@@ -19,6 +19,7 @@ from realhf.api.config import (
     AsyncConfig,
     CheckpointConfig,
     EngineConfig,
+    LoraConfig,
     MonitorConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -40,7 +41,8 @@ class ModelSpec:
     """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
     are variables of its tokenizer's chat template; ``head`` is what stands on the decoder: ``lm`` (logits of the next
     token) or ``value`` (one number for each position). ``parallel`` says how several workers train it together,
-    ``engine`` what samples its tokens."""
+    ``engine`` what samples its tokens, ``lora`` which adapters train in place of all weights. ``base_of`` names another
+    role: a frozen one is that role's model with its adapters off, on workers that hold both."""
 
     role: str
     path: str
@@ -52,6 +54,8 @@ class ModelSpec:
     head: str = "lm"
     gradient_checkpointing: bool = False
     optimizer: OptimizerConfig | None = None
+    lora: LoraConfig | None = None
+    base_of: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     parallel: Parallel = field(default_factory=Parallel)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -54,7 +54,7 @@ from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
 from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
-from realhf.dataflow.weight_files import DIGESTS_FILE, check_digests, write_digests
+from realhf.dataflow.weight_files import DIGESTS_FILE, check_digests, stored_weights, write_digests
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
 from realhf.transport.tensors.store import TensorStore
@@ -326,7 +326,7 @@ class ModelHost:
             engine = self._model(role).engine
             own = engine.save_checkpoint(folder)
             if own is None:
-                write_digests(folder, engine)
+                write_digests(folder, engine, stored_weights(engine))
                 own = [path for path in sorted(folder.rglob("*")) if path.is_file()]
             elif self._ranks(role).number == 0:
                 own = [*own, *_whole_digests(folder, engine)]
@@ -375,7 +375,7 @@ def _whole_digests(folder: Path, engine: Engine) -> list[Path]:
     """Write the digests of an engine that trains with others, and return their file; none where it holds a part of the
     weights."""
     try:
-        write_digests(folder, engine)
+        write_digests(folder, engine, stored_weights(engine))
     except HeldInParts:
         return []
     return [folder / DIGESTS_FILE]

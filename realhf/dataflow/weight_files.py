@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from realhf.api.model import Engine
 from realhf.api.parallel import HeldInParts
 from realhf.base.tensor_digest import digests, joint_digest
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DIGESTS_FILE = "weight_digests.json"
 
 
-def write_digests(folder: Path, engine: Engine) -> None:
-    """Write ``weight_digests.json``: the policy version, one digest of all tensors as ``weights.jsonl`` of the run has
-    it, and the digest of each tensor by its name."""
-    tensors = digests(engine.weights())
+def write_digests(folder: Path, engine: Engine, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write ``weight_digests.json`` about ``weights``, by default those of the engine: the policy version, one digest
+    of all tensors as ``weights.jsonl`` of the run has it, and the digest of each tensor by its name."""
+    tensors = digests(engine.weights() if weights is None else weights)
     content = {"version": engine.version, "digest": joint_digest(tensors), "tensors": tensors}
     partial = folder / f".{DIGESTS_FILE}.tmp"
     partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
     os.replace(partial, folder / DIGESTS_FILE)
+
+
+def stored_weights(engine: Engine) -> dict[str, Tensor]:
+    """Return what a checkpoint of an engine restores to the bit: its weights, unless it says something else, because
+    those are computed from others. Raises HeldInParts as ``weights`` does."""
+    return getattr(engine, "stored_weights", engine.weights)()
 
 
 def check_digests(folder: Path, engine: Engine) -> None:
@@ -31,7 +42,7 @@ def check_digests(folder: Path, engine: Engine) -> None:
         return
     expected: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["tensors"]
     try:
-        found = digests(engine.weights())
+        found = digests(stored_weights(engine))
     except HeldInParts:
         return
     for name in sorted(expected.keys() | found.keys()):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class WeightTrial:
     """Holds whether an engine's weights are changed. One tensor of each shape is rolled by one along its first
     dimension, the last one of that shape: the embedding, one matrix of each kind, norms. That moves the
-    log-probabilities of any model whose words differ, and can be undone without a copy."""
+    log-probabilities of any model whose words differ, and can be undone without a copy. A weight that adapters are
+    merged in changes by its adapter, as in training: ``engine.adapters`` has ``names``, ``disturb`` and ``restore``."""
 
     def __init__(self) -> None:
         self._changed: list[str] = []
@@ -34,18 +35,28 @@ class WeightTrial:
             return [], []
         if trial == TRIAL_CHANGE and not self._changed:
             self.names = self._changed = _one_of_each_shape(tensors)
-            _roll(tensors, self._changed, 1)
+            self._turn(engine, tensors, 1)
             own = engine.weights()
             self._in_place = all(own[name].data_ptr() == tensors[name].data_ptr() for name in self._changed)
             return [], []
         if trial != TRIAL_RESTORE or not self._changed:
             raise RuntimeError(f"step {trial} of a self-test of weight updates, out of turn")
-        changed, self._changed = self._changed, []
-        if not self._in_place:
-            return [], []
-        before = [_scores(engine, probe) for probe in probes]
-        _roll(tensors, changed, -1)
-        return before, [_scores(engine, probe) for probe in probes]
+        in_place = self._in_place
+        before = [_scores(engine, probe) for probe in probes] if in_place else []
+        if in_place:
+            self._turn(engine, tensors, -1)
+        self._changed = []
+        return before, [_scores(engine, probe) for probe in probes] if in_place else []
+
+    def _turn(self, engine: Engine, tensors: Mapping[str, Tensor], by: int) -> None:
+        """Change the chosen weights, or change them back (``by`` -1)."""
+        adapters = getattr(engine, "adapters", None)
+        adapted = adapters.names.intersection(self._changed) if adapters is not None else frozenset()
+        _roll(tensors, [name for name in self._changed if name not in adapted], by)
+        if adapters is not None and by > 0:
+            adapters.disturb(adapted)
+        elif adapters is not None:
+            adapters.restore()
 
 
 def _one_of_each_shape(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, run_folder
 from realhf.api.config.option import problems, sections
 from realhf.builtins import registered_names
+from realhf.launch.adapters import adapter_problems
 from realhf.launch.model import BUILTIN_PATHS, model_problems, vocabulary_problems
 
 
@@ -24,6 +25,7 @@ def check_config(config: ExperimentConfig) -> None:
         *_names_and_workers(config),
         *_sizes(config),
         *model_problems("actor", config.actor, config.rollout.max_total_tokens),
+        *adapter_problems("actor", config.actor),
         *_other_models(config),
     ]
     if found:

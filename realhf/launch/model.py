@@ -27,7 +27,7 @@ BUILTIN_VARIABLES = ("show_system", "show_tools")
 
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-_LARGEST_HEAD = 100_000_000
+LARGEST_HEAD = 100_000_000
 """Largest number of bytes that the format allows for the head of a file."""
 
 
@@ -95,7 +95,7 @@ def _embedding_rows(folder: Path) -> int | None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             with file.open("rb") as content:
                 size = int.from_bytes(content.read(8), "little")
-                head = json.loads(content.read(size)) if size <= _LARGEST_HEAD else {}
+                head = json.loads(content.read(size)) if size <= LARGEST_HEAD else {}
             for name, tensor in head.items():
                 if name.endswith(_EMBEDDINGS):
                     return int(tensor["shape"][0])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from realhf.api.config import ModelConfig, OptimizerConfig
+from realhf.api.config import LoraConfig, ModelConfig, OptimizerConfig
 from realhf.api.config.option import option, section
 
 ACTOR = "actor"
@@ -69,6 +69,7 @@ class CriticConfig(CriticOptions, ModelConfig):
         "that is not in them starts at 0.",
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
+    lora: LoraConfig = section(LoraConfig, idle="a critic trains all its weights, its value head with them")
     warmup_steps: int = option(0, "In this many first train steps the critic trains and the actor waits.", at_least=0)
 
     def learning(self, n_minibatches: int, sample_reuse: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from realhf.api.config.generation import EngineConfig, GenConfig
 from realhf.api.config.micro_batches import MicroBatchConfig
 from realhf.api.config.model import (
     BuiltinModelConfig,
+    LoraConfig,
     LRSchedule,
     ModelConfig,
     OptimizerConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "ExperimentConfig",
     "GenConfig",
     "LRSchedule",
+    "LoraConfig",
     "MicroBatchConfig",
     "Mode",
     "ModelConfig",

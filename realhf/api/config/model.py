@@ -8,6 +8,8 @@ from typing import Any
 
 from realhf.api.config.option import option, section
 
+_NO_ADAPTERS = "there are no adapters with rank 0"
+
 
 class LRSchedule(Enum):
     """What the learning rate does after its warm-up: it stays, or decays to 0 at the last train step."""
@@ -37,6 +39,9 @@ class OptimizerConfig:
     gradient_clipping: float = option(
         1.0, "A gradient with a larger norm is scaled down to this norm; 0 never scales.", at_least=0
     )
+    offload: bool = option(
+        False, "The moments of AdamW are in the memory of the host between steps; on GPUs, by backends torch and ddp."
+    )
 
 
 @dataclass
@@ -50,6 +55,38 @@ class ParallelConfig:
         0, "Every copy is cut over so many workers; 0: over all of them by backend fsdp2, else over one.", at_least=0
     )
     tp: int = option(1, "Every layer is cut over so many workers; no backend does this yet.", at_least=1)
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters on linear layers, which train in place of the weights that they stand beside."""
+
+    rank: int = option(
+        0, "Adapters of this rank train and all other weights stay as they are; 0 trains all weights.", at_least=0
+    )
+    alpha: float = option(
+        32.0,
+        "The product of an adapter counts this many times, divided by actor.lora.rank.",
+        above=0,
+        idle=_NO_ADAPTERS,
+    )
+    targets: list[str] = option(
+        [],
+        "Linear layers of the blocks with these names, or ends of names, have adapters, e.g. [q_proj, v_proj]; none "
+        "named: all of them.",
+        idle=_NO_ADAPTERS,
+    )
+    dropout: float = option(
+        0.0,
+        "In train steps an adapter does not see this share of its inputs; supervised training only.",
+        at_least=0,
+        at_most=0.9,
+        idle=_NO_ADAPTERS,
+    )
+
+    def chosen(self) -> LoraConfig | None:
+        """The same options as plain values; None, and only ``rank`` is read, where there are no adapters."""
+        return LoraConfig(self.rank, self.alpha, list(self.targets), self.dropout) if self.rank else None
 
 
 @dataclass
@@ -83,11 +120,13 @@ class ModelConfig:
         {}, "Every text is rendered with these variables of the chat template, e.g. {enable_thinking: false}."
     )
     optimizer: OptimizerConfig = section(OptimizerConfig)
+    lora: LoraConfig = section(LoraConfig)
 
 
 @dataclass
 class ReferenceConfig:
-    """The frozen reference policy: the actor's first weights."""
+    """The frozen reference policy: the actor's first weights. With adapters it is the actor with its adapters off, on
+    the workers that hold the actor."""
 
     workers: list[int] = option([0], "The model workers with these indices hold the reference.", at_least=0)
 

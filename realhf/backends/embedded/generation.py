@@ -21,11 +21,13 @@ from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
 
 class EmbeddedGenerator:
     """Implements ``GenerationEngine`` by running ``model`` itself. It calls ``version`` at every ``generate`` and
-    stamps the number on the tokens. Not thread-safe."""
+    stamps the number on the tokens; ``ready`` is called before, and may still write weights. Not thread-safe."""
 
-    def __init__(self, model: Any, *, version: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, model: Any, *, version: Callable[[], int] = lambda: 0, ready: Callable[[], object] = lambda: None
+    ) -> None:
         self.model = model
-        self._version = version
+        self._version, self._ready = version, ready
         self._core = DecodeCore(model)
         self.threads: ComputeThreads = unmanaged()
 
@@ -69,6 +71,7 @@ class EmbeddedGenerator:
         room = [i for i, r in enumerate(requests) if rest_of_turn(r, config, self._core.limit) > 0]
         if not room:
             return outputs
+        self._ready()
         turns = self._turns([requests[i] for i in room], config, frozenset(stop_ids), seed)
         was_training = self.model.training
         self.model.eval()

@@ -26,6 +26,7 @@ class DdpEngine(JoinedEngine):
         """Restore what any number of ranks wrote, and check that all copies are equal. Raises FileNotFoundError or
         ValueError naming the folder, or CopiesDiffer."""
         with self._group.together(f"loading {self._role}"):
+            self._check_adapters(folder)
             if is_sharded(folder) and self._optimizer is not None:
                 self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
             else:

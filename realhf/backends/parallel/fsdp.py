@@ -113,6 +113,7 @@ class FsdpEngine(JoinedEngine):
         assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
         self._forget()
         with self._group.together(f"loading {self._role}"):
+            self._check_adapters(folder)
             if is_sharded(folder):
                 self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
             else:
@@ -123,6 +124,8 @@ class FsdpBackend(JoinedBackend):
     """Builds engines with a part of the model on each worker."""
 
     def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> FsdpEngine:
+        if spec.lora is not None:
+            raise ValueError(f"{spec.role}.lora.rank={spec.lora.rank}: the backend fsdp2 trains all weights")
         ranks = GroupRanks(world, spec.workers, sharded=True, device=self._device)
         mesh = mesh_of(world, spec.workers, spec.parallel, ranks, self._device.type)
         return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, **options)

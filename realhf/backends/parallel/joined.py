@@ -18,13 +18,18 @@ class JoinedEngine(TorchEngine):
 
     def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
         self._group, self._role = ranks, role
-        super().__init__(model, tokenizer, ranks=ranks, **options)
+        super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
 
     def save_checkpoint(self, folder: Path) -> list[Path]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Write the state into ``folder``, which all ranks share; return the files that this rank wrote."""
+        """Write the state into ``folder``, which all ranks share; return the files that this rank wrote. Adapters are
+        few, and equal on all ranks: the first one writes what one worker would."""
         assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
         group = self._group
         with group.together(f"saving {self._role}"):
+            if self.adapters is not None:
+                if group.number == 0:
+                    super().save_checkpoint(folder)
+                return sorted(path for path in folder.rglob("*") if path.is_file()) if group.number == 0 else []
             return save_state(folder, self.model, self._optimizer, self._version, group=group.group, rank=group.number)
 
 

@@ -49,12 +49,13 @@ class TorchBackend:
             optimizer=spec.optimizer if spec.trainable else None,
             total_train_steps=total_train_steps,
             gradient_checkpointing=spec.gradient_checkpointing,
+            lora=spec.lora if spec.trainable else None,
+            path=spec.path,
         )
 
     def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
         """Make the engine around the loaded model; a backend for several workers makes another."""
-        del spec
-        return TorchEngine(model, tokenizer, **options)
+        return TorchEngine(model, tokenizer, role=spec.role, **options)
 
 
 def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool = True) -> Any:

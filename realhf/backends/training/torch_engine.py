@@ -17,9 +17,11 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from realhf.api.config import OptimizerConfig
+from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import POSITIONS, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.adapters.base_engine import BaseEngine
+from realhf.backends.adapters.lora import ADAPTER, LoraAdapters
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
 from realhf.backends.embedded.weight_copy import named_weights
@@ -40,7 +42,9 @@ class TorchEngine:
     """Implements ``Engine`` around ``model``: a transformers causal language model, or a decoder with a ``value_head``
     (a linear layer of one output, with ``get_decoder``, ``device`` and ``config`` as transformers has them), which does
     not generate. Without ``optimizer`` the weights are frozen. Dropout is switched off, because the policy that is
-    scored must be the one that sampled. ``ranks`` joins it with the engines of the role's other workers."""
+    scored must be the one that sampled. ``ranks`` joins it with the engines of the role's other workers. With ``lora``
+    only adapters train (``role`` and ``path`` are for their errors and files); generation, publication and export have
+    the model with its adapters merged."""
 
     def __init__(
         self,
@@ -51,12 +55,16 @@ class TorchEngine:
         total_train_steps: int = 1,
         gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
+        lora: LoraConfig | None = None,
+        role: str = "actor",
+        path: str = "",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         _disable_dropout(model)
         model.eval()
         use_onednn(model)
+        self.adapters = None if lora is None else self._with_adapters(lora, role, path)
         self._forward = PackedForward(model)
         self._place_weights()
         self._ranks: Ranks = SingleRank() if ranks is None else ranks
@@ -71,13 +79,28 @@ class TorchEngine:
             model.requires_grad_(False)
         self._version = 0
         generates = self._forward.heads.logits
-        self._generator = EmbeddedGenerator(model, version=lambda: self._version) if generates else None
+        self._generator = self._own_generator() if generates else None
         self._threads = unmanaged()
 
     @property
     def ranks(self) -> Ranks:
         """The workers that train this model together."""
         return self._ranks
+
+    def _with_adapters(self, lora: LoraConfig, role: str, path: str) -> LoraAdapters:
+        """Put adapters on the model. Raises ValueError where it cannot have them."""
+        if self.model.get_output_embeddings() is None:
+            raise ValueError(f"{role}.lora.rank={lora.rank}: a model without a language-model head has no adapters")
+        adapters = LoraAdapters(self.model, lora, role=role, path=path)
+        use_onednn(self.model)
+        return adapters
+
+    def base(self) -> BaseEngine:
+        """Return an engine of the frozen base, which is this one with its adapters off. Raises RuntimeError without
+        adapters."""
+        if self.adapters is None:
+            raise RuntimeError("this model role has no adapters: all its weights train")
+        return BaseEngine(self, self.adapters, self.tokenizer)
 
     def _place_weights(self) -> None:
         """Put the weights of the loaded model where they train; before there is an optimizer."""
@@ -101,15 +124,26 @@ class TorchEngine:
             self._generator.free()
 
     def release_generation(self) -> None:
-        """Give the memory of the generation engine's keys and values back, until it generates again."""
+        """Give the memory of the generation engine's keys and values back, and that of merged weights, until it
+        generates again."""
         if self._generator is not None:
             self._generator.release()
+        if self.adapters is not None:
+            self.adapters.changed()
 
     def generator(self) -> EmbeddedGenerator:
         """The generation engine over the same model. Raises ValueError on a model with a value head."""
         if self._generator is None:
             raise ValueError("a model with a value head does not generate")
         return self._generator
+
+    def _own_generator(self) -> EmbeddedGenerator:
+        model = self.model if self.adapters is None else self.adapters.skeleton
+        return EmbeddedGenerator(model, version=lambda: self._version, ready=self._whole_model)
+
+    def _whole_model(self) -> Any:
+        """Return the model as others see it: with merged weights where it has adapters."""
+        return self.model if self.adapters is None else self.adapters.merged()
 
     def train_batch(
         self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
@@ -190,6 +224,8 @@ class TorchEngine:
     def _training(self) -> Iterator[None]:
         # Layers recompute activations only in training mode; dropout is off in either.
         self.model.train(self._checkpointing)
+        if self.adapters is not None:
+            self.adapters.training(True)
         try:
             with _without_dropout(self.model.config):
                 yield
@@ -227,27 +263,38 @@ class TorchEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Engine.weights``."""
-        return named_weights(self.model)
+        return named_weights(self._whole_model())
+
+    def stored_weights(self) -> dict[str, Tensor]:
+        """Return what ``load_checkpoint`` restores to the bit: the weights, or base weights and adapters."""
+        return self.weights() if self.adapters is None else named_weights(self.model)
 
     def state(self) -> dict[str, Any]:
         """See ``Engine.state``. A frozen engine has its version only, because its weights are those it was built
         from."""
         found: dict[str, Any] = {"version": self._version, "torch_rng": torch.get_rng_state()}
         if self._optimizer is not None:
-            found |= {"optimizer": self._optimizer.state_dict(), "weights": self.weights()}
+            found |= {"optimizer": self._optimizer.state_dict(), "weights": self._trained_weights()}
         return found
 
+    def _trained_weights(self) -> dict[str, Tensor]:
+        return self.weights() if self.adapters is None else self.adapters.tensors()
+
     def save_checkpoint(self, folder: Path) -> None:
-        """Write what training needs to continue bit-identically into ``folder`` (made if missing)."""
+        """Write what training needs to continue bit-identically into ``folder`` (made if missing); of a model with
+        adapters these and not the base, which ``path`` of the role has."""
         folder.mkdir(parents=True, exist_ok=True)
         state = self.state()
-        if state.pop("weights", None) is not None:
+        if state.pop("weights", None) is not None and self.adapters is not None:
+            self.adapters.save(folder / ADAPTER)
+        elif self._optimizer is not None:
             save_model(self.model, str(folder / WEIGHTS_FILE))
         torch.save(state, folder / STATE_FILE)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what ``save_checkpoint`` wrote, here or on several ranks. Raises FileNotFoundError or ValueError
         naming the folder."""
+        self._check_adapters(folder)
         if is_sharded(folder):
             if self._optimizer is None:
                 raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
@@ -259,20 +306,35 @@ class TorchEngine:
         if (self._optimizer is None) != ("optimizer" not in state):
             raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
         if self._optimizer is not None:
+            if self.adapters is not None:
+                self.adapters.load(folder / ADAPTER)
             with _of_this_model(folder):
-                load_model(self.model, str(folder / WEIGHTS_FILE))
+                if self.adapters is None:
+                    load_model(self.model, str(folder / WEIGHTS_FILE))
                 self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["torch_rng"])
         self.version = int(state["version"])
 
+    def _check_adapters(self, folder: Path) -> None:
+        """Raise ValueError where one of model and checkpoint has adapters and the other has not."""
+        saved = (folder / ADAPTER).is_dir()
+        if folder.is_dir() and saved != (self.adapters is not None):
+            was, now = ("adapters", "all weights") if saved else ("all weights", "adapters")
+            raise ValueError(
+                f"checkpoint {folder}: {was} trained there and {now} train here; continue with the same "
+                "actor.lora.rank, or begin anew with recover_mode=disabled"
+            )
+
     def export_hf(self, folder: Path) -> None:
         """Write model, config and tokenizer for ``from_pretrained``; ``folder`` appears, or is replaced, only when
-        complete."""
+        complete. Adapters are merged, and lie beside in ``adapter`` as peft has them."""
         folder = Path(folder)
         fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(fresh, ignore_errors=True)
         try:
-            self.model.save_pretrained(fresh)
+            self._whole_model().save_pretrained(fresh)
+            if self.adapters is not None:
+                self.adapters.save(fresh / ADAPTER)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(fresh)
             if folder.exists():
