@@ -1,0 +1,72 @@
+"""Adapters train on a GPU as on the CPU, and reach what generates; moments rest in the memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.algorithms.sft import SFTInterface
+from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
+from realhf.api.model import CallContext, GenRequest, Model
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.training.torch_engine import TorchEngine
+
+SPEC = MicroBatchSpec(1, 512)
+
+
+def engine_of(model: Any, rank: int = 0, **options: Any) -> TorchEngine:
+    torch.manual_seed(5)
+    lora = LoraConfig(rank, 16.0) if rank else None
+    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3, **options), total_train_steps=10, lora=lora)
+
+
+def train(engine: TorchEngine, sample: SequenceSample, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        context = CallContext(step, 7 + step, SPEC, Path())
+        losses.append(SFTInterface().train_step(Model("actor", engine, None), sample, context)["loss"])
+        engine.version += 1
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_train_and_what_samples_has_them(
+    device: torch.device, model_on: Callable[..., Any], batch: SequenceSample, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("peft", reason="adapters need the extra lora")
+    engine = engine_of(model_on(device, dtype=dtype), rank=8)
+    reference = engine.base().logprobs(batch, temperature=1.0, mb_spec=SPEC)
+    losses = train(engine, batch, 6)
+    assert losses[-1] < losses[0]
+    assert torch.equal(engine.base().logprobs(batch, temperature=1.0, mb_spec=SPEC), reference)
+    prompt = [5, 6, 7, 8]
+    output = engine.generator().generate(
+        [GenRequest(0, prompt, seed=1)], GenConfig(max_new_tokens=24), stop_ids=(), seed=1
+    )[0]
+    ids = torch.tensor([*prompt, *output.token_ids])
+    sample = SequenceSample.from_tensors(["s"], {"packed_input_ids": ids}, {"packed_input_ids": [[len(ids)]]})
+    scored = engine.logprobs(sample, temperature=1.0, mb_spec=SPEC)[len(prompt) - 1 :]
+    off = (scored - torch.tensor(output.logprobs)).abs().mean()
+    assert float(off) < (1e-3 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_in_the_memory_of_the_host_change_no_bit_and_free_the_device(
+    device: torch.device, model_on: Callable[..., Any], batch: SequenceSample, dtype: torch.dtype
+) -> None:
+    losses, held = [], []
+    for offload in (False, True):
+        before = torch.cuda.memory_allocated()
+        engine = engine_of(model_on(device, dtype=dtype), offload=offload)
+        losses.append(train(engine, batch, 3))
+        held.append(torch.cuda.memory_allocated() - before)
+        weights = sum(tensor.numel() for tensor in engine.weights().values())
+        del engine
+        torch.cuda.empty_cache()
+    assert losses[0] == losses[1]
+    assert held[0] - held[1] > 0.9 * 8 * weights, "two moments of four bytes for each weight"
