@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 PIECE_BYTES = 1 << 28
 """Bytes of moments that are on the device at once; a larger parameter is a piece of its own."""
@@ -82,8 +82,8 @@ class RestingMoments:
         for parameter in self._adamw.state:
             self._lay_down(parameter, {})
 
-    def _pieces(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        piece: list[nn.Parameter] = []
+    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        piece: list[Tensor] = []
         held = 0
         for parameter in parameters:
             nbytes = len(_MOMENTS) * parameter.numel() * parameter.element_size()
@@ -95,7 +95,7 @@ class RestingMoments:
         if piece:
             yield piece
 
-    def _bring_in(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _bring_in(self, parameter: Tensor) -> dict[str, Tensor]:
         """Copy the moments of a parameter to its device; return those that rest. In the first step there are none."""
         state = self._adamw.state.get(parameter, {})
         held = {name: state[name] for name in _MOMENTS if name in state}
@@ -103,7 +103,7 @@ class RestingMoments:
             state[name] = self._memory.fetched(tensor, parameter.device)
         return held
 
-    def _lay_down(self, parameter: nn.Parameter, held: dict[str, Tensor]) -> None:
+    def _lay_down(self, parameter: Tensor, held: dict[str, Tensor]) -> None:
         state = self._adamw.state[parameter]
         for name in _MOMENTS:
             if name in held:
