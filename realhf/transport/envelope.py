@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgpack
 
-from realhf.transport.errors import ProtocolError
+from realhf.transport.errors import OtherProtocol, ProtocolError
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 1 << 20
@@ -42,7 +42,7 @@ def unpack_header(frame: Any) -> dict[str, Any]:
     """Decode a header. Raises ProtocolError on anything but a small, shallow msgpack map of this protocol version."""
     header = unpack_map(frame, MAX_HEADER_BYTES)
     if header.get("v") != PROTOCOL:
-        raise ProtocolError(f"protocol version {header.get('v')!r}, expected {PROTOCOL}")
+        raise OtherProtocol(header, PROTOCOL)
     return header
 
 

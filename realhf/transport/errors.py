@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class TransportError(Exception):
@@ -27,6 +28,14 @@ class RpcError(TransportError):
 
 class ProtocolError(RpcError):
     """Is raised for a message that breaks the protocol: malformed, too large, refused, or out of call order."""
+
+
+class OtherProtocol(ProtocolError):
+    """Is raised for a message of another version of the protocol; ``header`` is what it says."""
+
+    def __init__(self, header: dict[str, Any], expected: int) -> None:
+        super().__init__(f"protocol version {header.get('v')!r:.40}, expected {expected}")
+        self.header = header
 
 
 class RpcTimeout(RpcError, TimeoutError):

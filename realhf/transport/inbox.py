@@ -8,15 +8,21 @@ from typing import Any
 import zmq
 
 from realhf.transport.envelope import unpack_header
-from realhf.transport.errors import ProtocolError
+from realhf.transport.errors import OtherProtocol, ProtocolError
 
 Take = Callable[[bytes, dict[str, Any], list[bytes]], None]
 """Gets a message: who sent it, its header, and the frames after the header."""
 
 
-def take_all(socket: zmq.Socket[bytes], take: Take, drop: Callable[[str], None]) -> None:
+def take_all(
+    socket: zmq.Socket[bytes],
+    take: Take,
+    drop: Callable[[str], None],
+    other: Callable[[bytes, dict[str, Any]], None] | None = None,
+) -> None:
     """Hand every message that waits to ``take``, until there is none or ``take`` closes the socket. A message without
-    a header, and one for which ``take`` raises ProtocolError, goes to ``drop`` with the reason."""
+    a header, and one for which ``take`` raises ProtocolError, goes to ``drop`` with the reason. Before that one of
+    another version of the protocol goes to ``other``, where there is that."""
     while not socket.closed:
         try:
             identity, frame, *payload = socket.recv_multipart(zmq.NOBLOCK)
@@ -28,4 +34,6 @@ def take_all(socket: zmq.Socket[bytes], take: Take, drop: Callable[[str], None])
         try:
             take(identity, unpack_header(frame), payload)
         except ProtocolError as error:
+            if other is not None and isinstance(error, OtherProtocol):
+                other(identity, error.header)
             drop(str(error))

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 
+from realhf.env.client.openenv_client import ConnectError, OpenEnvClient
+from realhf.env.client.server_metadata import without_token
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
 from realhf.transport.rpc.master import RpcMaster
 from tests.process_family import family, gone
 
@@ -46,6 +51,32 @@ async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple
         await master.close()
     assert await asyncio.to_thread(process.wait, 15) == 0
     assert bool(children) == (served == AWS) and gone(children, 2)
+
+
+@pytest.mark.slow
+async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_path: Path) -> None:
+    """The address that it registers holds no token; who has the keys puts it there."""
+    keys = RunKeys.make()
+    keys.write(tmp_path / "keys")
+    network = Network(keys=keys)
+    master = RpcMaster("run-1", network=network)
+    await master.start()
+    run = ("--master", master.endpoint, "--run-id", "run-1", "--key-file", str(tmp_path / "keys"))
+    process = subprocess.Popen([sys.executable, "-m", "workers.env_worker", "--port", "0", "--env", "sql", *run])
+    try:
+        await master.wait_for(["env/0"], 60)
+        url = master.roster["env/0"].endpoints["env"]
+        assert keys.token not in url
+        address, token = without_token(network.with_token(url))
+        assert (address, token) == (url, keys.token)
+        stranger, ours = OpenEnvClient(url), OpenEnvClient(url, token=token)
+        with pytest.raises(ConnectError, match="401"):
+            await stranger.connect()
+        await ours.connect()
+        await ours.close()
+    finally:
+        await master.close()
+    assert await asyncio.to_thread(process.wait, 15) == 0
 
 
 @pytest.mark.slow

@@ -284,11 +284,18 @@ class RpcMaster:
     # ---- receiving
 
     def _drain(self) -> None:
-        take_all(self._socket, self._dispatch, self._drop)
+        take_all(self._socket, self._dispatch, self._drop, self._of_other_protocol)
 
     def _drop(self, why: str) -> None:
         self.dropped_messages += 1
         _log.warning("message dropped: %s", why)
+
+    def _of_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
+        """Refuse a worker of another version; it reads at least the version of the answer."""
+        session = header.get("session")
+        if header.get("kind") == "hello" and isinstance(session, bytes):
+            different = differences(header.get("versions"), str(header.get("node", "its host")))
+            self._say(identity, session, "refused", reason=f"versions differ: {different}")
 
     def _dispatch(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
         kind, session = header.get("kind"), envelope.field(header, "session", bytes)

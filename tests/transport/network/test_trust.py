@@ -7,8 +7,10 @@ import asyncio
 import time
 from dataclasses import replace
 
+import msgpack
 import pytest
 
+from realhf.transport import envelope
 from realhf.transport.errors import NetworkError, PeerLost, ProtocolError, RpcTimeout
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import LOOPBACK, Network
@@ -114,6 +116,24 @@ async def test_other_versions_are_refused_with_both_names(monkeypatch):
     with pytest.raises(ProtocolError, match=r"versions differ: realhf 9.9 on .*, .* on .*; Python 3.10 on"):
         await asyncio.to_thread(worker_of(master, LOOPBACK).run)
     await master.close()
+
+
+async def test_another_protocol_is_refused_at_once(monkeypatch):
+    """A worker of another version reads at least that the master has another one."""
+    master = RpcMaster("run")
+    await master.start()
+    worker = worker_of(master, LOOPBACK)
+    pack = envelope.pack_header
+    monkeypatch.setattr("realhf.transport.rpc.worker.pack_header", lambda *a, **k: of_protocol(99, pack(*a, **k)))
+    with pytest.raises(ProtocolError, match=r"refused worker 'w': versions differ: protocol 99 on .*, 1 on"):
+        await asyncio.to_thread(worker.run)
+    assert master.dropped_messages == 1
+    await master.close()
+
+
+def of_protocol(version: int, header: bytes) -> bytes:
+    fields = msgpack.unpackb(header)
+    return msgpack.packb({**fields, "v": version, "versions": {**fields["versions"], "protocol": str(version)}})
 
 
 def test_keys_are_in_no_text_of_theirs(tmp_path):

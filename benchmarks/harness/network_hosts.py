@@ -1,0 +1,101 @@
+"""Makes two network namespaces on this machine that see each other over a cable, as two hosts do."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CLONE_NEWNET = 0x40000000
+NAMES = Path("/run/netns")
+_COMMAND_S = 30.0
+
+
+class NoNamespaces(RuntimeError):
+    """This machine, or this user of it, cannot make network namespaces."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace, with an interface ``cable`` of this ``address``."""
+
+    name: str
+    address: str
+
+    @property
+    def enter(self) -> list[str]:
+        """The words before a command that is to run here."""
+        return ["ip", "netns", "exec", self.name]
+
+    def run(self, *command: str) -> str:
+        """Run a command here and return what it prints. Raises CalledProcessError."""
+        return _run(*self.enter, *command)
+
+    @contextlib.contextmanager
+    def cut_off_from(self, other: Host) -> Iterator[None]:
+        """Drop what this host sends to the other; what the other sends arrives."""
+        _run("ip", "-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
+        try:
+            yield
+        finally:
+            _run("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32")
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be in this namespace with the calling thread: sockets that it makes, and processes and threads that it
+        starts."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        there = os.open(NAMES / self.name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if libc.setns(there, CLONE_NEWNET) != 0:
+                raise NoNamespaces(f"setns: {os.strerror(ctypes.get_errno())}")
+            try:
+                yield
+            finally:
+                if libc.setns(own, CLONE_NEWNET) != 0:
+                    raise NoNamespaces(f"setns back: {os.strerror(ctypes.get_errno())}")
+        finally:
+            os.close(own)
+            os.close(there)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make two hosts, and take them away at the end. Raises NoNamespaces with the reason."""
+    if shutil.which("ip") is None:
+        raise NoNamespaces("the command ip is missing (apt-get install iproute2)")
+    tag = secrets.token_hex(3)
+    net = f"10.{secrets.randbelow(200) + 20}.{secrets.randbelow(250)}"
+    hosts = [Host(f"realhf-{tag}-{number}", f"{net}.{number}") for number in (1, 2)]
+    made: list[Host] = []
+    try:
+        try:
+            for host in hosts:
+                _run("ip", "netns", "add", host.name)
+                made.append(host)
+            first, second = hosts
+            ends = ["name", "cable", "netns", first.name, "type", "veth", "peer", "name", "cable", "netns", second.name]
+            _run("ip", "link", "add", *ends)
+            for host in hosts:
+                _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "cable")
+                for link in ("cable", "lo"):
+                    _run("ip", "-n", host.name, "link", "set", link, "up")
+        except subprocess.SubprocessError as error:
+            said = getattr(error, "stderr", "") or str(error)
+            raise NoNamespaces(f"network namespaces cannot be made: {said.strip()}") from None
+        yield first, second
+    finally:
+        for host in made:
+            with contextlib.suppress(subprocess.SubprocessError):
+                _run("ip", "netns", "del", host.name)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_S).stdout
