@@ -87,9 +87,9 @@ class Network:
         scheme, _, rest = url.partition("://")
         return f"{scheme}://:{self.keys.token}@{rest}"
 
-    def context(self) -> zmq.Context[Any]:
+    def context(self, io_threads: int = 1) -> zmq.Context[Any]:
         """Make a context for sockets that listen; those that connect may share it."""
-        context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        context: zmq.Context[Any] = zmq.Context(io_threads=io_threads)
         if self.keys is not None:
             Doorkeeper(context, self.keys.client_public)
         return context

@@ -2,16 +2,18 @@
 
 Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each other. A fetch
 on one host is answered with a reference to shared memory. Any other fetch, and any whose memory cannot be mapped, is
-answered with the bytes themselves, in frames of at most CHUNK_BYTES.
+answered with the bytes themselves, in frames of at most CHUNK_BYTES; in a network with keys, where the other end may be
+on another host, a large answer is kept until the consumer has fetched it in pieces (``pieces``, ``outgoing``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -23,7 +25,9 @@ from realhf.transport.envelope import pack_header, pack_payload, unpack_header, 
 from realhf.transport.errors import AddressTaken, DataError, DataMissing, ProtocolError, TransportError
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
 from realhf.transport.process_id import host_token
+from realhf.transport.tensors.outgoing import PIECE_BYTES, Outgoing
 from realhf.transport.tensors.peer_connection import PeerConnection
+from realhf.transport.tensors.pieces import Piece, fetch_pieces
 from realhf.transport.tensors.shared_mapping import MappingCache
 from realhf.transport.tensors.shared_memory import SegmentPool, SegmentRef
 from realhf.transport.tensors.store import TensorStore
@@ -36,6 +40,8 @@ SHM_FROM_BYTES = 64 << 10
 """Size from which values are served through shared memory."""
 SPARE_BYTES = 256 << 20
 """Bytes of cleared segments, and of idle mappings, that are kept for use again."""
+IO_THREADS = 2
+"""Threads that encrypt and send what other hosts fetch, and receive and decrypt what comes from there."""
 SENDERS_AHEAD = 64
 """Number of messages that wait for a consumer that does not read."""
 
@@ -65,9 +71,10 @@ class DataPlane:
         self._mappings = MappingCache(SPARE_BYTES)
         self._pool_lock = threading.Lock()
         self._segments_of: dict[str, set[Any]] = {}
-        self._peers: dict[str, PeerConnection] = {}
+        self._outgoing = Outgoing()
+        self._peers: dict[tuple[str, int], PeerConnection] = {}
         self._peers_lock = threading.Lock()
-        self._context = network.context()
+        self._context = network.context(IO_THREADS if network.protected else 1)
         self._waker = Waker()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -132,27 +139,51 @@ class DataPlane:
         """Request the frames of the encoded sample; None when shared memory could not be mapped."""
         request_id = os.urandom(16)
         header = pack_header("fetch", self._run_id, b"", id=request_id)
-        payload = pack_payload({"ids": list(ids), "keys": list(keys), "host": host})
+        wish = {"ids": list(ids), "keys": list(keys), "host": host}
+        if self._network.protected:
+            wish["pieces"] = True
         peer = self._peer(endpoint)
-        answer, *frames = peer.exchange(request_id, [header, payload], deadline)
+        answer, *frames = peer.exchange(request_id, [header, pack_payload(wish)], deadline)
         fields = unpack_header(answer)
         if fields["kind"] == "missing":
             raise DataMissing(endpoint, [(str(i), str(k)) for i, k in unpack_payload(frames)])
+        if fields["kind"] == "pieces":
+            return self._in_pieces(endpoint, fields, deadline)
         if fields["kind"] == "shared":
             return self._mappings.open(SegmentRef.from_map(unpack_payload(frames))) if host else None
         if fields["kind"] == "frames":
             return list(_joined(frames, envelope.field(fields, "sizes", list)))
         raise DataError(f"{endpoint} could not serve {list(keys)}: {fields.get('message')}")
 
-    def _peer(self, endpoint: str) -> PeerConnection:
+    def _in_pieces(self, endpoint: str, fields: dict[str, Any], deadline: float) -> list[Any]:
+        """Fetch the frames of an answer that the peer keeps. A connection that breaks is made anew."""
+        number = envelope.field(fields, "transfer", bytes)
+
+        def ask(lane: int, piece: Piece) -> list[Any]:
+            request_id = os.urandom(16)
+            header = pack_header("piece", self._run_id, b"", id=request_id, transfer=number, piece=list(piece))
+            answer, *frames = self._peer(endpoint, lane).exchange(request_id, [header], deadline)
+            found = unpack_header(answer)
+            if found["kind"] != "piece":
+                raise DataError(f"{endpoint} broke off a transfer: {found.get('message')}")
+            return frames
+
+        frames = fetch_pieces(envelope.field(fields, "sizes", list), ask)
+        request_id = os.urandom(16)
+        with contextlib.suppress(DataError):
+            header = pack_header("done", self._run_id, b"", id=request_id, transfer=number)
+            self._peer(endpoint).exchange(request_id, [header], deadline)
+        return frames
+
+    def _peer(self, endpoint: str, lane: int = 0) -> PeerConnection:
         with self._peers_lock:
             if self._stopping:
                 raise DataError(f"the data plane of {self._name} is closed")
-            peer = self._peers.get(endpoint)
+            peer = self._peers.get((endpoint, lane))
             if peer is None or peer.broken:
                 if peer is not None:
                     peer.close()
-                peer = self._peers[endpoint] = PeerConnection(self._context, endpoint, self._network)
+                peer = self._peers[endpoint, lane] = PeerConnection(self._context, endpoint, self._network)
             return peer
 
     # ---- serving
@@ -167,23 +198,25 @@ class DataPlane:
             identity, *frames = self._socket.recv_multipart()
             try:
                 header = unpack_header(frames[0])
-                if header.get("run") != self._run_id or header["kind"] != "fetch":
+                if header.get("run") != self._run_id or header["kind"] not in ("fetch", "piece", "done"):
                     raise ProtocolError(f"{header.get('kind')} of run {header.get('run')!r}")
                 request_id = envelope.field(header, "id", bytes)
             except (ProtocolError, IndexError, KeyError) as error:
                 _log.warning("%s dropped a message: %s", self._name, error)
                 continue
-            answer = self._answer(request_id, frames[1:])
+            answer = self._answer(request_id, header, frames[1:])
             try:
                 self._socket.send_multipart([identity, *answer], zmq.NOBLOCK, copy=False)
             except zmq.ZMQError as error:
                 _log.warning("%s could not answer a fetch: %s", self._name, error)
 
-    def _answer(self, request_id: bytes, payload: list[bytes]) -> list[Any]:
+    def _answer(self, request_id: bytes, asked: dict[str, Any], payload: list[bytes]) -> list[Any]:
         def header(kind: str, **fields: Any) -> bytes:
             return pack_header(kind, self._run_id, b"", id=request_id, **fields)
 
         try:
+            if asked["kind"] != "fetch":
+                return self._piece(asked, header)
             wish = unpack_payload(payload)
             ids, keys = envelope.field(wish, "ids", list), envelope.field(wish, "keys", list)
             ref = self._shared(ids, keys) if wish.get("host") and wish["host"] == self._host else None
@@ -191,11 +224,31 @@ class DataPlane:
                 return [header("shared"), pack_payload(ref.to_map())]
             frames = encode_sample(self._store.get(ids, keys))
             sizes = [memoryview(frame).nbytes for frame in frames]
+            if wish.get("pieces") and sum(sizes) > PIECE_BYTES:
+                with self._pool_lock:
+                    number = self._outgoing.open(frames, ids)
+                return [header("pieces", sizes=sizes, transfer=number)]
             return [header("frames", sizes=sizes), *_chunked(frames)]
         except DataMissing as error:
             return [header("missing"), pack_payload(error.missing)]
         except (TransportError, ValueError, TypeError, AttributeError) as error:
             return [header("error", message=f"{type(error).__name__}: {error}"[:4000])]
+
+    def _piece(self, asked: dict[str, Any], header: Callable[..., bytes]) -> list[Any]:
+        """Answer a request for a piece of an answer that is kept, or that it is no longer needed."""
+        number = envelope.field(asked, "transfer", bytes)
+        if asked["kind"] == "done":
+            with self._pool_lock:
+                self._outgoing.close(number)
+            return [header("done")]
+        numbers = envelope.field(asked, "piece", list)
+        if len(numbers) != 3 or not all(type(one) is int for one in numbers):
+            raise ProtocolError("a piece is a frame, a start and a length")
+        with self._pool_lock:
+            piece = self._outgoing.piece(number, *numbers)
+        if piece is None:
+            return [header("gone", message="it no longer holds it: its samples were cleared, or it is too old")]
+        return [header("piece"), piece]
 
     def _shared(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
         """Put these values into a segment; None when they are small or there is no memory for it."""
@@ -216,6 +269,7 @@ class DataPlane:
     def _forget(self, ids: frozenset[str]) -> None:
         """Release the segments of samples that were cleared, so that others can use them."""
         with self._pool_lock:
+            self._outgoing.forget(ids)
             names = {name for i in ids for name in self._segments_of.pop(i, ())}
             for name in names:
                 self._pool.release(name)

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from benchmarks.harness.network_hosts import Host, NoNamespaces, two_hosts
+from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
 from realhf.transport.network.handshake import FAILED
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network

@@ -334,3 +334,26 @@ def test_tensors_are_fetched_by_their_run_only():
     finally:
         for plane in planes:
             plane.close()
+
+
+def test_beyond_the_loopback_large_values_come_in_pieces(monkeypatch):
+    """A small piece stands for a large one: what is larger is cut, and the owner keeps nothing when all is there."""
+    for module in ("outgoing", "pieces", "data_plane"):
+        monkeypatch.setattr(f"realhf.transport.tensors.{module}.PIECE_BYTES", 10_000)
+    ours, store = Network(keys=RunKeys.make()), TensorStore("owner")
+    values = torch.arange(20_000)
+    store.put(SequenceSample.from_tensors(["a"], {"x": values, "y": values + 1}, {"x": [[20_000]], "y": [[20_000]]}))
+    owner = DataPlane("owner", "run", store, network=ours)
+    reader = DataPlane("reader", "run", TensorStore("reader"), shm=False, network=ours)
+    try:
+        owner.start()
+        reader.start()
+        data = reader.fetch(owner.endpoint, ["a"], ["x", "y"], 30.0).data
+        assert data is not None and torch.equal(data["x"], values) and torch.equal(data["y"], values + 1)
+        assert not owner._outgoing
+        store.clear(["a"])
+        with pytest.raises(DataMissing):
+            reader.fetch(owner.endpoint, ["a"], ["x"], 30.0)
+    finally:
+        owner.close()
+        reader.close()
