@@ -148,6 +148,7 @@ async def test_the_others_are_told_to_break_off_when_a_rank_dies(tmp_path: Path)
     assert bench.ranks["w0"].aborted and bench.ranks["w1"].aborted
 
 
+@pytest.mark.slow
 async def test_ranks_that_answer_differently_are_refused(tmp_path: Path) -> None:
     bench = Bench(tmp_path, Parallel(dp=3))
     engine: Any = bench.caller.hosts["w2"]._models["actor"].engine

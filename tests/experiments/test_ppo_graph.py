@@ -80,6 +80,7 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
     assert options.use_decoupled_loss and options.prox_logp_method == "recompute"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -129,6 +130,7 @@ def test_a_clip_of_values_acts_from_the_second_update_of_a_step_on(option: str) 
     assert {mfc.interface_args["critic"]["value_clip"] for mfc in alone.mfcs if mfc.interface == "critic"} == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "arguments", "rate"),
     [

@@ -43,6 +43,7 @@ def step(options: dict[str, Any], sample: SequenceSample, *, version: int = 3, *
     return stats, weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -110,6 +111,7 @@ def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(rollout_batch:
     torch.testing.assert_close(weights(other), weights(model), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [{}, {"behav_imp_weight_level": "sequence"}, {"prox_logp_method": "loglinear"}, {"prox_logp_method": "recompute"}],

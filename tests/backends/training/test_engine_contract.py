@@ -214,6 +214,7 @@ def on_ranks(size: int, model: Any, sample: SequenceSample, spec: MicroBatchSpec
         return [job.result(DEADLINE_S) for job in [pool.submit(run, rank) for rank in range(size)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [GROUPS, [[9, 30]]], ids=["many", "fewer-than-ranks"])
 def test_several_ranks_compute_what_one_computes(tiny_model: Any, ragged_sample: Any, groups: list[list[int]]) -> None:
     """Losses, statistics, kept tensors, gradients and scores, with a rank that has nothing to do among them."""

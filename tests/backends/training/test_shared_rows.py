@@ -29,6 +29,7 @@ from tests.backends.conftest import VOCABULARY
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @given(SEQUENCES, st.integers(1, 30))
 @settings(max_examples=150, deadline=None)
 def test_a_row_is_the_tree_of_its_sequences(drawn: list[list[int]], most: int) -> None:
@@ -118,6 +119,7 @@ def gradient(model: Any, share: bool, spec: MicroBatchSpec) -> tuple[Tensor, Ten
     return scores, kept[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "gpt2", "mistral", "gemma3", "phi3"])
 def test_scores_and_gradients_equal_those_of_separate_rows(tiny_model: Any, kind: str) -> None:
     apart, of_apart = gradient(made(kind, tiny_model), False, MicroBatchSpec())

@@ -154,6 +154,7 @@ def test_update_frees_the_generation_rows(tiny_model: Any, ragged_sample: Any) -
     assert engine.generator().reused_tokens == 0 and out.versions == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checkpoint_continues_bit_identically(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path, dtype: torch.dtype

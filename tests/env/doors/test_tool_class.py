@@ -271,6 +271,7 @@ async def test_a_wrong_call_is_answered_with_the_reason(build: Build, tool: Tool
     assert await answer(environment, call("add", amount="3")) == ["3"]
 
 
+@pytest.mark.slow
 async def test_deep_and_large_arguments_are_refused_or_taken_but_never_break_anything(build: Build) -> None:
     """Recursion is bounded before the author's code sees a value; only what the schema offers can be called."""
     text = """
