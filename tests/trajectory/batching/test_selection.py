@@ -23,8 +23,6 @@ from realhf.trajectory.batching.queue_index import Lane, QueueIndex
 from realhf.trajectory.batching.selection import select_batch
 from realhf.trajectory.state.mixbuffer import find_groups_summing_to_target, find_set
 
-pytestmark = pytest.mark.slow
-
 PAYLOAD = Payload(b"", 10, Encoding.JSON, 0, 0)
 
 
@@ -59,6 +57,7 @@ batch_sizes = st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24])
 allocations = st.sampled_from([None, 0.0, 0.1, 0.25, 0.5, 0.9])
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(queue=queues, batch_size=batch_sizes, minimums=st.tuples(allocations, allocations), strict=st.booleans())
 def test_a_batch_sums_exactly_and_nothing_is_lost_or_reordered(
@@ -102,6 +101,7 @@ def packable(queue: list[tuple[int, int | None]], batch_size: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(queue=queues, batch_size=batch_sizes)
 def test_there_is_a_batch_exactly_when_packs_suffice(queue: list[tuple[int, int | None]], batch_size: int):
@@ -127,6 +127,7 @@ def original_rule(queue: list[int], batch_size: int) -> list[int] | None:
     return chosen if total == batch_size else None
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(queue=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=30), batch_size=st.sampled_from([8, 12, 16, 24]))
 def test_strict_is_the_originals_rule(queue: list[int], batch_size: int):
@@ -213,6 +214,7 @@ def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, i
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     queue=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([0, 1, 2])), max_size=14),
@@ -310,6 +312,7 @@ def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.M
     assert seen[2048] <= seen[256] * 9
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), max_size=30), st.data())
 def test_the_index_counts_what_is_there(units: list[tuple[int, int]], data: st.DataObject):
@@ -368,6 +371,7 @@ def test_sets_of_the_mix_buffer(sizes_: list[int], target: int, expected: list[i
     assert find_groups_summing_to_target([group(size) for size in sizes_], target) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=9), st.integers(1, 20))
 def test_a_set_is_found_exactly_when_there_is_one(sizes_: list[int], target: int):

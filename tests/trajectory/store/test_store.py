@@ -23,8 +23,6 @@ from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.open import open_store
 from realhf.trajectory.store.sqlite import SqliteStore
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def limit_file_size() -> Iterator[Any]:
@@ -116,6 +114,7 @@ async def files(folder: Path, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path: Path):
     store = SqliteStore(tmp_path)
     await store.open()
@@ -237,6 +236,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path: Path):
     for round_ in range(6):
         command = [sys.executable, "-c", WRITER, str(tmp_path)]

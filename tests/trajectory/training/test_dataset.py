@@ -20,8 +20,6 @@ from realhf.trajectory.training.stream_interface import TrajectoryStreamInterfac
 from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group
 
-pytestmark = pytest.mark.slow
-
 RUN: dict[str, Any] = {
     "group": "mine",
     "project": "a b",
