@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -266,7 +266,7 @@ def _compose(overrides: list[str], config_dir: Path, schema: Schema, user_file: 
     return config
 
 
-@cache
+@lru_cache(maxsize=8)
 def _declared(kind: type[ExperimentConfig]) -> Any:
     """What Hydra knows of a configuration class. It copies what it is given, so this is made once."""
     from omegaconf import OmegaConf
