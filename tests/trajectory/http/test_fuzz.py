@@ -39,7 +39,7 @@ def test_schemathesis_finds_no_server_error(url: str):
         "--checks",
         "not_a_server_error",
         "--max-examples",
-        "4",
+        "8",
         "--seed",
         "1",
         "--no-color",

@@ -71,6 +71,7 @@ def tensors(draw: Any) -> torch.Tensor:
     return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("medium", MEDIA)
 def test_any_tensors_arrive_bit_by_bit(medium: Medium) -> None:
     @settings(max_examples=12 if medium == "broadcast" else 40, deadline=None)
