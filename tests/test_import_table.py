@@ -33,7 +33,9 @@ ROOMS: dict[str, str] = {
     "backends/embedded": "api api/config backends/threads base",
     "backends/adapters": "api api/config",
     "backends/execution": "",
-    "backends/training": "api api/config backends/adapters backends/embedded backends/execution backends/threads base",
+    "backends/varlen": "",
+    "backends/training": "api api/config backends/adapters backends/embedded backends/execution backends/threads "
+    "backends/varlen base",
     "backends/parallel": "api backends/embedded backends/training",
     "backends/vllm": "api api/config backends/embedded base",
     "backends": "api api/config backends/embedded backends/training backends/vllm base",

@@ -179,6 +179,7 @@ class GenerationWorker:
                 timeout_s=plan.rpc.connect_timeout_s,
                 tracer=self._tracer,
                 on_death=self._engine_died,
+                shared=_beside_a_trainer(plan, name),
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)
@@ -286,6 +287,13 @@ class GenerationWorker:
         self._engine.abort(slots)  # an episode that was given up may have a request in play
         self._engine.free(slots)
         self._kept.forget(slots)
+
+
+def _beside_a_trainer(plan: RunPlan, name: str) -> bool:
+    """Return whether a model worker computes on this worker's GPU: the same one, or whichever is first where workers
+    were given none."""
+    trainers = [f"model_worker/{index}" for index in range(plan.spec.n_model_workers)]
+    return any(plan.gpus.get(trainer) == plan.gpus.get(name) for trainer in trainers)
 
 
 def main() -> int:

@@ -245,6 +245,7 @@ class ModelWorker:
                 timeout_s=config.connect_timeout_s,
                 tracer=self._tracer,
                 on_death=_log.error,
+                shared=True,
             )
         )
         limit = min(engine.generator().context_limit, longest_sequence(model) or sys.maxsize)

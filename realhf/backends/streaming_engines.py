@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +18,11 @@ from realhf.api.config import AsyncConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
+from realhf.backends.embedded.cache_size import cache_bytes
 from realhf.base.context_limit import context_limit
+
+if TYPE_CHECKING:
+    from realhf.backends.vllm.server import VllmOptions
 
 
 @contextlib.contextmanager
@@ -28,18 +34,22 @@ def make_streaming_generator(
     timeout_s: float,
     tracer: Tracer,
     on_death: Callable[[str], None],
+    shared: bool = False,
 ) -> Iterator[StreamingGenerator]:
     """Make an engine that has no weights until the first ``load_weights``; a server that it needs is started, and ended
-    with it.
+    with it. ``shared``: a trainer computes on the same device, so that half of what is free there is the most that the
+    engine takes, unless options say otherwise.
 
     ``log`` is the file of such a server, ``timeout_s`` bounds its start, and ``on_death`` is called on another thread
     when it ends by itself. Raises ModelLoadError, FileNotFoundError or TimeoutError.
     """
     with contextlib.ExitStack() as stack:
         if model.engine.name == "embedded":
-            engine = stack.enter_context(_embedded(model, options, tracer))
+            engine = stack.enter_context(_embedded(model, options, tracer, shared))
         else:
-            url = model.engine.vllm_url or stack.enter_context(_vllm_server(model, options, log, timeout_s, on_death))
+            url = model.engine.vllm_url or stack.enter_context(
+                _vllm_server(model, options, log, timeout_s, on_death, shared)
+            )
             engine = stack.enter_context(_vllm(url, options, tracer))
         try:
             yield engine
@@ -48,7 +58,7 @@ def make_streaming_generator(
 
 
 @contextlib.contextmanager
-def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
+def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool) -> Iterator[StreamingGenerator]:
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
     from realhf.backends.training.torch_backend import load_causal_lm
 
@@ -63,6 +73,7 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer) -> Iterato
         version=-1,
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
+        most_bytes=cache_bytes(model.engine.kv_cache_gib, shared),
     )
 
 
@@ -77,10 +88,10 @@ def _vllm(url: str, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingG
 
 @contextlib.contextmanager
 def _vllm_server(
-    model: ModelSpec, options: AsyncConfig, log: Path, timeout_s: float, on_death: Callable[[str], None]
+    model: ModelSpec, options: AsyncConfig, log: Path, timeout_s: float, on_death: Callable[[str], None], shared: bool
 ) -> Iterator[str]:
     """Run a server inside the block and yield its address."""
-    from realhf.backends.vllm.server import VllmOptions, VllmServer
+    from realhf.backends.vllm.server import VllmServer
 
     wanted = model.engine
     found = shutil.which(wanted.vllm_executable) or wanted.vllm_executable
@@ -88,13 +99,7 @@ def _vllm_server(
         model.path,
         executable=Path(found).expanduser(),
         log=log,
-        options=VllmOptions(
-            dtype=model.dtype,
-            threads=options.generation_threads,
-            max_model_len=longest_sequence(model),
-            gpu_memory_utilization=wanted.gpu_memory_utilization,
-            tensor_parallel_size=wanted.tensor_parallel_size,
-        ),
+        options=server_options(model, options, shared),
     )
     stopping = threading.Event()
 
@@ -110,6 +115,30 @@ def _vllm_server(
     finally:
         stopping.set()
         server.stop()
+
+
+def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> VllmOptions:
+    """Return how a server is started. On CUDA it captures graphs, computes prompts in parts, keeps prefixes and takes
+    weights from the memory of its GPUs. ``shared``: it gets half of what is free on a trainer's GPU, if no option says
+    how much."""
+    from realhf.backends.vllm.server import VllmOptions
+
+    wanted, cuda = model.engine, torch.cuda.is_available()
+    share = wanted.gpu_memory_utilization
+    if share is None and shared and cuda:
+        free, total = torch.cuda.mem_get_info()
+        share = max(0.01, math.floor(100 * free / total / 2) / 100)
+    return VllmOptions(
+        dtype=model.dtype,
+        threads=options.generation_threads,
+        max_model_len=longest_sequence(model),
+        gpu_memory_utilization=share,
+        tensor_parallel_size=wanted.tensor_parallel_size,
+        eager=not cuda,
+        chunked_prefill=cuda,
+        device_transfer=cuda,
+        arguments=("--enable-prefix-caching",) if cuda else (),
+    )
 
 
 def longest_sequence(model: ModelSpec) -> int | None:

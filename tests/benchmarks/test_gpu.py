@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -114,3 +116,21 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr("sys.argv", ["gpu.py"])
     assert gpu.main() == 0
     assert "no GPU" in capsys.readouterr().out
+
+
+def test_the_default_experiment_is_read_from_its_run(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        root = next(word.removeprefix("fileroot=") for word in command if word.startswith("fileroot="))
+        folder = Path(root) / "grpo_aws" / "measured"
+        folder.mkdir(parents=True)
+        rows = [{"step": n, "step_seconds": float(n)} for n in range(1, 6)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (row,) = gpu.default_rows(torch.device("cpu"))
+    assert (row.number, row.unit) == (4.0, "s") and "of 3 steps" in row.remark
+    failed = subprocess.CompletedProcess([], 1, "", "a line\nModuleNotFoundError: No module named 'ministack'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    (row,) = gpu.default_rows(torch.device("cpu"))
+    assert row.number is None and row.remark == "ended with 1: ModuleNotFoundError: No module named 'ministack'"

@@ -59,12 +59,21 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "A vLLM server that is started spreads the model over this many devices.", at_least=1
     )
+    kv_cache_gib: float | None = option(
+        None,
+        "The embedded engine keeps keys and values in at most this many GiB, and plays what does not fit after the "
+        "rest; without a number, in half of what is free on a GPU that it shares with a trainer, and elsewhere in what "
+        "it needs.",
+        above=0,
+    )
 
     def problems(self, name: str) -> Iterator[str]:
         """An option of vLLM does nothing for another engine, nor one of a server that is started for another server."""
-        unused = {} if self.name == "vllm" else {every.name: "name" for every in fields(self) if every.name != "name"}
-        if self.vllm_url is not None and not unused:
-            unused = {every.name: "vllm_url" for every in fields(self) if every.name not in ("name", "vllm_url")}
+        names = [every.name for every in fields(self)]
+        own = {"name", "kv_cache_gib"} if self.name == "embedded" else {*names} - {"kv_cache_gib"}
+        unused = {name: "name" for name in names if name not in own}
+        if self.vllm_url is not None and self.name == "vllm":
+            unused |= {name: "vllm_url" for name in own - {"name", "vllm_url"}}
         for option_name, cause in unused.items():
             if getattr(self, option_name) != getattr(EngineConfig, option_name):
                 yield f"{name}.{option_name}: has no effect with {name}.{cause}={getattr(self, cause)}"

@@ -62,10 +62,9 @@ class ContinuousGenerator:
 
     After new weights, ``kv_policy`` ``recompute`` computes every prefix again before its next token; ``keep`` continues
     with the keys and values of the old weights. ``max_rows`` bounds the sequences that are cached, in play or between
-    two turns; more requests wait. ``version`` is the policy version of the model's weights; with -1 it has none yet and
-    requests wait for ``load_weights``, which waits up to ``pause_timeout_s`` for a step to end. Requests without a seed
-    draw from unpredictable streams.
-    """
+    two turns, ``most_bytes`` the memory of their keys and values; more requests wait. ``version`` is the policy version
+    of the model's weights; with -1 it has none yet and requests wait for ``load_weights``, which waits up to
+    ``pause_timeout_s`` for a step to end. Requests without a seed draw from unpredictable streams."""
 
     def __init__(
         self,
@@ -77,6 +76,7 @@ class ContinuousGenerator:
         version: int = 0,
         pause_timeout_s: float = 60.0,
         tracer: Tracer | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         if kv_policy not in ("recompute", "keep"):
             raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
@@ -87,8 +87,8 @@ class ContinuousGenerator:
         self._threads = threads
         self._compute = compute_threads(threads)
         self._tracer = tracer or NoTrace()
-        self._core = DecodeCore(model, max_rows=max_rows)
-        self._max_rows = max_rows
+        self._core = DecodeCore(model, max_rows=max_rows, most_bytes=lambda: most_bytes)
+        self._max_rows, self._most_bytes = max_rows, most_bytes
         self._version = version
         self._pause_timeout_s = pause_timeout_s
         self._changed = threading.Condition()
@@ -191,6 +191,7 @@ class ContinuousGenerator:
             threads=self._threads,
             version=self._version,
             pause_timeout_s=self._pause_timeout_s,
+            most_bytes=self._most_bytes,
         )
 
     def stats(self) -> dict[str, float]:
@@ -331,7 +332,10 @@ class ContinuousGenerator:
         if fit:
             with self._changed:
                 self._playing.update(fit)
-            self._core.join([turn for turn, _ in fit.values()])
+            seated = self._core.join([turn for turn, _ in fit.values()])
+            with self._changed:  # Those that found no row are the first to get one.
+                left = [self._playing.pop(slot) for slot in [*fit][seated:]]
+                self._waiting.extendleft(reversed(left))
 
     def _refusal(self, turn: Turn, others: Mapping[int, object]) -> ValueError | None:
         if turn.slot in self._playing or turn.slot in others:

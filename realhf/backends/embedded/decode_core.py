@@ -7,7 +7,7 @@ join, and then draws. So between steps nothing but keys and values depends on th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.embedded.cache_size import token_bytes
 from realhf.backends.embedded.fast_decoder import fast_decoder
 from realhf.backends.embedded.forward_pass import Decoding, ForwardPass, ModulePass, Piece
 from realhf.backends.embedded.kv_cache import RowCache
@@ -80,13 +81,18 @@ class Turn:
 
 class DecodeCore:
     """Holds the rows of one model, and runs its forward passes and sampling. Not thread-safe. After an exception of
-    ``step`` everything is forgotten, because rows may be half written."""
+    ``step`` everything is forgotten, because rows may be half written. ``max_rows`` bounds the rows, and
+    ``most_bytes``, which is asked whenever the cache is empty, the memory of keys and values: one row there always
+    is."""
 
-    def __init__(self, model: Any, *, max_rows: int | None = None) -> None:
+    def __init__(
+        self, model: Any, *, max_rows: int | None = None, most_bytes: Callable[[], int | None] = lambda: None
+    ) -> None:
         self.model = model
         self.limit = context_limit(model.config.to_dict())
         self._cache = RowCache()
-        self._max_rows = max_rows
+        self._max_rows, self._most_bytes = max_rows, most_bytes
+        self._bytes: int | None = None
         self._table = RowTable(max_rows)
         self._pass: ForwardPass | None = None
         self._live: list[Turn] = []
@@ -130,26 +136,51 @@ class DecodeCore:
         self._pass = None
 
     def join(self, turns: Sequence[Turn]) -> int:
-        """Bring into play as many of the first turns as there are rows for, and return how many. Each must leave room
-        for its budget in the model's context, and no two may have the same slot."""
-        rows = self._table.seat([t.slot for t in turns], {t.slot for t in self._live})
+        """Bring into play as many of the first turns as there are rows for, and return how many: at least one if none
+        is in play. Each must leave room for its budget in the model's context, and no two may have the same slot."""
+        if not turns:
+            return 0
+        columns = max(t.length + t.budget for t in turns)
+        most = self._room(columns)
+        if self._bytes is not None and most is not None and self._cache.rows > most:
+            # Longer rows than before: those that there are would take too much, so the cache is made anew.
+            if self._live:
+                return 0
+            self._cache.clear()
+            self._table = RowTable(most)
+        self._table.max_rows = most
+        slots = [t.slot for t in turns]
+        rows = self._table.seat(slots, {t.slot for t in self._live})
+        if not rows and not self._live:  # The rows are those of turns further back, which would wait for the first.
+            self._table.free(None)
+            rows = self._table.seat(slots, ())
         seated = turns[: len(rows)]
         if not seated:
             return 0
-        columns = max(t.length + t.budget for t in seated)
-        self._reserve(max(rows) + 1, columns)
+        self._reserve(max(rows) + 1, columns, most)
         for turn, row in zip(seated, rows, strict=True):
             turn.row, turn.cached = row, False
         self._live.extend(seated)
         return len(seated)
 
-    def _reserve(self, rows: int, columns: int) -> None:
-        held = self._cache.rows
+    def _room(self, columns: int) -> int | None:
+        """Return how many rows there may be for turns of that many columns; None: any number."""
+        if not self._cache.rows:
+            self._bytes = self._most_bytes()
+        if self._bytes is None:
+            return self._max_rows
+        wide = self._cache.columns_for(columns) * token_bytes(self.model.config, self.model.dtype)
+        room = max(1, self._bytes // wide)
+        return room if self._max_rows is None else min(room, self._max_rows)
+
+    def _reserve(self, rows: int, columns: int, most: int | None) -> None:
+        held, least = self._cache.rows, rows
         if not held:
-            rows, columns = max(rows, self._usual[0]), max(columns, self._usual[1])
+            rows = max(rows, self._usual[0])
+            columns = max(columns, self._usual[1]) if self._bytes is None else columns
         elif rows > held:
             rows = max(rows, held + held // 2)
-            rows = rows if self._max_rows is None else min(rows, self._max_rows)
+        rows = rows if most is None else max(least, min(rows, most))
         self._cache.reserve(rows, columns)
         self._table.resize(self._cache.rows, self._cache.columns)
 

@@ -21,14 +21,20 @@ from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
 
 class EmbeddedGenerator:
     """Implements ``GenerationEngine`` by running ``model`` itself. It calls ``version`` at every ``generate`` and
-    stamps the number on the tokens; ``ready`` is called before, and may still write weights. Not thread-safe."""
+    stamps the number on the tokens; ``ready`` is called before, and may still write weights. ``most_bytes`` bounds the
+    memory of keys and values: requests that find no room are played when others have ended. Not thread-safe."""
 
     def __init__(
-        self, model: Any, *, version: Callable[[], int] = lambda: 0, ready: Callable[[], object] = lambda: None
+        self,
+        model: Any,
+        *,
+        version: Callable[[], int] = lambda: 0,
+        ready: Callable[[], object] = lambda: None,
+        most_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.model = model
         self._version, self._ready = version, ready
-        self._core = DecodeCore(model)
+        self._core = DecodeCore(model, most_bytes=most_bytes)
         self.threads: ComputeThreads = unmanaged()
 
     @property
@@ -78,9 +84,11 @@ class EmbeddedGenerator:
         try:
             version = self._version()
             with self.threads.computing():
-                self._core.join(turns)
+                waiting = turns[self._core.join(turns) :]
                 while self._core.live:
-                    self._core.step(version)
+                    ended = self._core.step(version)
+                    if ended and waiting:
+                        waiting = waiting[self._core.join(waiting) :]
                     self.threads.pace()
         except BaseException:
             self._core.reset()

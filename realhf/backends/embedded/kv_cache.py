@@ -167,15 +167,20 @@ class RowCache(Cache):
             held.lazy_initialization(blank, blank)
         return held.stored
 
+    def columns_for(self, columns: int) -> int:
+        """Return how many columns there are when that many are reserved."""
+        held = self._shared.columns
+        if columns <= held:
+            return held
+        return -(-max(columns, held + held // 4) // _COLUMN_BLOCK) * _COLUMN_BLOCK
+
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for that many rows and columns; what is stored stays. Columns grow in blocks, and by at least a
         quarter."""
         shared = self._shared
         if rows <= shared.rows and columns <= shared.columns:
             return
-        if columns > shared.columns:
-            wanted = max(columns, shared.columns + shared.columns // 4)
-            shared.columns = -(-wanted // _COLUMN_BLOCK) * _COLUMN_BLOCK
+        shared.columns = self.columns_for(columns)
         shared.rows = max(rows, shared.rows)
         for layer in self.layers:
             cast(RowLayer, layer).resize(shared.rows, shared.columns)

@@ -33,7 +33,7 @@ class RowTable:
     def __init__(self, max_rows: int | None = None) -> None:
         self.tokens: IntArray = np.full((0, 0), -1, dtype=np.int64)
         self.lengths: IntArray = np.zeros(0, dtype=np.int64)
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._row_of_slot: dict[int, int] = {}  # in the order of use, the least recent first
 
     @property
@@ -81,7 +81,7 @@ class RowTable:
             if row is None:
                 while lowest in taken:
                     lowest += 1
-                if self._max_rows is None or lowest < self._max_rows:
+                if self.max_rows is None or lowest < self.max_rows:
                     row = lowest
                 elif (victim := next(idle, None)) is not None:
                     row = held.pop(victim)

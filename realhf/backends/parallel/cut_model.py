@@ -29,10 +29,15 @@ class Whole(nn.Module):
         return run()
 
 
-def cut(model: Any, mesh: DeviceMesh) -> Whole:
+def _as_it_is(_module: nn.Module) -> None:
+    """Leave the parameters of a module alone."""
+
+
+def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = _as_it_is) -> Whole:
     """Cut the parameters of ``model`` over the last dimension of ``mesh``, in place; gradients are summed over the
-    whole mesh, in fp32. Tied weights stay tied: they belong to no block. Raises ValueError on a model that does not say
-    what its blocks are."""
+    whole mesh, in fp32. ``fill`` is called with each part before it is cut: it gives parameters without memory theirs.
+    Tied weights stay tied: they belong to no block. Raises ValueError on a model that does not say what its blocks
+    are."""
     kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
     blocks = [module for module in model.modules() if type(module).__name__ in kinds]
     if not blocks:
@@ -40,7 +45,9 @@ def cut(model: Any, mesh: DeviceMesh) -> Whole:
     whole = Whole(model)
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in blocks:
+        fill(block)
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fill(whole)
     fully_shard(whole, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in whole.modules():
         if isinstance(module, FSDPModule):

@@ -5,41 +5,74 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import LossFn, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.backends.parallel.block_loading import Filling, build_without_memory
 from realhf.backends.parallel.cut_model import Whole, cut, empty_like, gather_into
 from realhf.backends.parallel.group_ranks import GroupRanks
 from realhf.backends.parallel.joined import JoinedBackend, JoinedEngine
 from realhf.backends.parallel.meshes import mesh_of
 from realhf.backends.parallel.whole_state import load_whole_state
 from realhf.backends.parallel.world import World
+from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.sharded_files import is_sharded
 from realhf.backends.training.sharded_state import load_state
+from realhf.backends.training.value_head import load_value_model
 
 
 class FsdpEngine(JoinedEngine):
-    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``gather`` brings whole
+    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``filling`` gives
+    parameters of ``model`` that have no memory theirs, part by part, before each is cut. ``gather`` brings whole
     weights together; generation, export and publication use those, until the next train step."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, mesh: DeviceMesh, role: str, **options: Any):
-        self._mesh = mesh
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        ranks: GroupRanks,
+        mesh: DeviceMesh,
+        role: str,
+        filling: Filling | None = None,
+        **options: Any,
+    ) -> None:
+        self._mesh, self._filling = mesh, filling
         self._whole: Whole | None = None
         self._copy: Any = None
         with ranks.together(f"the weights of {role}"):
             super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         self._generator = None  # It would generate with parts of the weights.
 
-    def _place_weights(self) -> None:
-        self._whole = cut(self.model, self._mesh)
+    def _tried_out(self, adapters: Callable[[], Any]) -> PackedForward:
+        filling, mesh = self._filling, self._mesh
+        if filling is None:
+            forward = super()._tried_out(adapters)
+            self._whole = cut(self.model, mesh)
+            return forward
+        whole = self._whole = cut(self.model, mesh, filling.fill)
+
+        def run() -> PackedForward:
+            filling.prove(self.model)
+            return super(FsdpEngine, self)._tried_out(adapters)
+
+        try:
+            forward = whole(run)
+        finally:
+            cast(FSDPModule, whole).reshard()  # What is whole after a forward pass is no parameter of a rank's own.
+        found = {"packs": float(forward.packs), "shares": float(forward.shares)}
+        if any(other != found for other in self._group.gather(found)):
+            raise RuntimeError(f"{self._role}: ranks lay out rows differently, so they cannot compute together")
+        return forward
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         assert self._whole is not None
@@ -67,7 +100,7 @@ class FsdpEngine(JoinedEngine):
             gather_into(copy, self.model)
         if copy is not None:
             self._copy = copy
-            self._generator = EmbeddedGenerator(copy, version=lambda: self._version)
+            self._generator = self._made_generator(copy)
             self._generator.threads = self._threads
 
     def _forget(self) -> None:
@@ -123,9 +156,22 @@ class FsdpEngine(JoinedEngine):
 class FsdpBackend(JoinedBackend):
     """Builds engines with a part of the model on each worker."""
 
+    _filling: Filling | None = None
+
+    def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
+        """Build the model without memory where its folder lets it be read part by part."""
+        found = None
+        if spec.parallel.size > 1:
+            found = build_without_memory(spec.path, spec.role, dtype, with_head=spec.head == "lm")
+        if found is None:
+            return super()._model(spec, dtype)
+        model, weights = found
+        self._filling = Filling(weights, self._device, dtype, f"{spec.role}.path={spec.path}")
+        return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
+
     def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> FsdpEngine:
         if spec.lora is not None:
             raise ValueError(f"{spec.role}.lora.rank={spec.lora.rank}: the backend fsdp2 trains all weights")
         ranks = GroupRanks(world, spec.workers, sharded=True, device=self._device)
         mesh = mesh_of(world, spec.workers, spec.parallel, ranks, self._device.type)
-        return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, **options)
+        return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, filling=self._filling, **options)

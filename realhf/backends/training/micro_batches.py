@@ -12,7 +12,7 @@ import torch
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sequence_choice import choose_sequences
-from realhf.backends.training.padded_batches import SMALL, padded_batches
+from realhf.backends.training.padded_batches import BATCH_TOKENS, SMALL, packed_batches, padded_batches
 from realhf.backends.training.ranks import Ranks, SingleRank
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import ROW_TOKENS, Row, plain_rows, shared_rows, split_row
@@ -27,11 +27,12 @@ _WORTH = 0.85
 class Part:
     """Is a micro-batch: one pass through the model. ``sample`` has some of the batch's sequences; ``place`` i64 (sum of
     its L-1,) says where its packed L-1 entries stand in those of the batch; ``rows`` are computed, of sequences of
-    ``sample``. None of them: there is nothing to compute."""
+    ``sample``. None of them: there is nothing to compute. ``packed``: they lie behind each other, without padding."""
 
     sample: SequenceSample
     place: torch.Tensor
     rows: tuple[Row, ...]
+    packed: bool = False
 
     @property
     def empty(self) -> bool:
@@ -41,6 +42,8 @@ class Part:
     @property
     def positions(self) -> int:
         """How many positions are computed, padding included."""
+        if self.packed:
+            return sum(row.length for row in self.rows)
         return len(self.rows) * max((row.length for row in self.rows), default=0)
 
 
@@ -55,26 +58,33 @@ def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[Sequence
     return [part.sample for part in parts_of(sample, spec, SingleRank())]
 
 
-def parts_of(sample: SequenceSample, spec: MicroBatchSpec, ranks: Ranks, *, share: bool = False) -> list[Part]:
+def parts_of(
+    sample: SequenceSample, spec: MicroBatchSpec, ranks: Ranks, *, share: bool = False, packed: bool = False
+) -> list[Part]:
     """Return the micro-batches (see ``micro_batches``) that this rank computes; none if there is nothing for it. With
     ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
-    together, as far as ranks and ``spec`` let them."""
+    together, as far as ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no masks, whose
+    size would bound a row."""
     inputs = SequenceInputs.of(sample)
-    rows = _rows(inputs, spec, ranks.size, share)
+    rows = _rows(inputs, spec, ranks.size, share, packed)
     if ranks.size > 1:
         rows = [rows[i] for i in sorted(ranks.own([row.length for row in rows]))]
     idle = [i for i, asked in enumerate(inputs.asked) if not len(asked)] if ranks.rank == 0 else []
-    passes = _passes(rows, inputs, spec)
+    passes = _passes(rows, inputs, spec, packed)
     if not passes and idle:
         passes = [[]]
-    return [_part(sample, inputs, chosen, [] if number else idle) for number, chosen in enumerate(passes)]
+    return [
+        replace(_part(sample, inputs, chosen, [] if number else idle), packed=packed)
+        for number, chosen in enumerate(passes)
+    ]
 
 
-def _rows(inputs: SequenceInputs, spec: MicroBatchSpec, n_ranks: int, share: bool) -> list[Row]:
+def _rows(inputs: SequenceInputs, spec: MicroBatchSpec, n_ranks: int, share: bool, packed: bool) -> list[Row]:
     plain = plain_rows(inputs.scored, inputs.tokens)
     if not share or len(plain) < 2:
         return plain
-    most = min(ROW_TOKENS, spec.max_tokens_per_mb or ROW_TOKENS)
+    cap = spec.max_tokens_per_mb
+    most = (cap or BATCH_TOKENS) if packed else min(ROW_TOKENS, cap or ROW_TOKENS)
     if n_ranks > 1:  # Small rows can be balanced.
         whole = sum(row.length for row in shared_rows(inputs.scored, inputs.tokens, most))
         most = min(most, math.ceil(whole / (4 * n_ranks)))
@@ -83,21 +93,29 @@ def _rows(inputs: SequenceInputs, spec: MicroBatchSpec, n_ranks: int, share: boo
     return shared if saves else plain
 
 
-def _passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec) -> list[list[Row]]:
+def _passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool) -> list[list[Row]]:
     """Put rows of similar length together, as many as the budget holds; the pass with the most positions first."""
     cap = spec.max_tokens_per_mb
     if above := sum(row.length > cap for row in rows) if cap is not None else 0:
         _log.warning("%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap)
-    plain, shared = [row for row in rows if row.plain], [row for row in rows if not row.plain]
-    if sum(row.length for row in plain) < SMALL:  # Not worth passes of their own, although they need no mask.
-        plain, shared = ([], rows) if shared else (rows, [])
     passes = []
-    for kind in (shared, plain):
+    for kind in (rows,) if packed else _by_kind(rows):
         lengths = np.asarray([row.length for row in kind])
-        passes += [[kind[i] for i in batch] for batch in padded_batches(range(len(kind)), lengths, cap)]
+        batches = (packed_batches if packed else padded_batches)(range(len(kind)), lengths, cap)
+        passes += [[kind[i] for i in batch] for batch in batches]
     while len(passes) < spec.n_mbs and any(_divisible(chosen) for chosen in passes):
         _halve_largest(passes, inputs)
+    if packed:
+        return sorted(passes, key=lambda chosen: -sum(row.length for row in chosen))
     return sorted(passes, key=lambda chosen: -len(chosen) * max(row.length for row in chosen))
+
+
+def _by_kind(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Part rows into those that need a mask and those that do not, if the latter are worth passes of their own."""
+    plain, shared = [row for row in rows if row.plain], [row for row in rows if not row.plain]
+    if sum(row.length for row in plain) >= SMALL:
+        return shared, plain
+    return (rows, []) if shared else ([], rows)
 
 
 def _divisible(chosen: Sequence[Row]) -> bool:

@@ -2,8 +2,9 @@
 
 Rows of similar length run in one right-padded batch. Rows of one sequence each have no attention mask: under causal
 attention no real token sees padding behind it, and the maskless kernels are the fast ones. Rows whose sequences share
-what they have in common bring a mask and positions of their own, if the model is proven to follow them. Hidden states
-are kept only at positions whose prediction is scored.
+what they have in common bring a mask and positions of their own, if the model is proven to follow them. Where the
+device has a proven kernel for attention over sequences of different lengths, all rows of a pass lie behind each other
+instead, without padding or masks. Hidden states are kept only at positions whose prediction is scored.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from realhf.api.sample import SequenceSample
 from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
-from realhf.backends.training.row_pass import RowPass, masks, row_pass
+from realhf.backends.training.row_pass import RowPass, masks, packed_pass, row_pass
 from realhf.backends.training.row_probe import probe, strayed, tolerance
 from realhf.backends.training.selected_logprobs import bent_head
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import Row, plain_rows, shared_rows
+from realhf.backends.varlen.attention import LAYOUT, can_pack, pack, packed_for_trial
+from realhf.backends.varlen.kernel import Kernel, kernel_for
 
 _AGAIN = 5
 """Rows that are computed once more, each alone, which tells how a model rounds."""
@@ -31,14 +34,20 @@ _log = logging.getLogger(__name__)
 
 class PackedForward:
     """Runs packed sequences through ``model``, a causal language model or a decoder with a ``value_head``; keeps no
-    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, which the
-    constructor finds out by a few tokens."""
+    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, and
+    ``packs`` whether they are computed without padding; the constructor finds both out by a few tokens."""
 
     def __init__(self, model: Any, *, pace: Callable[[], None] = lambda: None) -> None:
         self.model = model
         self.pace = pace
         self.heads = heads_of(model)
-        self.shares = self._follows_masks()
+        self._kernel = self._proven_kernel()
+        self.shares = self.packs or self._follows_masks()
+
+    @property
+    def packs(self) -> bool:
+        """Whether the rows of a pass lie behind each other without padding."""
+        return self._kernel is not None
 
     def __call__(self, sample: SequenceSample, rows: Sequence[Row] | None = None) -> PackedOutputs:
         """Return what is known of the positions whose prediction is asked for: where ``loss_mask`` is True at the
@@ -47,7 +56,7 @@ class PackedForward:
         inputs = SequenceInputs.of(sample)
         chosen = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
         self.pace()
-        found = [self._scored(row_pass(chosen, inputs))] if chosen else []
+        found = [self._scored(self._laid_out(chosen, inputs))] if chosen else []
         return PackedOutputs(found, inputs.size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
@@ -60,12 +69,20 @@ class PackedForward:
                 nothing = nothing + 0.0 * weight.sum()
         return nothing
 
+    def _laid_out(self, rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
+        return row_pass(rows, inputs) if self._kernel is None else packed_pass(rows, inputs, self._kernel)
+
     def _scored(self, chosen: RowPass) -> ScoredRows:
         device = self.model.device
         given: dict[str, Any] = {"input_ids": chosen.tokens.to(device), "use_cache": False}
         if chosen.seen is not None:
             depth = given["position_ids"] = chosen.depth.to(device)
             given["attention_mask"] = masks(self.model.config, chosen.seen.to(device), depth, self._dtype)
+        if chosen.packed is not None:
+            given["position_ids"], given[LAYOUT] = chosen.depth.to(device), chosen.packed.to(device)
+            # Models make no mask where they are given one; nobody looks at it.
+            one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+            given["attention_mask"] = masks(self.model.config, one, one[0].long(), self._dtype)
         column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
         if self.heads.logits and self.heads.language is None and self.heads.bent is None:
             hidden, logits = _through_the_whole_model(self.model, given, column)
@@ -76,31 +93,53 @@ class PackedForward:
     def _dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
-    @torch.no_grad()
+    def _proven_kernel(self) -> Kernel | None:
+        """Return the device's kernel for packed rows if the model follows it; else say why rows are padded, where that
+        is not the usual."""
+        kernel, reason = kernel_for(self.model.device, self._dtype)
+        if kernel is not None:
+            if not can_pack(self.model):
+                reason = "the model's attention has no fused kernel"
+            else:
+                with packed_for_trial(self.model):
+                    reason = self._strays(lambda rows, inputs: packed_pass(rows, inputs, kernel))
+                if not reason:
+                    pack(self.model)
+                    return kernel
+        if reason:
+            _log.warning("rows of a pass are padded to one length: %s", reason)
+        return None
+
     def _follows_masks(self) -> bool:
-        """Compare hidden states of sequences that share prefixes with those of the same sequences in rows of their own:
-        a model may have positions, masks or states that follow the order of columns."""
+        """Return whether the model follows the masks of shared rows, with a warning if it does not."""
+        reason = self._strays(row_pass)
+        if reason:
+            _log.warning("prefixes are computed for each sequence: %s", reason)
+        return not reason
+
+    @torch.no_grad()
+    def _strays(self, laid_out: Callable[[Sequence[Row], SequenceInputs], RowPass]) -> str:
+        """Compare hidden states of sequences that share prefixes, in rows that ``laid_out`` lays out, with those of the
+        same sequences in padded rows of their own: a model may have positions, masks or states that follow the order of
+        columns. Return why it does, or ""."""
         inputs = probe(self.model.config)
         if inputs is None:
-            _log.warning("prefixes are computed for each sequence: the model has a window of its own, too wide to try")
-            return False
+            return "the model has a window of its own, too wide to try"
         rows = shared_rows(inputs.scored, inputs.tokens)
         alone = plain_rows(rows[0].members, inputs.tokens)
         was_training = self.model.training
         self.model.eval()
         try:
-            together, apart = (self._scored(row_pass(r, inputs)).hidden for r in (rows, alone))
+            together, apart = self._scored(laid_out(rows, inputs)).hidden, self._scored(row_pass(alone, inputs)).hidden
             again = torch.cat([self._scored(row_pass([row], inputs)).hidden for row in alone[:_AGAIN]])
         except _UNFIT as error:
-            _log.warning("prefixes are computed for each sequence: the model takes no mask of rows (%s)", error)
-            return False
+            return f"the model takes no layout of rows ({error})"
         finally:
             self.model.train(was_training)
         off, own = strayed(together, apart), strayed(again, apart[: len(again)])
         if len(rows) == 1 and off <= tolerance(self._dtype, own):
-            return True
-        _log.warning("prefixes are computed for each sequence: in shared rows hidden states are %.1e off", off)
-        return False
+            return ""
+        return f"in shared rows hidden states are {off:.1e} off"
 
 
 def heads_of(model: Any) -> Heads:

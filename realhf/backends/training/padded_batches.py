@@ -1,4 +1,4 @@
-"""Decides which rows share a padded batch."""
+"""Decides which rows share a pass: a padded batch, or a packed one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,21 @@ def padded_batches(members: Sequence[int], lengths: np.ndarray, most: int | None
                 current.append(i)
                 continue
         batches.append([i])
+    return batches
+
+
+def packed_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:
+    """Batch the rows ``members``, from longest to shortest, where nothing is padded: a batch ends where it would have
+    more than ``most`` positions. A row that is longer is a batch of its own. Deterministic."""
+    most = BATCH_TOKENS if most is None else most
+    batches: list[list[int]] = []
+    room = 0
+    for i in sorted(members, key=lambda i: (-lengths[i], i)):
+        if not batches or lengths[i] > room:
+            batches.append([])
+            room = most
+        batches[-1].append(i)
+        room -= int(lengths[i])
     return batches
 
 

@@ -1,4 +1,5 @@
-"""Lays out the rows of one pass through the model as tensors: tokens, positions, masks, and what is read from them."""
+"""Lays out the rows of one pass through the model as tensors: tokens, positions, masks or a packed layout, and what is
+read from them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from realhf.backends.embedded.attention_masks import sliding_window
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import Row, layout, visible
+from realhf.backends.varlen.kernel import Kernel
+from realhf.backends.varlen.layout import PackedLayout, packed_layout
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -22,7 +25,7 @@ class RowPass:
     """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its position in its sequence;
     ``seen`` bool (n, width, width): which column each column sees, None for rows of one sequence each, which causal
     attention serves; ``column`` int64 (m,): the column, of all rows one after another, that each scored prediction is
-    read from; ``target``, ``place`` int64 (m,)."""
+    read from; ``target``, ``place`` int64 (m,). With ``packed`` all rows lie behind each other in one."""
 
     tokens: Tensor
     depth: Tensor
@@ -30,6 +33,7 @@ class RowPass:
     column: Tensor
     target: Tensor
     place: Tensor
+    packed: PackedLayout | None = None
 
 
 def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
@@ -46,14 +50,42 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
             seen[n] = visible(row, lay, width)
         columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
     members = [i for row in rows for i in row.members]
+    parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
+    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
     return RowPass(
         torch.from_numpy(tokens),
         torch.from_numpy(depth),
         None if seen is None else torch.from_numpy(seen),
-        *(
-            torch.from_numpy(np.concatenate(parts).astype(np.int64))
-            for parts in (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
-        ),
+        column,
+        target,
+        place,
+    )
+
+
+def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel) -> RowPass:
+    """Lay out ``rows`` (at least one) behind each other, without padding, for attention by ``kernel``."""
+    tokens: list[np.ndarray] = []
+    depth: list[np.ndarray] = []
+    paths: list[np.ndarray] = []
+    before = 0
+    for row in rows:
+        lay = layout(row, inputs.tokens)
+        tokens.append(lay.tokens)
+        depth.append(lay.depth)
+        paths += [before + path for path in lay.columns]
+        before += row.length
+    members = [i for row in rows for i in row.members]
+    columns = [path[inputs.asked[i]] for i, path in zip(members, paths, strict=True)]
+    parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
+    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
+    return RowPass(
+        torch.from_numpy(np.concatenate(tokens))[None],
+        torch.from_numpy(np.concatenate(depth))[None],
+        None,
+        column,
+        target,
+        place,
+        packed_layout(paths, [common for row in rows for common in row.shared], kernel),
     )
 
 

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from realhf.api.experiment import ModelSpec
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.training.value_head import load_value_model
+from realhf.backends.training.value_head import ValueModel, load_value_model
 from realhf.base.decoder_kind import decoder_problem
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,19 +39,22 @@ class TorchBackend:
                 f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: {', '.join(_HEADS)}"
             )
         torch.manual_seed(seed)
-        model = load_causal_lm(spec.path, spec.role, _DTYPES[spec.dtype], with_head=spec.head == "lm").to(self._device)
-        if spec.head == "value":
-            model = load_value_model(model, spec.path, spec.role)
         return self._engine(
             spec,
-            model,
+            self._model(spec, _DTYPES[spec.dtype]),
             load_tokenizer(spec.path, spec.role),
             optimizer=spec.optimizer if spec.trainable else None,
             total_train_steps=total_train_steps,
             gradient_checkpointing=spec.gradient_checkpointing,
             lora=spec.lora if spec.trainable else None,
             path=spec.path,
+            kv_cache_gib=spec.engine.kv_cache_gib,
         )
+
+    def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
+        """Load the model; a backend that cuts it does not load all of it."""
+        model = load_causal_lm(spec.path, spec.role, dtype, with_head=spec.head == "lm").to(self._device)
+        return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
     def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
         """Make the engine around the loaded model; a backend for several workers makes another."""
@@ -64,7 +67,7 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool 
     decoder."""
     check_folder(path, role)
     transformers_logging.disable_progress_bar()
-    kernel = _kernel(path, role)
+    kernel = attention_for(path, role)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -79,12 +82,12 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool 
     if problem := _unlike(model, report, with_head):
         raise ModelLoadError(f"{role}.path={path}: {problem}")
     model.eval()
-    if problem := _odd_logits(model):
+    if problem := odd_logits(model):
         raise ModelLoadError(f"{role}.path={path}: {problem}")
     return model
 
 
-def _kernel(path: str, role: str) -> str:
+def attention_for(path: str, role: str) -> str:
     """Return the attention implementation for the model there. Raises ModelLoadError when it is no dense decoder."""
     try:
         config = AutoConfig.from_pretrained(path)
@@ -117,13 +120,17 @@ def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | Non
     return None
 
 
-@torch.inference_mode()
-def _odd_logits(model: Any) -> str | None:
+@torch.no_grad()
+def odd_logits(model: Any) -> str | None:
     """Return why a model cannot be sampled from: its logits are no numbers, or depend on later tokens, as those of an
-    encoder do that is loaded as a causal model."""
-    size = model.get_input_embeddings().weight.shape[0]
+    encoder do that is loaded as a causal model. Of a model with a value head the hidden states are looked at."""
+    size = int(model.config.get_text_config().vocab_size)
     texts = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % size
-    one, other = model(input_ids=texts, use_cache=False).logits[:, :2].float()
+    if isinstance(model, ValueModel):
+        found = model.get_decoder()(input_ids=texts, use_cache=False).last_hidden_state
+    else:
+        found = model(input_ids=texts, use_cache=False).logits
+    one, other = found[:, :2].float()
     if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
         return "its logits are not finite; the checkpoint is damaged"
     rounding = max(1e-4, 4 * torch.finfo(model.dtype).eps) * float(one.abs().max())

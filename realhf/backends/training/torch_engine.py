@@ -22,6 +22,7 @@ from realhf.api.model import POSITIONS, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.adapters.base_engine import BaseEngine
 from realhf.backends.adapters.lora import ADAPTER, LoraAdapters
+from realhf.backends.embedded.cache_size import cache_bytes
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
 from realhf.backends.embedded.weight_copy import named_weights
@@ -41,10 +42,10 @@ WEIGHTS_FILE, STATE_FILE = "model.safetensors", "engine.pt"
 class TorchEngine:
     """Implements ``Engine`` around ``model``: a transformers causal language model, or a decoder with a ``value_head``
     (a linear layer of one output, with ``get_decoder``, ``device`` and ``config`` as transformers has them), which does
-    not generate. Without ``optimizer`` the weights are frozen. Dropout is switched off, because the policy that is
-    scored must be the one that sampled. ``ranks`` joins it with the engines of the role's other workers. With ``lora``
-    only adapters train (``role`` and ``path`` are for their errors and files); generation, publication and export have
-    the model with its adapters merged."""
+    not generate. ``kv_cache_gib`` bounds what generation keeps of keys and values. Without ``optimizer`` the weights
+    are frozen. Dropout is switched off, because the policy that is scored must be the one that sampled. ``ranks`` joins
+    it with the engines of the role's other workers. With ``lora`` only adapters train (``role`` and ``path`` are for
+    their errors and files); generation, publication and export have the model with its adapters merged."""
 
     def __init__(
         self,
@@ -58,15 +59,14 @@ class TorchEngine:
         lora: LoraConfig | None = None,
         role: str = "actor",
         path: str = "",
+        kv_cache_gib: float | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         _disable_dropout(model)
         model.eval()
-        use_onednn(model)
-        self.adapters = None if lora is None else self._with_adapters(lora, role, path)
-        self._forward = PackedForward(model)
-        self._place_weights()
+        self.adapters: LoraAdapters | None = None
+        self._forward = self._tried_out(lambda: None if lora is None else self._with_adapters(lora, role, path))
         self._ranks: Ranks = SingleRank() if ranks is None else ranks
         self._heap = Heap()
         self._checkpointing = gradient_checkpointing and optimizer is not None
@@ -79,6 +79,7 @@ class TorchEngine:
             model.requires_grad_(False)
         self._version = 0
         generates = self._forward.heads.logits
+        self._kv_cache_gib = kv_cache_gib
         self._generator = self._own_generator() if generates else None
         self._threads = unmanaged()
 
@@ -102,8 +103,12 @@ class TorchEngine:
             raise RuntimeError("this model role has no adapters: all its weights train")
         return BaseEngine(self, self.adapters, self.tokenizer)
 
-    def _place_weights(self) -> None:
-        """Put the weights of the loaded model where they train; before there is an optimizer."""
+    def _tried_out(self, adapters: Callable[[], LoraAdapters | None]) -> PackedForward:
+        """Make the forward pass, which tries the model out, with the weights where they train and with its
+        ``adapters``; before there is an optimizer."""
+        use_onednn(self.model)
+        self.adapters = adapters()
+        return PackedForward(self.model)
 
     def use_threads(self, threads: ComputeThreads) -> None:
         """Let ``threads`` compute here from now on. All engines of one thread share them."""
@@ -139,7 +144,12 @@ class TorchEngine:
 
     def _own_generator(self) -> EmbeddedGenerator:
         model = self.model if self.adapters is None else self.adapters.skeleton
-        return EmbeddedGenerator(model, version=lambda: self._version, ready=self._whole_model)
+        return self._made_generator(model, ready=self._whole_model)
+
+    def _made_generator(self, model: Any, ready: Callable[[], object] = lambda: None) -> EmbeddedGenerator:
+        """Make a generation engine over ``model``, which shares the device with training."""
+        most = lambda: cache_bytes(self._kv_cache_gib, shared=True)
+        return EmbeddedGenerator(model, version=lambda: self._version, ready=ready, most_bytes=most)
 
     def _whole_model(self) -> Any:
         """Return the model as others see it: with merged weights where it has adapters."""
@@ -205,7 +215,8 @@ class TorchEngine:
         return account
 
     def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
-        return parts_of(sample, spec, self._ranks, share=self._forward.shares)
+        forward = self._forward
+        return parts_of(sample, spec, self._ranks, share=forward.shares, packed=forward.packs)
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""

@@ -40,7 +40,9 @@ class ValueModel(nn.Module):
         self.model = language_model.get_decoder()
         self.config = language_model.config
         width = int(self.config.get_text_config().hidden_size)
-        self.value_head = ValueHead(width, device=self.device, dtype=self.dtype)
+        # A decoder that gets its weights later has no memory yet; the head has.
+        device = torch.device("cpu") if self.device.type == "meta" else self.device
+        self.value_head = ValueHead(width, device=device, dtype=self.dtype)
 
     @property
     def device(self) -> torch.device:

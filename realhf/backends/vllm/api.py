@@ -7,6 +7,7 @@ exist in development mode (``VLLM_SERVER_DEV_MODE=1``).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +134,7 @@ class VllmApi:
         """Name the weights in use; the tokens sampled from now on carry the name."""
         await self._call("POST", "/update_weight_version", json={"new_version": version})
 
-    async def on_workers(self, method: str, arguments: Mapping[str, str], timeout_s: float) -> list[Any]:
+    async def on_workers(self, method: str, arguments: Mapping[str, Any], timeout_s: float) -> list[Any]:
         """Call a method of every worker of the server; return their answers."""
         body = {"method": method, "kwargs": dict(arguments)}
         return (await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)).get("results", [])
@@ -151,3 +152,10 @@ class VllmApi:
         if answer.is_error:
             raise VllmError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
         return answer.json() if answer.content else {}
+
+
+def position_seed(seed: int, position: int) -> int:
+    """Return the seed of a request that continues at ``position`` of a sequence. vLLM begins its random numbers anew
+    per request, and a turn must not repeat those of the turn before."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,18 +1,19 @@
-"""Runs inside a vLLM server: takes new weights between two tokens, read from a safetensors file, and says what is
-there.
+"""Runs inside a vLLM server: takes new weights between two tokens, read from a safetensors file or from memory of the
+same GPU, and says what is there.
 
 vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the server's own
-environment, which has torch and no package of ours but this one: it imports nothing else of ours than the digest. vLLM
-mixes the class into its worker. The server must be paused while weights change; ``realhf.backends.vllm.generation``
-ensures that.
+environment, which has torch and no package of ours but this one: it imports nothing else of ours than the digest and
+the handles of device memory. vLLM mixes the class into its worker. The server must be paused while weights change;
+``realhf.backends.vllm.generation`` ensures that.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from realhf.backends.vllm.device_handles import from_json
 from realhf.base.tensor_digest import TensorDigester
 
 Digests = dict[str, list[str]]
@@ -22,6 +23,9 @@ Digests = dict[str, list[str]]
 class WeightExtension:
     """Holds the methods that ``/collective_rpc`` reaches. Answers are maps, because errors lose their text on the
     way."""
+
+    realhf_arrived: Digests
+    realhf_open: contextlib.ExitStack | None
 
     def take_weights(self, path: str, version: str) -> dict[str, Any]:
         """Replace the model's weights by those of a safetensors file, names and shapes as in the model's folder.
@@ -42,12 +46,86 @@ class WeightExtension:
                 # This is vLLM's own way from checkpoint names to kernel layouts (packed, fused, quantised).
                 self.reload_weights(weights_iterator=iter(tensors.items()))  # pyright: ignore[reportAttributeAccessIssue]
             _refresh_tied_head(model)
-            now = {**seen, **self._live_digests()}
-            self.realhf_seen = seen
-            self.realhf_unproven = [name for name in tensors if name not in now]
+            self._note(seen, tensors)
         except Exception as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": True}
         return {"ok": True, "version": int(version)}
+
+    def place(self) -> dict[str, Any]:
+        """Return ``{"uuid": that of this worker's GPU or None, "transfer": whether vLLM's transfer over CUDA IPC was
+        configured}``."""
+        engine = getattr(self, "weight_transfer_engine", None)
+        device = getattr(self, "device", None)
+        if engine is None or getattr(device, "type", "") != "cuda":
+            return {"uuid": None, "transfer": False}
+        import torch
+
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return {"uuid": uuid, "transfer": engine.config.backend == "ipc"}
+
+    def begin_transfer(self) -> dict[str, Any]:
+        """Begin to take weights by vLLM's own transfer, chunk by chunk (``take_chunk``, ``end_transfer``). All of them
+        answer as ``take_weights`` does."""
+
+        def begin() -> None:
+            self._leave_transfer()
+            self.init_weight_transfer_engine({"packed": True})  # pyright: ignore[reportAttributeAccessIssue]
+            model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
+            self.realhf_open = contextlib.ExitStack()
+            self.realhf_arrived = self.realhf_open.enter_context(_seen_before_packing(model))
+            self.start_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
+
+        return self._answered(begin)
+
+    def take_chunk(
+        self,
+        names: list[str],
+        dtype_names: list[str],
+        shapes: list[list[int]],
+        tensor_sizes: list[int],
+        handles: dict[str, list[Any]],
+    ) -> dict[str, Any]:
+        """Take the tensors that lie behind each other in a buffer on each GPU. ``handles``: by the GPU's uuid, as
+        ``device_handles`` writes them."""
+
+        def take() -> None:
+            chunk = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "tensor_sizes": tensor_sizes}
+            given = {uuid: from_json(parts) for uuid, parts in handles.items()}
+            self.update_weights({**chunk, "ipc_handles": given})  # pyright: ignore[reportAttributeAccessIssue]
+
+        return self._answered(take)
+
+    def end_transfer(self, version: str, names: list[str]) -> dict[str, Any]:
+        """Compute with the weights that arrived, which are called ``version``; ``names`` are all of them."""
+
+        def end() -> None:
+            self.finish_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
+            seen = self.realhf_arrived
+            self._leave_transfer()
+            _refresh_tied_head(self.model_runner.get_model())  # pyright: ignore[reportAttributeAccessIssue]
+            self._note(seen, names)
+
+        return {**self._answered(end), "version": int(version)}
+
+    def _answered(self, run: Callable[[], None]) -> dict[str, Any]:
+        try:
+            run()
+        except Exception as error:
+            self._leave_transfer()
+            return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": True}
+        return {"ok": True}
+
+    def _leave_transfer(self) -> None:
+        """Stop looking at what arrives; one that broke off may have left that."""
+        held, self.realhf_open = getattr(self, "realhf_open", None), None
+        if held is not None:
+            held.close()
+
+    def _note(self, seen: Digests, names: Iterable[str]) -> None:
+        """Keep what is known of the tensors that arrived."""
+        now = {**seen, **self._live_digests()}
+        self.realhf_seen = seen
+        self.realhf_unproven = [name for name in names if name not in now]
 
     def weight_digests(self) -> dict[str, Any]:
         """Return ``{"held": {name in the checkpoint: [element type, digest]}, "unproven": names}``: digests of what the

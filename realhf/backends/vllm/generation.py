@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,8 @@ from realhf.api.generation import Done, HeldTensor
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS, NoTrace, Tracer
 from realhf.backends.embedded.sampling import check_gen_config
-from realhf.backends.vllm.api import Completion, ServedModel, VllmApi, VllmError
+from realhf.backends.vllm.api import Completion, ServedModel, VllmApi, VllmError, position_seed
+from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
 from realhf.backends.vllm.weights import (
     TIED_HEAD,
     Shapes,
@@ -61,11 +61,9 @@ class _Entry:
 
 class VllmGenerator:
     """Implements ``StreamingGenerator``. With ``kv_policy`` "recompute" the server forgets keys and values at every
-    update.
-
-    A seeded request gets the same tokens from the same server if it begins with the same prefix; they are not those of
-    the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` reach the server, whose log-probabilities are then
-    those of the truncated distribution. A server without our extension reloads from a temporary folder.
+    update. A seeded request gets the same tokens from the same server if it begins with the same prefix; they are not
+    those of the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` reach the server, whose log-probabilities
+    are then those of the truncated distribution. A server without our extension reloads from a temporary folder.
     """
 
     def __init__(
@@ -110,6 +108,7 @@ class VllmGenerator:
         self._thread.start()
         try:
             self._model = self._call(self._connect(version), _CALL_TIMEOUT_S)
+            self._places = self._common_places()
         except BaseException:
             self.close()
             raise
@@ -166,7 +165,8 @@ class VllmGenerator:
                 raise ValueError(f"weights of version {version} come after version {self._version}")
             if self._failure is not None:
                 raise self._failure
-            given = checked(tensors, self._expected or {name: tuple(t.shape) for name, t in tensors.items()})
+            shapes = self._expected or {name: tuple(t.shape) for name, t in tensors.items()}
+            given = checked(tensors, shapes, on_host=not self._places)
             with self._tracer.span(f"{WEIGHTS}/vllm", version=version):
                 self._load(version, given)
             self._expected = {name: tuple(t.shape) for name, t in given.items()}
@@ -213,9 +213,13 @@ class VllmGenerator:
     # Weights, on the caller's thread.
 
     def _load(self, version: int, tensors: dict[str, Tensor]) -> None:
+        if self._places:
+            with steps(version, tensors, self._places) as made:
+                self._commit(version, made)
+            return
         if self._model.extension == EXTENSION:
             with file_in_memory(tensors) as path:
-                self._commit(version, "take_weights", {"path": path, "version": str(version)})
+                self._commit(version, iter([("take_weights", {"path": path, "version": str(version)})]))
             return
         if self._model.device == "cpu" and TIED_HEAD not in tensors:
             # vLLM 0.32 computes with a packed copy of the head there, which its own reload does not renew.
@@ -223,20 +227,29 @@ class VllmGenerator:
                 f"{self._api.url} cannot renew a tied head: it must run with --worker-extension-cls {EXTENSION}"
             )
         with folder_on_disk(tensors) as folder:
-            self._commit(version, "reload_weights", {"weights_path": folder})
+            self._commit(version, iter([("reload_weights", {"weights_path": folder})]))
 
-    def _commit(self, version: int, method: str, arguments: dict[str, str]) -> None:
+    def _common_places(self) -> list[Place]:
+        """Return the GPUs of a server that takes weights by CUDA IPC from this process; none for other servers."""
+        if self._model.extension != EXTENSION or self._model.device != "cuda":
+            return []
+        places = common_places(self._call(self._api.on_workers("place", {}, _CALL_TIMEOUT_S), _CALL_TIMEOUT_S))
+        if not places:
+            _log.warning("%s: weights go through the host's memory, because %s", self._api.url, NO_COMMON_PLACE)
+        return places
+
+    def _commit(self, version: int, made: Iterator[Step]) -> None:
         limit = self._update_timeout_s + self._pause_timeout_s + _CALL_TIMEOUT_S
-        for answer in self._call(self._swap(version, method, arguments), limit):
+        for answer in self._call(self._swap(version, made), limit):
             if answer is not None and not answer["ok"]:
                 raise VllmError(f"{self._api.url} did not take version {version}: {answer['error']}")
 
-    async def _swap(self, version: int, method: str, arguments: dict[str, str]) -> list[Any]:
+    async def _swap(self, version: int, made: Iterator[Step]) -> list[Any]:
         """Stop sampling, change all weights or none, and go on."""
         began = time.monotonic()
         try:
             await self._api.pause(clear_cache=self._clear_cache, timeout_s=self._pause_timeout_s)
-            answers = await self._change(method, arguments)
+            answers = await self._change(made)
             if all(answer is None or answer["ok"] for answer in answers):
                 await self._api.set_version(str(version))
                 self._version = version
@@ -256,12 +269,18 @@ class VllmGenerator:
         except (VllmError, TimeoutError) as error:
             self._fail(VllmError(f"{self._api.url} does not go on after an update: {error}"))
 
-    async def _change(self, method: str, arguments: dict[str, str]) -> list[Any]:
+    async def _change(self, made: Iterator[Step]) -> list[Any]:
+        """Make one call after another; return the answers to the last, or to the first that a worker did not take."""
+        answers: list[Any] = []
         try:
-            return await self._api.on_workers(method, arguments, self._update_timeout_s)
-        except (VllmError, TimeoutError) as error:
+            while (step := await asyncio.to_thread(next, made, None)) is not None:
+                answers = await self._api.on_workers(*step, self._update_timeout_s)
+                if any(answer is not None and not answer["ok"] for answer in answers):
+                    break
+        except Exception as error:
             self._fail(VllmError(f"{self._api.url} may have weights of two versions: {error}"))
             raise
+        return answers
 
     # Requests, on the engine's thread.
 
@@ -424,13 +443,6 @@ class VllmGenerator:
         except TimeoutError as error:
             future.cancel()
             raise TimeoutError(f"{self._api.url}: {str(error) or f'no end within {timeout_s:g} s'}") from None
-
-
-def position_seed(seed: int, position: int) -> int:
-    """Return the seed of a request that continues at ``position`` of a sequence. vLLM begins its random numbers anew
-    per request, and a turn must not repeat those of the turn before."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

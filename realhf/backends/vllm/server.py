@@ -32,6 +32,7 @@ class VllmOptions:
     ``gpu_memory_utilization``: share of a GPU's memory (None: its own choice); ``tensor_parallel_size``: devices that
     hold the model together. ``eager``: no graph capture.
     ``chunked_prefill``: prompts may be computed in parts, which ends a CPU server when a request has a seed.
+    ``device_transfer``: weights come from memory of the same GPUs, by vLLM's own transfer over CUDA IPC.
     ``arguments``: further arguments of ``vllm serve``.
     """
 
@@ -43,6 +44,7 @@ class VllmOptions:
     tensor_parallel_size: int = 1
     eager: bool = True
     chunked_prefill: bool = False
+    device_transfer: bool = False
     arguments: tuple[str, ...] = ()
 
 
@@ -161,6 +163,8 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
     ]
     if not options.chunked_prefill:
         command.append("--no-enable-chunked-prefill")
+    if options.device_transfer:
+        command += ["--weight-transfer-config", '{"backend": "ipc"}']
     if options.eager:
         command.append("--enforce-eager")
     if options.max_model_len is not None:

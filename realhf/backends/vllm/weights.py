@@ -36,9 +36,9 @@ def folder_shapes(folder: Path) -> Shapes | None:
     return shapes or None
 
 
-def checked(tensors: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
-    """Return the tensors that the server knows, contiguous on the CPU. A head that is tied to the embedding is left
-    out.
+def checked(tensors: Mapping[str, Tensor], expected: Shapes, *, on_host: bool = True) -> dict[str, Tensor]:
+    """Return the tensors that the server knows, contiguous, and on the CPU if wanted ``on_host``. A head that is tied
+    to the embedding is left out.
 
     Raises ValueError naming a tensor that is missing, unknown or of another shape.
     """
@@ -49,7 +49,8 @@ def checked(tensors: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             raise ValueError(f"weights: {name} has shape {tuple(tensors[name].shape)}, the server's model {shape}")
-    return {name: tensors[name].detach().cpu().contiguous() for name in expected}
+    known = {name: tensors[name].detach() for name in expected}
+    return {name: (tensor.cpu() if on_host else tensor).contiguous() for name, tensor in known.items()}
 
 
 def held_by_server(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:

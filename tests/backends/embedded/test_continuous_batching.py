@@ -3,11 +3,12 @@ tokens."""
 
 from __future__ import annotations
 
+import copy
 import queue
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.embedded.cache_size import token_bytes
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.embedded.generation import EmbeddedGenerator
 
@@ -328,3 +330,21 @@ def test_without_memory_for_a_second_copy_there_is_no_replica(
         monkeypatch.setattr("copy.deepcopy", no_memory)
         assert client.engine.replica() is None
     assert "tried to allocate 16 GiB" in caplog.text
+
+
+def test_requests_that_find_no_memory_wait_for_others(tiny_model: Any) -> None:
+    """With a bound on keys and values that two of them fill, and longer ones in between."""
+    model = tiny_model()
+    one = token_bytes(model.config, model.dtype) * 64
+    prompts = [[5 + n, 6, 7] * (40 if n in (3, 6) else 2) for n in range(9)]
+    told: dict[bool, list[list[int]]] = {}
+    for bound in (False, True):
+        with closing(ContinuousGenerator(copy.deepcopy(model), most_bytes=2 * one if bound else None)) as engine:
+            client = Client(engine)
+            for n, prompt in enumerate(prompts):
+                client.submit(GenRequest(n, prompt, seed=n), GenConfig(max_new_tokens=7), ())
+            outputs = [client.result(n) for n in range(len(prompts))]
+            told[bound] = [output.token_ids for output in outputs if isinstance(output, GenOutput)]
+            if bound:
+                assert engine._core.kv_bytes <= 2 * one
+    assert told[True] == told[False] and all(len(tokens) == 7 for tokens in told[True])

@@ -10,6 +10,7 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.embedded.cache_size import cache_bytes, token_bytes
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.row_attention import row_decode_attention
 
@@ -260,3 +261,32 @@ def test_a_seeded_sequence_keeps_its_tokens_in_any_company_and_in_chunks(tiny_mo
     same_prompt = [GenRequest(i, prompts[0], seed=i) for i in range(8)]
     drawn = EmbeddedGenerator(tiny_model()).generate(same_prompt, config, stop_ids=[2], seed=1)
     assert len({tuple(o.token_ids) for o in drawn}) == 8
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_model: Any, architecture: str) -> None:
+    """More requests than rows; longer ones than before; one that alone is more than the bound."""
+    model = tiny_model(architecture)
+    one = token_bytes(model.config, model.dtype) * 64
+    asked = [GenRequest(slot, [5 + slot, 6, 7] * (1 + slot % 3), seed=slot) for slot in range(7)]
+    long = [GenRequest(slot, [9 + slot] * 80, seed=slot) for slot in range(5)]
+    free = EmbeddedGenerator(model)
+    for most in (3 * one, 5 * one, one // 2):
+        bound = EmbeddedGenerator(model, most_bytes=lambda most=most: most)
+        for requests in (asked, long, asked):
+            expected, found = (
+                engine.generate(requests, GenConfig(max_new_tokens=9), stop_ids=(), seed=1) for engine in (free, bound)
+            )
+            assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+            assert [output.finish_reason for output in found] == ["length"] * len(requests)
+            assert 0 < bound.kv_bytes <= max(most, 2 * one), "one row there always is"
+
+
+def test_the_size_of_a_cache_is_an_option_or_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_bytes(0.5, shared=True) == cache_bytes(0.5, shared=False) == 1 << 29
+    assert cache_bytes(None, shared=True) is None, "without a GPU it takes what it needs"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
+    assert cache_bytes(None, shared=True) == 700 and cache_bytes(None, shared=False) is None

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realhf.backends.vllm import guard as vllm_guard
-from realhf.backends.vllm.api import VllmError
-from realhf.backends.vllm.generation import VllmGenerator, position_seed
+from realhf.backends.vllm.api import VllmError, position_seed
+from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
 from realhf.backends.vllm.weights import checked, file_in_memory, folder_on_disk, folder_shapes
 from tests.process_family import gone

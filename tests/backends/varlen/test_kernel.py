@@ -1,0 +1,112 @@
+"""A kernel is used only where it was proven, and is called by the options that its version has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.backends.varlen import kernel
+from realhf.backends.varlen.kernel import adapted, fault, kernel_for, plain_attention
+
+CPU = torch.device("cpu")
+
+
+def computed(
+    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor, int, int], window: int | None, scale: float | None
+) -> Tensor:
+    """What a ``varlen_attn`` gives, for as many heads of keys as of queries."""
+    assert q.shape[1] == k.shape[1], "Expect query and key/value to have the same number of heads"
+    return plain_attention(q, k, v, *ends, window, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def of_2_10(q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+            is_causal: bool = False, return_aux: Any = None) -> Tensor:  # fmt: skip
+    assert is_causal
+    return computed(q, k, v, (cu_seq_q, cu_seq_k, max_q, max_k), None, None)
+
+
+def of_2_11(
+    q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:  # fmt: skip
+    assert window_size[1] == 0
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    return computed(q, k, v, (cu_seq_q, cu_seq_k, max_q, max_k), window, scale)
+
+
+def of_2_13(
+    q: Tensor, k: Tensor, v: Tensor, *ends: Any, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, num_splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    times = q.shape[1] // k.shape[1]
+    return of_2_11(
+        q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), *ends, scale=scale, window_size=window_size
+    )
+
+
+@pytest.mark.parametrize(("function", "ways"), [(of_2_10, 1), (of_2_11, 1), (of_2_13, 2)])
+def test_every_signature_is_called_by_what_it_has(function: Any, ways: int) -> None:
+    made = list(adapted(function))
+    assert len(made) == ways
+    assert [fault(one, CPU, torch.bfloat16) for one in made] == [""] * ways
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(3, heads, 8, generator=draw) for heads in (4, 2, 2))
+    for one in made:
+        found = one(q, k, v, ends, ends, 3, 3, None, 0.1)
+        torch.testing.assert_close(found, plain_attention(q, k, v, ends, ends, 3, 3, None, 0.1))
+    if function is of_2_10:
+        with pytest.raises(NotImplementedError, match="no windows"):
+            made[0](q, k, v, ends, ends, 3, 3, 2, 0.1)
+
+
+def test_the_signature_of_the_installed_torch_is_known() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    assert 1 <= len(list(adapted(varlen.varlen_attn))) <= 2
+
+
+def test_a_kernel_that_computes_something_else_is_found() -> None:
+    def top_left(*given: Any) -> Tensor:
+        """The first query sees the first key, instead of the last query the last key."""
+        q, k, v, ends_q, ends_k, most_q, _, window, scale = given
+        rows = [torch.arange(int(ends_k[i]), int(ends_k[i]) + int(ends_q[i + 1] - ends_q[i])) for i in range(3)]
+        chosen = torch.cat(rows)
+        return plain_attention(q, k[chosen], v[chosen], ends_q, ends_q, most_q, most_q, window, scale)
+
+    def wide_window(*given: Any) -> Tensor:
+        *rest, window, scale = given
+        return plain_attention(*rest, None if window is None else window + 1, scale)
+
+    def no_gradient(q: Tensor, *given: Any) -> Tensor:
+        return plain_attention(q.detach(), *given)
+
+    def nan(q: Tensor, *given: Any) -> Tensor:
+        return plain_attention(q, *given) * float("nan")
+
+    def broken(*given: Any) -> Tensor:
+        raise RuntimeError("No kernel\nfor this device")
+
+    assert "outputs by" in fault(top_left, CPU, torch.bfloat16)
+    assert "outputs by" in fault(wide_window, CPU, torch.bfloat16)
+    assert fault(wide_window, CPU, torch.bfloat16).endswith("with a window")
+    assert "gradients of queries by 1" in fault(no_gradient, CPU, torch.bfloat16)
+    assert "is off" in fault(nan, CPU, torch.bfloat16)
+    assert fault(broken, CPU, torch.bfloat16) == "fails: No kernel"
+
+
+def test_where_there_is_none_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda:0")
+    assert kernel_for(CPU, torch.bfloat16) == (None, "")
+    assert kernel_for(cuda, torch.float32)[1].endswith("the model has float32")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert kernel_for(cuda, torch.bfloat16)[1].endswith("capability 8.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernel, "fault", lambda *_: "is off: outputs")
+    found, reason = kernel_for(cuda, torch.bfloat16)
+    assert found is None and reason.endswith("is off: outputs")
+    monkeypatch.setattr(kernel, "fault", lambda *_: "")
+    assert kernel_for(cuda, torch.bfloat16)[0] is not None
