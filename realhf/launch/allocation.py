@@ -12,6 +12,18 @@ def allocate(spec: ExperimentSpec, allocation: AllocationConfig, there: int | No
     sees (None: it counts them). With none named: {}, unless a role trains on several workers with GPUs, which need
     different ones. Raises ConfigError with the numbers that are needed and available."""
     there = len(visible_gpus()) if there is None else there
+    given = _given(spec, allocation, there)
+    for model in spec.models.values():
+        wanted = model.engine.tensor_parallel_size
+        if given and wanted > 1:
+            raise ConfigError(
+                f"engine.tensor_parallel_size={wanted}: each worker sees one GPU here, with allocation.gpus or a role "
+                "on several workers; start the server yourself and name it in engine.vllm_url"
+            )
+    return given
+
+
+def _given(spec: ExperimentSpec, allocation: AllocationConfig, there: int) -> dict[str, int]:
     models = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
     players = [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
     if not allocation.gpus:

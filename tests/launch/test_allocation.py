@@ -43,6 +43,13 @@ def test_workers_that_train_together_get_different_gpus_though_none_are_named():
     assert allocate(spec_of(), AllocationConfig(), 1) == {}, "a role on one worker takes the first"
 
 
+def test_a_server_on_several_gpus_does_not_fit_workers_that_see_one():
+    spec = spec_of("engine.name=vllm", "engine.tensor_parallel_size=2")
+    assert allocate(spec, AllocationConfig(), 4) == {}, "every worker sees all of them"
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel_size=2: each worker sees one GPU here"):
+        allocate(spec, AllocationConfig(gpus=[0, 1]), 4)
+
+
 def test_too_few_are_refused_with_the_numbers():
     spec = spec_of()
     with pytest.raises(ConfigError, match=r"1 model worker\(s\) and 1 generation worker\(s\) need 2 GPUs, 1 are named"):

@@ -1,0 +1,51 @@
+"""How a generation engine is started on a GPU, and beside a trainer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realhf.api.config import AsyncConfig, EngineConfig
+from realhf.api.experiment import ModelSpec
+from realhf.backends.streaming_engines import server_options
+from realhf.backends.vllm.server import _command
+
+SPEC = ModelSpec("actor", "org/model", engine=EngineConfig(name="vllm", max_model_len=640, tensor_parallel_size=2))
+
+
+def flags(spec: ModelSpec, shared: bool) -> list[str]:
+    return list(_command("vllm", spec.path, 1, server_options(spec, AsyncConfig(), shared)))
+
+
+def test_a_server_on_a_gpu_has_what_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = flags(SPEC, shared=True)
+    assert {"--enforce-eager", "--no-enable-chunked-prefill"} <= {*on_cpu}
+    assert "--weight-transfer-config" not in on_cpu and "--gpu-memory-utilization" not in on_cpu
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 << 30, 8 << 30))
+    on_gpu = flags(SPEC, shared=False)
+    assert not {"--enforce-eager", "--no-enable-chunked-prefill"} & {*on_gpu}
+    after = dict(itertools.pairwise(on_gpu))
+    assert after["--weight-transfer-config"] == '{"backend": "ipc"}' and "--enable-prefix-caching" in on_gpu
+    assert after["--max-model-len"] == "640" and after["--tensor-parallel-size"] == "2"
+    assert "--gpu-memory-utilization" not in on_gpu, "vLLM's own choice, where it has the GPU for itself"
+    beside = flags(SPEC, shared=True)
+    assert beside[beside.index("--gpu-memory-utilization") + 1] == "0.31", "half of what is free, rounded down"
+    asked = replace(SPEC, engine=replace(SPEC.engine, gpu_memory_utilization=0.7))
+    assert flags(asked, shared=True)[beside.index("--gpu-memory-utilization") + 1] == "0.7"
+
+
+def test_an_option_of_another_engine_is_refused() -> None:
+    problems = lambda **options: list(EngineConfig(**options).problems("engine"))
+    assert problems(kv_cache_gib=1.0) == [] == problems(name="vllm", tensor_parallel_size=2)
+    assert problems(name="vllm", kv_cache_gib=1.0) == ["engine.kv_cache_gib: has no effect with engine.name=vllm"]
+    assert problems(max_model_len=9) == ["engine.max_model_len: has no effect with engine.name=embedded"]
+    url = {"name": "vllm", "vllm_url": "http://127.0.0.1:8000"}
+    assert problems(**url) == []
+    assert problems(**url, max_model_len=9) == [
+        f"engine.max_model_len: has no effect with engine.vllm_url={url['vllm_url']}"
+    ]
+    assert problems(**url, kv_cache_gib=1.0) == ["engine.kv_cache_gib: has no effect with engine.name=vllm"]
