@@ -70,7 +70,7 @@ class EngineConfig:
     def problems(self, name: str) -> Iterator[str]:
         """An option of vLLM does nothing for another engine, nor one of a server that is started for another server."""
         names = [every.name for every in fields(self)]
-        own = {"name", "kv_cache_gib"} if self.name == "embedded" else {*names} - {"kv_cache_gib"}
+        own = {"embedded": {"name", "kv_cache_gib"}, "vllm": {*names} - {"kv_cache_gib"}}.get(self.name, {"name"})
         unused = {name: "name" for name in names if name not in own}
         if self.vllm_url is not None and self.name == "vllm":
             unused |= {name: "vllm_url" for name in own - {"name", "vllm_url"}}
