@@ -78,8 +78,6 @@ def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
     ],
 )
 def test_a_mistake_is_refused_with_the_text_of_the_option(folder: Path, capsys, option: str, said: str):
-    assert main(arguments(folder, "mode=check")) == 0
-    capsys.readouterr()
     assert main(arguments(folder, "mode=check", option)) == 2
     assert f"config error: {said}" in capsys.readouterr().err
 
@@ -96,6 +94,11 @@ def test_a_mistake_in_its_yaml_is_refused_too(folder: Path, capsys, text: str, s
         assert said in capsys.readouterr().err
     finally:
         yaml.write_text(before)
+
+
+def test_it_is_in_order_as_it_is(folder: Path):
+    """What is refused elsewhere is refused for its mistake."""
+    assert main(arguments(folder, "mode=check")) == 0
 
 
 def test_its_options_are_in_its_help_with_the_values_of_its_yaml(folder: Path, capsys):
