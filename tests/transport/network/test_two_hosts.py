@@ -12,21 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
-from realhf.transport.network.handshake import FAILED
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from realhf.transport.process_id import host_token
 from realhf.transport.rpc.master import RpcMaster
 from tests.process_family import gone
+from tests.transport.network.listeners import listeners, takes_a_stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DEADLINE_S = 60.0
-LISTENS = "0A"
-"""State of a TCP socket in /proc/net/tcp."""
 
 
 @dataclass
@@ -76,34 +72,6 @@ async def said_or_killed(process: subprocess.Popen[str]) -> None:
         await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
     process.kill()
     assert gone([process.pid], 10.0)
-
-
-def listeners(process: str) -> dict[int, str]:
-    """Ports on which anybody listens in the network of a process of /proc, with their addresses."""
-    found = {}
-    for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_ = line.split()
-        if state == LISTENS:
-            host, port = local.split(":")
-            found[int(port, 16)] = ".".join(str(part) for part in reversed(bytes.fromhex(host)))
-    assert f" {LISTENS} " not in Path(f"/proc/{process}/net/tcp6").read_text()
-    return found
-
-
-def takes_a_stranger(address: str, port: int) -> bool:
-    """Whether a ZeroMQ listener shakes hands with somebody who has no key. Raises TimeoutError when it says neither."""
-    context = zmq.Context()
-    client = context.socket(zmq.DEALER)
-    client.setsockopt(zmq.LINGER, 0)
-    monitor = client.get_monitor_socket(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    try:
-        client.connect(f"tcp://{address}:{port}")
-        if not monitor.poll(int(DEADLINE_S * 1000)):
-            raise TimeoutError(f"{address}:{port} says nothing")
-        return recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-    finally:
-        client.disable_monitor()
-        context.destroy(0)
 
 
 async def test_a_worker_on_another_host_serves_and_every_socket_of_the_run_refuses_strangers(lan: Lan):
