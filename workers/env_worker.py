@@ -109,7 +109,7 @@ def serve(program: Program, arguments: argparse.Namespace) -> None:
     config = resolve(arguments, program.kind)
     if keys is not None:
         host = network.host if is_loopback_host(config.host) else config.host
-        config = replace(config, host=host, token=config.token or keys.token)
+        config = replace(config, host=host, token=keys.token)
     listener = listen(config.host, config.port)
     try:
         served, config = program.prepare(arguments, config)

@@ -31,6 +31,8 @@ class NetworkConfig:
         for option_name in ("advertise", "trusted"):
             if getattr(self, option_name) and not self.bind:
                 yield f"{name}.{option_name}: has no effect without {name}.bind"
+            elif getattr(self, option_name) and (self.bind == "localhost" or self.bind.startswith("127.")):
+                yield f"{name}.{option_name}: has no effect while {name}.bind={self.bind} is the loopback"
         if self.bind == WILDCARD and not self.advertise:
             yield f"{name}.bind={WILDCARD}: workers cannot be told to connect there; set {name}.advertise"
         if self.advertise == WILDCARD:

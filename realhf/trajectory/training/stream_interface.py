@@ -108,7 +108,7 @@ class TrajectoryStreamInterface:
         token = Path(self._token_file).expanduser().read_text(encoding="utf-8").strip() if self._token_file else ""
         parts = urlsplit(url)
         if parts.password:  # the token of a server of this run
-            url, token = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), parts.password
+            url, token = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), token or parts.password
         name = quote(f"{self._run.group}/{self._run.project}")
         return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True)
 

@@ -55,6 +55,11 @@ class Network:
         if not config.bind:
             return Network(keys=keys)
         host = config.bind if config.bind == WILDCARD else resolved(config.bind, "network.bind")
+        if is_loopback_host(host) and not is_loopback_host(config.bind):
+            raise NetworkError(
+                f"network.bind={config.bind}: on this host the name means the loopback ({host}); give an address that "
+                f"others reach, such as {', '.join(own_addresses()) or 'none here'}"
+            )
         return Network(host, config.advertise or host, keys, config.trusted)
 
     @staticmethod

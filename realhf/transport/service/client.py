@@ -148,6 +148,7 @@ class ServiceClient:
             self._lose(self._why or "closed the connection")
 
     def _too_late(self) -> None:
+        self._watch()
         if not self._reached:
             self._why = unreached()
             self._lose(self._why)

@@ -89,6 +89,13 @@ def test_host_names_are_resolved_and_unknown_ones_are_named():
         Network.of_master(NetworkConfig("a" * 70), KEYS)
 
 
+def test_a_name_that_means_the_loopback_here_is_named(monkeypatch):
+    """Systems list the name of the machine itself at 127.0.1.1: listening there, no other host would reach it."""
+    monkeypatch.setattr("realhf.transport.network.network.resolved", lambda name, option: "127.0.1.1")
+    with pytest.raises(NetworkError, match=r"network\.bind=myhost: .* loopback \(127\.0\.1\.1\)"):
+        Network.of_master(NetworkConfig("myhost"), KEYS)
+
+
 def test_an_address_that_is_not_of_this_host_is_named(router):
     with pytest.raises(NetworkError, match=rf"{ELSEWHERE}:0: no address of this host, which has .* \(network\.bind\)"):
         Network(ELSEWHERE, ELSEWHERE, KEYS).listen(router)
@@ -130,6 +137,8 @@ def test_a_token_stands_before_the_host_where_there_are_keys():
     [
         (NetworkConfig(advertise="a"), ["network.advertise: has no effect without network.bind"]),
         (NetworkConfig(trusted=True), ["network.trusted: has no effect without network.bind"]),
+        (NetworkConfig("localhost", "a"), ["network.advertise: has no effect while network.bind=localhost is the"]),
+        (NetworkConfig("127.0.0.1", "", True), ["network.trusted: has no effect while network.bind=127.0.0.1 is"]),
         (NetworkConfig("0.0.0.0"), ["network.bind=0.0.0.0: workers cannot be told to connect there; set"]),
         (NetworkConfig("a", "0.0.0.0"), ["network.advertise=0.0.0.0: nobody can connect there"]),
         (NetworkConfig("tcp://a"), ["network.bind=tcp://a: give an IPv4 address or a host name"]),
