@@ -181,7 +181,14 @@ class DecodeCore:
         elif rows > held:
             rows = max(rows, held + held // 2)
         rows = rows if most is None else max(least, min(rows, most))
-        self._cache.reserve(rows, columns)
+        try:
+            self._cache.reserve(rows, columns)
+        except torch.OutOfMemoryError as error:
+            bound = "not set" if self._bytes is None else f"{self._bytes / 2**30:.3g} GiB now"
+            raise RuntimeError(
+                f"out of memory for the keys and values of {rows} rows of {columns} tokens: lower engine.kv_cache_gib "
+                f"({bound}) or rollout.max_total_tokens ({str(error).splitlines()[0][:160]})"
+            ) from error
         self._table.resize(self._cache.rows, self._cache.columns)
 
     def leave(self, turns: Iterable[Turn]) -> None:

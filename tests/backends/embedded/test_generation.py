@@ -12,6 +12,7 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.embedded.cache_size import cache_bytes, token_bytes
 from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.row_attention import row_decode_attention
 
 ARCHITECTURES = ["qwen3", "llama", "qwen2", "gpt2"]
@@ -290,3 +291,17 @@ def test_the_size_of_a_cache_is_an_option_or_half_of_what_is_free(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
     assert cache_bytes(None, shared=True) == 700 and cache_bytes(None, shared=False) is None
+
+
+def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    engine = EmbeddedGenerator(tiny_model(), most_bytes=lambda: 1 << 30)
+    request = [GenRequest(0, [5, 6, 7])]
+    with monkeypatch.context() as patch:
+        patch.setattr(RowCache, "reserve", short)
+        with pytest.raises(RuntimeError, match=r"1 rows of 7 tokens: lower engine.kv_cache_gib \(1 GiB now\)"):
+            engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    (output,) = engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    assert len(output.token_ids) == 4, "the engine goes on"
