@@ -1,6 +1,6 @@
 """Measures generation, training and weight updates on one GPU, and prints a table.
 
-    python benchmarks/gpu.py [--device cuda] [--minutes 18] [--only device 1m 0.6b default] [--json FILE]
+    python benchmarks/gpu.py [--device cuda] [--minutes 15] [--only device 1m 0.6b default] [--json FILE]
     python benchmarks/gpu.py --device cpu        # a minute: shows that the program runs, on a model of no size
 
 Two models with random weights: the shape of the built-in policy (a million parameters, fp32) and a Qwen3 of 0.6 billion
@@ -10,7 +10,8 @@ over the data sheet's peak, or over a product that was measured here where the d
 weight update from publication to proven digests, peak memory, and the seconds of a step: generate, score, train.
 ``default`` is the default experiment as a whole run, environment included, on the device.
 
-It needs no network. ``--minutes`` bounds the whole: what has not begun by then is left out, and said. Without a GPU it
+It needs no network. ``--minutes`` bounds the whole: what has not begun by then is left out, and said, and the default
+experiment is ended. Without a GPU it
 says so and measures nothing.
 """
 
@@ -233,8 +234,8 @@ def device_rows(device: torch.device) -> tuple[list[Row], float | None]:
     ], known or measured
 
 
-def default_rows(device: torch.device) -> list[Row]:
-    """Run the default experiment for some steps, and read how long they took."""
+def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
+    """Run the default experiment for some steps, within ``limit_s``, and read how long they took."""
     what = "default experiment: a step"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options = [
@@ -244,9 +245,9 @@ def default_rows(device: torch.device) -> list[Row]:
         ]  # fmt: skip
         command = [sys.executable, "-m", "realhf.launch", *options]
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEFAULT_S)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return [Row(what, None, "", f"did not end within {DEFAULT_S:g} s")]
+            return [Row(what, None, "", f"did not end within {limit_s:.0f} s")]
         if done.returncode:
             lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
             return [Row(what, None, "", f"ended with {done.returncode}: {lines[-1][:160]}")]
@@ -271,7 +272,10 @@ def measure(device: torch.device, wanted: Sequence[str], minutes: float, say: Ca
             continue
         say(f"{part} ...")
         try:
-            rows += default_rows(device) if part == "default" else Bench(loads[part], device, peak).rows()
+            if part == "default":
+                rows += default_rows(device, min(DEFAULT_S, max(60.0, began + 60 * minutes - time.monotonic())))
+            else:
+                rows += Bench(loads[part], device, peak).rows()
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             rows.append(Row(part, None, "", f"failed: {type(error).__name__}: {first[:200]}"))
@@ -307,7 +311,7 @@ def main() -> int:
     """Measure and print; 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--minutes", type=float, default=18.0)
+    parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--only", nargs="+", default=[*LOADS, "default"], choices=[*LOADS, "default"])
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     args = parser.parse_args()
