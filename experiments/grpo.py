@@ -205,6 +205,7 @@ def actor_model(config: Config, path: str) -> ModelSpec:
         backend=actor.backend,
         dtype=actor.dtype,
         gradient_checkpointing=actor.gradient_checkpointing,
+        compile=actor.compile,
         optimizer=actor.optimizer,
         lora=actor.lora.chosen(),
         chat_template_kwargs=actor.chat_template_kwargs,

@@ -81,6 +81,7 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
         dtype=critic.dtype,
         head="value",
         gradient_checkpointing=critic.gradient_checkpointing,
+        compile=critic.compile,
         optimizer=critic.optimizer.at(BUILTIN_RATE if small else config.actor.optimizer.lr),
         parallel=parallel_of("critic", critic),
     )

@@ -136,6 +136,7 @@ def _supervised(
         backend=config.actor.backend,
         dtype=config.actor.dtype,
         gradient_checkpointing=config.actor.gradient_checkpointing,
+        compile=config.actor.compile,
         optimizer=optimizer,
         lora=lora,
         chat_template_kwargs=config.actor.chat_template_kwargs,

@@ -41,8 +41,9 @@ class ModelSpec:
     """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
     are variables of its tokenizer's chat template; ``head`` is what stands on the decoder: ``lm`` (logits of the next
     token) or ``value`` (one number for each position). ``parallel`` says how several workers train it together,
-    ``engine`` what samples its tokens, ``lora`` which adapters train in place of all weights. ``base_of`` names another
-    role: a frozen one is that role's model with its adapters off, on workers that hold both."""
+    ``engine`` what samples its tokens, ``compile`` whether its blocks are compiled for training, ``lora`` which
+    adapters train in place of all weights. ``base_of`` names another role: a frozen one is that role's model with its
+    adapters off, on workers that hold both."""
 
     role: str
     path: str
@@ -53,6 +54,7 @@ class ModelSpec:
     dtype: str = "float32"
     head: str = "lm"
     gradient_checkpointing: bool = False
+    compile: bool = False
     optimizer: OptimizerConfig | None = None
     lora: LoraConfig | None = None
     base_of: str = ""

@@ -67,6 +67,12 @@ def parallel_of(role: str, config: ModelConfig) -> Parallel:
     workers, asked, backend = len(config.workers), config.parallel, config.backend
     if asked.tp > 1:
         raise ConfigError(f"{role}.parallel.tp={asked.tp}: no backend cuts layers; set 1, and cut the model with fsdp")
+    if config.compile and config.lora.rank:
+        raise ConfigError(
+            f"{role}.compile=true: blocks with adapters are not compiled; set {role}.lora.rank=0, or false"
+        )
+    if config.compile and backend == SHARDED:
+        raise ConfigError(f"{role}.compile=true: backend {SHARDED} gathers blocks as it goes and does not compile them")
     if backend == SINGLE:
         return _single(role, config)
     if backend == REPLICATED and asked.fsdp > 1:

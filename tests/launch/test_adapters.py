@@ -72,6 +72,8 @@ def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(mon
         ("grpo", ["actor.lora.rank=2", "actor.lora.dropout=0.1"], "must be the one that sampled"),
         ("ppo", ["critic.lora.rank=2"], "a critic trains all its weights"),
         ("grpo", ["actor.lora.rank=-1"], "must be at least 0"),
+        ("grpo", ["actor.lora.rank=2", "actor.compile=true"], "blocks with adapters are not compiled"),
+        ("grpo", ["actor.compile=true", "actor.backend=fsdp2", "actor.workers=[0,1]"], "does not compile them"),
     ],
 )
 def test_options_without_sense_are_refused(experiment: str, options: list[str], said: str) -> None:

@@ -116,6 +116,11 @@ class ModelConfig:
     gradient_checkpointing: bool = option(
         False, "Activations are computed again in the backward pass, which saves memory and costs time."
     )
+    compile: bool = option(
+        False,
+        "The blocks of the model are compiled by torch.compile for training and scoring: the first steps take minutes, "
+        "and a compiler must be there (g++ on the CPU, triton on GPUs).",
+    )
     chat_template_kwargs: dict[str, Any] = option(
         {}, "Every text is rendered with these variables of the chat template, e.g. {enable_thinking: false}."
     )

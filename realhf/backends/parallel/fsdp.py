@@ -172,6 +172,8 @@ class FsdpBackend(JoinedBackend):
     def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> FsdpEngine:
         if spec.lora is not None:
             raise ValueError(f"{spec.role}.lora.rank={spec.lora.rank}: the backend fsdp2 trains all weights")
+        if spec.compile:
+            raise ValueError(f"{spec.role}.compile=true: the backend fsdp2 does not compile blocks")
         ranks = GroupRanks(world, spec.workers, sharded=True, device=self._device)
         mesh = mesh_of(world, spec.workers, spec.parallel, ranks, self._device.type)
         return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, filling=self._filling, **options)

@@ -46,6 +46,7 @@ class TorchBackend:
             optimizer=spec.optimizer if spec.trainable else None,
             total_train_steps=total_train_steps,
             gradient_checkpointing=spec.gradient_checkpointing,
+            compile=spec.compile,
             lora=spec.lora if spec.trainable else None,
             path=spec.path,
             kv_cache_gib=spec.engine.kv_cache_gib,

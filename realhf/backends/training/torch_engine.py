@@ -26,6 +26,7 @@ from realhf.backends.embedded.cache_size import cache_bytes
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
 from realhf.backends.embedded.weight_copy import named_weights
+from realhf.backends.execution.compiled_blocks import CompiledBlocks
 from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.training.memory import Heap, named_shortage
 from realhf.backends.training.micro_batches import Part, parts_of
@@ -55,6 +56,7 @@ class TorchEngine:
         optimizer: OptimizerConfig | None = None,
         total_train_steps: int = 1,
         gradient_checkpointing: bool = False,
+        compile: bool = False,
         ranks: Ranks | None = None,
         lora: LoraConfig | None = None,
         role: str = "actor",
@@ -77,6 +79,7 @@ class TorchEngine:
             self._optimizer = PolicyOptimizer(model, optimizer, total_train_steps)
         else:
             model.requires_grad_(False)
+        self._blocks = CompiledBlocks(model, role) if compile else None
         self._version = 0
         generates = self._forward.heads.logits
         self._kv_cache_gib = kv_cache_gib
@@ -238,10 +241,13 @@ class TorchEngine:
         if self.adapters is not None:
             self.adapters.training(True)
         try:
-            with _without_dropout(self.model.config):
+            with _without_dropout(self.model.config), self._compiled():
                 yield
         finally:
             self.model.eval()
+
+    def _compiled(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._blocks is None else self._blocks.on()
 
     def _without_gradient(self) -> contextlib.AbstractContextManager[Any]:
         return torch.inference_mode()
@@ -253,7 +259,7 @@ class TorchEngine:
         def found_in(part: Part) -> Tensor:
             return post_fn(self._forward(part.sample, part.rows), part.sample)
 
-        with self._without_gradient(), self._threads.computing():
+        with self._without_gradient(), self._compiled(), self._threads.computing():
             parts = self._parts(sample, mb_spec)
             others = self._passes_of_others(parts)
             for part in parts:

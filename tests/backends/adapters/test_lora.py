@@ -19,6 +19,7 @@ from realhf.backends.training.torch_engine import TorchEngine
 from realhf.dataflow.weight_files import check_digests, stored_weights, write_digests
 from realhf.dataflow.weight_trial import WeightTrial
 
+pytestmark = pytest.mark.slow
 peft = pytest.importorskip("peft", reason="adapters need the extra lora")
 from realhf.backends.adapters import lora, merged  # noqa: E402
 

@@ -18,6 +18,7 @@ from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 from tests.backends.parallel.rank_processes import results, run_ranks
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("peft", reason="adapters need the extra lora")
 OPTIONS: dict[str, Any] = {
     "optimizer": OptimizerConfig(lr=1e-2),

@@ -1,0 +1,61 @@
+"""Compiled blocks train as others do, and a missing compiler is named before anything trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.config import OptimizerConfig
+from realhf.backends.execution import compiled_blocks
+from realhf.backends.training.torch_engine import TorchEngine
+from tests.backends.parallel import training
+
+
+def engine_of(model: Any, **options: Any) -> TorchEngine:
+    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=10, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_losses_are_those_without() -> None:
+    """The blocks are compiled (counted, so that a fall back to the plain form would show) and give the same losses,
+    scores and tokens; outside of training and scoring they are plain."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    plain, compiled = (engine_of(training.tiny_model(), compile=chosen) for chosen in (False, True))
+    expected = training.steps(plain, "sft", range(1), together=False)
+    found = training.steps(compiled, "sft", range(1), together=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+    for one, other in zip(found, expected, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert training.scores(compiled) == pytest.approx(training.scores(plain), abs=1e-4)
+    assert training.tokens(compiled) == training.tokens(plain)
+    assert all(block._compiled_call_impl is None for block in compiled.model.model.layers)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config, cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    with pytest.raises(ValueError, match=r"actor\.compile=true: torch\.compile needs a C\+\+ compiler .*; install one"):
+        engine_of(training.tiny_model(), compile=True)
+    cpp_builder.cpp_compiler_search.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_failure_to_compile_names_the_option_and_other_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    monkeypatch.setattr(compiled_blocks, "_missing_compiler", lambda device: "")
+    blocks = compiled_blocks.CompiledBlocks(training.tiny_model(), "critic")
+    said = r"critic\.compile=true: the blocks do not compile \(odd\); set false"
+    with pytest.raises(RuntimeError, match=said), blocks.on():
+        raise InternalTorchDynamoError("odd")
+    with pytest.raises(ZeroDivisionError), blocks.on():
+        raise ZeroDivisionError
+    assert all(block._compiled_call_impl is None for block in blocks._blocks)
