@@ -96,7 +96,11 @@ class LoraAdapters:
         with its adapters."""
         if not self._merged.held:
             self._merged.merge()
-            self._prove()
+            try:
+                self._prove()
+            except BaseException:
+                self._merged.drop()  # Nobody may find them there and believe them.
+                raise
         return self._merged.plain
 
     @property
