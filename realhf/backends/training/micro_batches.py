@@ -59,14 +59,22 @@ def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[Sequence
 
 
 def parts_of(
-    sample: SequenceSample, spec: MicroBatchSpec, ranks: Ranks, *, share: bool = False, packed: bool = False
+    sample: SequenceSample,
+    spec: MicroBatchSpec,
+    ranks: Ranks,
+    *,
+    share: bool = False,
+    packed: bool = False,
+    row_tokens: int = ROW_TOKENS,
 ) -> list[Part]:
     """Return the micro-batches (see ``micro_batches``) that this rank computes; none if there is nothing for it. With
     ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
-    together, as far as ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no masks, whose
-    size would bound a row."""
+    together in rows of up to ``row_tokens`` positions, as far as ranks and ``spec`` let them. ``packed``: the rows of a
+    pass need no padding, and no masks, whose size would bound a row."""
     inputs = SequenceInputs.of(sample)
-    rows = _rows(inputs, spec, ranks.size, share, packed)
+    most = spec.max_tokens_per_mb or BATCH_TOKENS
+    most = most if packed else min(row_tokens, most)
+    rows = _rows(inputs, most if share else None, ranks.size)
     if ranks.size > 1:
         rows = [rows[i] for i in sorted(ranks.own([row.length for row in rows]))]
     idle = [i for i, asked in enumerate(inputs.asked) if not len(asked)] if ranks.rank == 0 else []
@@ -79,12 +87,10 @@ def parts_of(
     ]
 
 
-def _rows(inputs: SequenceInputs, spec: MicroBatchSpec, n_ranks: int, share: bool, packed: bool) -> list[Row]:
+def _rows(inputs: SequenceInputs, most: int | None, n_ranks: int) -> list[Row]:
     plain = plain_rows(inputs.scored, inputs.tokens)
-    if not share or len(plain) < 2:
+    if most is None or len(plain) < 2:
         return plain
-    cap = spec.max_tokens_per_mb
-    most = (cap or BATCH_TOKENS) if packed else min(ROW_TOKENS, cap or ROW_TOKENS)
     if n_ranks > 1:  # Small rows can be balanced.
         whole = sum(row.length for row in shared_rows(inputs.scored, inputs.tokens, most))
         most = min(most, math.ceil(whole / (4 * n_ranks)))

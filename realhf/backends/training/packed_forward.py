@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from realhf.api.sample import SequenceSample
+from realhf.backends.embedded.attention_masks import sliding_window
+from realhf.backends.embedded.tree_attention import by_trees
 from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
+from realhf.backends.training.padded_batches import BATCH_TOKENS
 from realhf.backends.training.row_pass import RowPass, masks, packed_pass, row_pass
 from realhf.backends.training.row_probe import probe, strayed, tolerance
 from realhf.backends.training.selected_logprobs import bent_head
 from realhf.backends.training.sequence_inputs import SequenceInputs
-from realhf.backends.training.shared_rows import Row, plain_rows, shared_rows
+from realhf.backends.training.shared_rows import ROW_TOKENS, Row, plain_rows, shared_rows
 from realhf.backends.varlen.attention import LAYOUT, can_pack, pack, packed_for_trial
 from realhf.backends.varlen.kernel import Kernel, kernel_for
 
@@ -34,15 +37,19 @@ _log = logging.getLogger(__name__)
 
 class PackedForward:
     """Runs packed sequences through ``model``, a causal language model or a decoder with a ``value_head``; keeps no
-    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, and
-    ``packs`` whether they are computed without padding; the constructor finds both out by a few tokens."""
+    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, in rows
+    of up to ``row_tokens`` positions, and ``packs`` whether they are computed without padding; the constructor finds
+    that out by a few tokens. On a CPU attention is computed by pieces of the rows (``row_tree_attention``) if the model
+    follows that; not if its layers are ``recomputed`` in the backward pass, when nobody tells them how."""
 
-    def __init__(self, model: Any, *, pace: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: Any, *, recomputed: bool = False, pace: Callable[[], None] = lambda: None) -> None:
         self.model = model
         self.pace = pace
         self.heads = heads_of(model)
         self._kernel = self._proven_kernel()
-        self.shares = self.packs or self._follows_masks()
+        self._by_trees = not self.packs and not recomputed and self._follows_trees()
+        self.shares = self.packs or self._by_trees or self._follows_masks()
+        self.row_tokens = BATCH_TOKENS if self._by_trees else ROW_TOKENS
 
     @property
     def packs(self) -> bool:
@@ -70,7 +77,9 @@ class PackedForward:
         return nothing
 
     def _laid_out(self, rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
-        return row_pass(rows, inputs) if self._kernel is None else packed_pass(rows, inputs, self._kernel)
+        if self._kernel is not None:
+            return packed_pass(rows, inputs, self._kernel)
+        return row_pass(rows, inputs, by_trees=self._by_trees)
 
     def _scored(self, chosen: RowPass) -> ScoredRows:
         device = self.model.device
@@ -83,6 +92,15 @@ class PackedForward:
             # Models make no mask where they are given one; nobody looks at it.
             one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
             given["attention_mask"] = masks(self.model.config, one, one[0].long(), self._dtype)
+        if chosen.trees is None:
+            return self._read(given, chosen)
+        with by_trees(self.model):
+            given |= {"position_ids": chosen.depth.to(device), "row_trees": chosen.trees}
+            return self._read(given, chosen)
+
+    def _read(self, given: dict[str, Any], chosen: RowPass) -> ScoredRows:
+        """Run the model, and keep what is scored."""
+        device = self.model.device
         column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
         if self.heads.logits and self.heads.language is None and self.heads.bent is None:
             hidden, logits = _through_the_whole_model(self.model, given, column)
@@ -109,6 +127,12 @@ class PackedForward:
         if reason:
             _log.warning("rows of a pass are padded to one length: %s", reason)
         return None
+
+    def _follows_trees(self) -> bool:
+        """Return whether the model takes attention by pieces; if not there still is the mask."""
+        if self.model.device.type != "cpu" or sliding_window(self.model.config) is not None:
+            return False
+        return not self._strays(lambda rows, inputs: row_pass(rows, inputs, by_trees=True))
 
     def _follows_masks(self) -> bool:
         """Return whether the model follows the masks of shared rows, with a warning if it does not."""

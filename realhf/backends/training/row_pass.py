@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from realhf.backends.embedded.attention_masks import sliding_window
+from realhf.backends.embedded.tree_attention import RowTrees
 from realhf.backends.training.sequence_inputs import SequenceInputs
-from realhf.backends.training.shared_rows import Row, layout, visible
+from realhf.backends.training.shared_rows import Row, RowLayout, layout, visible
 from realhf.backends.varlen.kernel import Kernel
 from realhf.backends.varlen.layout import PackedLayout, packed_layout
 
+_MOST_GATHERED = 4
+"""Columns of keys that attention by pieces may copy, per column of the rows: copies are kept for the backward pass."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -24,8 +27,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class RowPass:
     """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its position in its sequence;
     ``seen`` bool (n, width, width): which column each column sees, None for rows of one sequence each, which causal
-    attention serves; ``column`` int64 (m,): the column, of all rows one after another, that each scored prediction is
-    read from; ``target``, ``place`` int64 (m,). With ``packed`` all rows lie behind each other in one."""
+    attention serves, and where ``trees`` says it; ``column`` int64 (m,): the column, of all rows one after another,
+    that each scored prediction is read from; ``target``, ``place`` int64 (m,). With ``packed`` all rows lie behind each
+    other in one."""
 
     tokens: Tensor
     depth: Tensor
@@ -34,22 +38,25 @@ class RowPass:
     target: Tensor
     place: Tensor
     packed: PackedLayout | None = None
+    trees: RowTrees | None = None
 
 
-def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
-    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, padded on the right."""
+def row_pass(rows: Sequence[Row], inputs: SequenceInputs, *, by_trees: bool = False) -> RowPass:
+    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, padded on the right; with ``trees``
+    or ``seen`` for those that hold several sequences."""
     width = max(row.length for row in rows)
     tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
-    plain = all(row.plain for row in rows)
-    seen = None if plain else np.empty((len(rows), width, width), dtype=bool)
     columns: list[np.ndarray] = []
-    for n, row in enumerate(rows):
-        lay = layout(row, inputs.tokens)
+    layouts = [layout(row, inputs.tokens) for row in rows]
+    for n, (row, lay) in enumerate(zip(rows, layouts, strict=True)):
         tokens[n, : row.length], depth[n, : row.length] = lay.tokens, lay.depth
-        if seen is not None:
-            seen[n] = visible(row, lay, width)
         columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
     members = [i for row in rows for i in row.members]
+    plain = all(row.plain for row in rows)
+    trees = None if plain or not by_trees else _trees(rows, layouts, width)
+    seen = None
+    if not plain and trees is None:
+        seen = np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)])
     parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
     column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
     return RowPass(
@@ -59,7 +66,14 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
         column,
         target,
         place,
+        trees=trees,
     )
+
+
+def _trees(rows: Sequence[Row], layouts: Sequence[RowLayout], width: int) -> RowTrees | None:
+    """Return the trees of the rows; None where many short pieces after a long prefix would copy it too often."""
+    trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
+    return trees if trees.columns_gathered <= _MOST_GATHERED * len(rows) * width else None
 
 
 def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel) -> RowPass:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from realhf.backends.embedded.onednn_linear import product, suits
+from realhf.backends.embedded.onednn_linear import product, trains_faster
 
 CHUNK_BYTES = 3 << 24
 """Bytes of logits (fp32) held at once: 256 rows of a vocabulary of 49,152 tokens. Smaller chunks read the weight of the
@@ -114,7 +114,7 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply ``x`` (n, in) by the transpose of ``weight`` (out, in), both fp32."""
-    return product(x, weight) if suits(weight) else functional.linear(x, weight)
+    return product(x, weight) if trains_faster(weight) else functional.linear(x, weight)
 
 
 @dataclass(frozen=True)

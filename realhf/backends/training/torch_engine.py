@@ -68,10 +68,10 @@ class TorchEngine:
         _disable_dropout(model)
         model.eval()
         self.adapters: LoraAdapters | None = None
+        self._checkpointing = gradient_checkpointing and optimizer is not None
         self._forward = self._tried_out(lambda: None if lora is None else self._with_adapters(lora, role, path))
         self._ranks: Ranks = SingleRank() if ranks is None else ranks
         self._heap = Heap()
-        self._checkpointing = gradient_checkpointing and optimizer is not None
         if self._checkpointing:
             model.activation_checkpointing_enable()
         self._optimizer: PolicyOptimizer | None = None
@@ -110,8 +110,9 @@ class TorchEngine:
         """Make the forward pass, which tries the model out, with the weights where they train and with its
         ``adapters``; before there is an optimizer."""
         use_onednn(self.model)
+        use_few_pass_norms(self.model)
         self.adapters = adapters()
-        return PackedForward(self.model)
+        return PackedForward(self.model, recomputed=self._checkpointing)
 
     def use_threads(self, threads: ComputeThreads) -> None:
         """Let ``threads`` compute here from now on. All engines of one thread share them."""
@@ -219,7 +220,8 @@ class TorchEngine:
 
     def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
         forward = self._forward
-        return parts_of(sample, spec, self._ranks, share=forward.shares, packed=forward.packs)
+        most = forward.row_tokens
+        return parts_of(sample, spec, self._ranks, share=forward.shares, packed=forward.packs, row_tokens=most)
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""

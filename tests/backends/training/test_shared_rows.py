@@ -193,8 +193,8 @@ def test_a_model_that_drops_positions_or_masks_shares_nothing(
     model = tiny_model("llama").to(dtype)
     assert PackedForward(model).shares
     whole = model.get_decoder().forward
-    dropped = {"positions": "position_ids", "mask": "attention_mask"}[broken]
-    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, dropped: None}))
+    dropped = {"positions": ("position_ids",), "mask": ("attention_mask", "row_trees")}[broken]
+    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, **dict.fromkeys(dropped)}))
     assert not PackedForward(model).shares
 
 
@@ -209,6 +209,6 @@ def test_bf16_models_share_rows(tiny_model: Any, monkeypatch: pytest.MonkeyPatch
     apart = forward(sample).logprobs()[0]
     rounding = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
     whole = model.get_decoder().forward
-    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, "attention_mask": None}))
+    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, "row_trees": None}))
     wrong = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
     assert inputs.size == len(apart) and rounding < 0.05 < 0.2 < wrong, (rounding, wrong)

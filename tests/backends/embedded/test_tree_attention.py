@@ -1,0 +1,55 @@
+"""Attention over rows that share prefixes, by pieces: it equals attention under the mask that says the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from realhf.backends.embedded.tree_attention import RowTrees, row_tree_attention
+from realhf.backends.training.shared_rows import layout, shared_rows, visible
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, **how: object) -> list[Tensor]:
+    """Output and gradients; ``how`` is what the attention is told."""
+    inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+    mask = how.pop("attention_mask", None)
+    out, _ = row_tree_attention(nn.Identity(), *inputs, mask, **how)  # type: ignore[arg-type]
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in inputs)]  # type: ignore[list-item]
+
+
+@given(SEQUENCES, st.integers(3, 40))
+@settings(max_examples=60, deadline=None)
+def test_pieces_equal_the_mask(drawn: list[list[int]], most: int) -> None:
+    """For any trees, in rows of different length, with fewer heads of keys than of queries."""
+    tokens = [np.asarray(sequence) for sequence in drawn]
+    rows = shared_rows(range(len(tokens)), tokens, most)
+    layouts, width = [layout(row, tokens) for row in rows], max(row.length for row in rows)
+    trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
+    g = torch.Generator().manual_seed(len(drawn))
+    query, key, value = (torch.randn(len(rows), heads, width, 4, generator=g) for heads in (4, 2, 2))
+    seen = torch.from_numpy(np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)]))
+    real = torch.tensor([[column < row.length for column in range(width)] for row in rows])[..., None, None]
+    grad = torch.randn(len(rows), width, 4, 4, generator=g) * real
+    repeated = [x.repeat_interleave(2, 1) for x in (key, value)]
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
+    expected = attended(query, *repeated, grad, attention_mask=mask)
+    expected[2:] = [x.view(len(rows), 2, 2, width, 4).sum(2) for x in expected[2:]]
+    found = attended(query, key, value, grad, row_trees=trees)
+    found[0], expected[0] = found[0] * real, expected[0] * real
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_that_wants_more_is_refused() -> None:
+    """Then the model is tried under a mask."""
+    trees, x = RowTrees([[np.arange(3)]], [[0]], 3), torch.zeros(1, 2, 3, 4)
+    for more in ({"sliding_window": 2}, {"dropout": 0.1}, {"softcap": 30.0}):
+        with pytest.raises(ValueError, match="more than attention over trees"):
+            row_tree_attention(nn.Identity(), x, x, x, None, row_trees=trees, **more)
