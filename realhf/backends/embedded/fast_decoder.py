@@ -20,20 +20,11 @@ from realhf.backends.embedded.attention_masks import sliding_window
 from realhf.backends.embedded.forward_pass import Decoding, Piece
 from realhf.backends.embedded.grouped_attention import blocks_attention, row_blocks
 from realhf.backends.embedded.kv_cache import RowCache
-from realhf.backends.embedded.onednn_linear import (
-    LEAST_ROWS,
-    OneDnnLinear,
-    favoured_by_mkl,
-    few_rows,
-    least_rows,
-    product,
-    suits,
-)
+from realhf.backends.embedded.onednn_linear import LEAST_ROWS, OneDnnLinear, product, rows_of_product, suits
 
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-_FEW_ROWS = range(4, 65)
 _PROBE_TOKENS = LEAST_ROWS + 6
 """Length of the text on which the decoder is compared with the model: long enough for oneDNN's products."""
 _TOLERANCE = 1e-4
@@ -118,15 +109,12 @@ class _Linear:
 
     def __init__(self, module: nn.Linear) -> None:
         self._parameters = module._parameters
-        self._least = least_rows(module.weight) if suits(module.weight) else None
-        self._few = suits(module.weight) and module.bias is None and favoured_by_mkl()
+        self._by_product = rows_of_product(module.weight) if suits(module.weight) else range(0)
 
     def __call__(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._parameters
-        if self._least is not None and len(x) >= self._least:
+        if len(x) in self._by_product:
             return product(x, held["weight"], held["bias"])
-        if self._few and len(x) in _FEW_ROWS:
-            return few_rows(x, held["weight"])
         return F.linear(x, held["weight"], held["bias"])
 
 

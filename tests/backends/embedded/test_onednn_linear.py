@@ -12,9 +12,8 @@ from realhf.backends.embedded import onednn_linear
 from realhf.backends.embedded.onednn_linear import (
     LEAST_ROWS,
     OneDnnLinear,
-    few_rows,
-    least_rows,
     product,
+    rows_of_product,
     suits,
     trains_faster,
     use_onednn,
@@ -95,22 +94,16 @@ def test_a_tied_weight_gets_both_gradients():
 
 def test_a_large_weight_is_worth_it_from_a_few_rows_on() -> None:
     large, small = torch.empty(1 << 16, 64), torch.empty(1 << 10, 64)
-    assert least_rows(large) == 4 and least_rows(small) == LEAST_ROWS
+    assert rows_of_product(large)[0] == 4 and rows_of_product(small)[0] == LEAST_ROWS
     weight, rows = torch.randn(1 << 16, 64, generator=torch.Generator().manual_seed(0)), torch.ones(5, 64)
     assert suits(weight)
     torch.testing.assert_close(product(rows, weight), rows @ weight.t())
 
 
 def test_on_a_processor_that_mkl_favours_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except for few rows of the projection to a large vocabulary."""
+    """Except for few rows of a large weight, where reading it takes the time."""
     monkeypatch.setattr(onednn_linear, "favoured_by_mkl", lambda: True)
     large, small = torch.empty(1 << 16, 64), torch.empty(1 << 10, 64)
     assert use_onednn(nn.Linear(8, 8)) == 0 and not trains_faster(large)
-    assert suits(large) and least_rows(large) == 4 and least_rows(small) is None
-
-
-def test_few_rows_are_multiplied_alike() -> None:
-    x, weight = torch.randn(7, 48), torch.randn(80, 48)
-    found = few_rows(x, weight)
-    torch.testing.assert_close(found, x @ weight.t())
-    assert found.is_contiguous()
+    assert suits(large) and 8 in rows_of_product(large) and 2048 not in rows_of_product(large)
+    assert not rows_of_product(small)

@@ -1,6 +1,6 @@
 """What one AWS command costs: the ``aws`` program as a subprocess against the warm in-process executor.
 
-    python benchmarks/cli_executor.py [--slots 8] [--repeats 20] [--sandbox auto|bwrap|plain]
+    python benchmarks/environment/cli_executor.py [--slots 8] [--repeats 20] [--sandbox auto|bwrap|plain]
 
 Both run the same commands against the same real simulators in the same session. Also printed: start of the
 pool, reset, state calls, CPU time by process and memory (PSS) per slot.
