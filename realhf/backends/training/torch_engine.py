@@ -25,6 +25,7 @@ from realhf.backends.adapters.lora import ADAPTER, LoraAdapters
 from realhf.backends.embedded.cache_size import cache_bytes
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
+from realhf.backends.embedded.rms_norm import use_few_pass_norms
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.execution.compiled_blocks import CompiledBlocks
 from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
