@@ -69,7 +69,8 @@ class FsdpEngine(JoinedEngine):
             forward = whole(run)
         finally:
             cast(FSDPModule, whole).reshard()  # What is whole after a forward pass is no parameter of a rank's own.
-        found = {"packs": float(forward.packs), "shares": float(forward.shares)}
+        found = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
+        found = {name: float(value) for name, value in found.items()}
         if any(other != found for other in self._group.gather(found)):
             raise RuntimeError(f"{self._role}: ranks lay out rows differently, so they cannot compute together")
         return forward
