@@ -6,6 +6,7 @@ the size of the activations to differentiate what takes seven by hand, and keeps
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -69,16 +70,19 @@ def use_few_pass_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _plain(module: nn.Module) -> bool:
-    """Return whether a module is an RMS norm without anything else, which it is asked by one computation."""
+    """Return whether a module is an RMS norm without anything else, which a copy of it is asked by one computation: its
+    own weight may be cut over ranks, or not be read yet."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
         return False
-    if set(module._parameters) != {"weight"} or module._modules or type(weight) is not nn.Parameter:
+    if set(module._parameters) != {"weight"} or module._modules or not isinstance(weight, nn.Parameter):
         return False
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.ndim != 1:
         return False
     if module._forward_hooks or module._forward_pre_hooks:
         return False
-    x = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1)
-    expected = F.rms_norm(x, weight.shape, weight, float(module.variance_epsilon))  # type: ignore[arg-type]
-    return bool(torch.allclose(module(x), expected, rtol=_TOLERANCE, atol=_TOLERANCE))
+    x, own = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1), torch.linspace(0.5, 1.5, len(weight))
+    trial = copy.copy(module)
+    trial.__dict__["_parameters"] = {"weight": nn.Parameter(own)}
+    expected = F.rms_norm(x, own.shape, own, float(module.variance_epsilon))  # type: ignore[arg-type]
+    return bool(torch.allclose(trial(x), expected, rtol=_TOLERANCE, atol=_TOLERANCE))

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
     ids=["dp2", "fsdp2", "dp4", "fsdp4"],
 )
 def test_five_steps_are_those_of_one_worker(parallel: Parallel) -> None:
-    """Also with fewer sequences than ranks, and with one sequence."""
+    """Also with fewer sequences than ranks, and with one sequence. Losses are equal to 1e-5; the norm of a critic's
+    gradient is the square root of sums that differ more in the last bits after four steps of AdamW."""
     torch.set_num_threads(1)
     expected = ppo_training.alone()
     outcomes = results(run_ranks(parallel.size, ppo_training.on_ranks, parallel.size, parallel))
@@ -28,5 +29,6 @@ def test_five_steps_are_those_of_one_worker(parallel: Parallel) -> None:
             assert own.keys() == alone.keys()
             for name in own:
                 if not name.endswith("positions_per_token"):  # Tells how much padding there is.
-                    assert own[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-5, nan_ok=True), name
+                    close = 1e-4 if name.endswith("grad_norm") else 1e-5
+                    assert own[name] == pytest.approx(alone[name], rel=close, abs=1e-5, nan_ok=True), name
     assert all(row["critic/loss"] > 0 for row in expected)
