@@ -16,8 +16,8 @@ with an error if the norms of its gradients differ by more than 0.1 %. It and a 
 counted.
 
 TRL's settings are the best we found for it on a CPU: fp32 (bf16 is emulated there), no gradient checkpointing, no vLLM
-server, the chunked head that it always uses, the fused AdamW, and ``--trl-batch`` rollouts in a micro-batch (by default
-the number at which its step was fastest; fewer take less memory). Ours are the defaults of a run, with
+server, the chunked head that it always uses, the fused AdamW, and ``--trl-batch`` rollouts in a micro-batch (32 and 16
+unless told; other numbers were not compared; fewer take less memory). Ours are the defaults of a run, with
 ``mb_spec.max_tokens_per_mb`` as the model's configuration has it (``--budget``).
 
 Train speed counts sampled tokens by the seconds that a step takes after generation and reward. Peak memory is the sum
