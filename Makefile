@@ -13,7 +13,7 @@ FUZZ_COMMANDS ?= 20000
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm test-gpu
+.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm test-compile test-gpu
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-openenv  install the real openenv packages beside it, let them talk to us, and train on their echo server"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
+	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
@@ -135,6 +136,9 @@ test-verifiers: install .venv-verifiers/.installed
 
 test-vllm: install .venv-vllm/.installed
 	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm
+
+test-compile: install
+	$(BIN)/python -m pytest -q -rs tests/backends/execution --run-compile
 
 # GPU_PYTHON is a Python that has torch with CUDA and our other packages: nothing is installed then, and no network needed.
 # What the tests say does not keep the table from being made.

@@ -17,6 +17,7 @@ def engine_of(model: Any, **options: Any) -> TorchEngine:
     return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=10, **options)
 
 
+@pytest.mark.compiles
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_losses_are_those_without() -> None:

@@ -21,7 +21,7 @@ from realhf.trajectory.state import compaction, delivery, maintenance, push, qua
 from realhf.trajectory.state.compaction import Compactor, held_bytes
 from realhf.trajectory.state.delivery import Batch, PullRequest
 from realhf.trajectory.state.engine import Engine
-from realhf.trajectory.store.base import Changes, StoreFailure
+from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
 from realhf.trajectory.store.sqlite import SqliteStore
 from tests.trajectory.conftest import running_server, start
 from tests.trajectory.driver import TRAINER, Driver
@@ -54,9 +54,20 @@ async def consume(engine: Engine, count: int) -> list[bytes]:
     for _ in range(count):
         batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
         assert isinstance(batch, Batch)
-        found += await engine.store.read([each.payload for each in batch.groups])
+        found += await read_where_it_is(engine, batch)
         await engine.write(delivery.ack, batch.lease_id)
     return found
+
+
+async def read_where_it_is(engine: Engine, batch: Batch) -> list[bytes]:
+    """Payloads of a batch; those that are moved while they are read lie elsewhere then, as a server knows, too."""
+    places = [each.payload for each in batch.groups]
+    while True:
+        try:
+            return await engine.store.read(places)
+        except PayloadLost:
+            before, places = places, [each.payload for each in await engine.read(delivery.present_groups, batch)]
+            assert places != before, "lost, not moved"
 
 
 def disk_bytes(folder: Path) -> int:
