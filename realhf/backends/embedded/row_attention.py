@@ -54,14 +54,19 @@ AttentionInterface.register(_NAME, row_decode_attention)
 
 
 @contextlib.contextmanager
-def row_decoding(model: Any) -> Iterator[None]:
-    """Let a model on the ``sdpa`` implementation attend by ``row_decode_attention`` within the block."""
+def attending_by(model: Any, name: str) -> Iterator[None]:
+    """Let a model on the ``sdpa`` implementation attend by the registered implementation ``name`` within the block."""
     config = model.config
     before = config._attn_implementation
     if before == "sdpa":
-        config._attn_implementation = _NAME
+        config._attn_implementation = name
     try:
         yield
     finally:
         if before == "sdpa":
             config._attn_implementation = before
+
+
+def row_decoding(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Let a model on the ``sdpa`` implementation attend by ``row_decode_attention`` within the block."""
+    return attending_by(model, _NAME)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from realhf.backends.embedded.row_attention import attending_by
 
 _NAME = "row_tree"
 _KNOWN = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
@@ -238,15 +240,6 @@ def row_tree_attention(
 AttentionInterface.register(_NAME, row_tree_attention)
 
 
-@contextlib.contextmanager
-def by_trees(model: Any) -> Iterator[None]:
+def by_trees(model: Any) -> contextlib.AbstractContextManager[None]:
     """Let a model on the ``sdpa`` implementation attend by ``row_tree_attention`` within the block."""
-    config = model.config
-    before = config._attn_implementation
-    if before == "sdpa":
-        config._attn_implementation = _NAME
-    try:
-        yield
-    finally:
-        if before == "sdpa":
-            config._attn_implementation = before
+    return attending_by(model, _NAME)
