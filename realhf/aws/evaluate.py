@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ SPLITS = {
     "train": "training templates and names",
 }
 _TABLE_WIDTH = 130
+_LINE_EVERY_S = 15.0
 
 
 def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int) -> list[Task]:
@@ -82,17 +84,43 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
 
 
 def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
-    """Play all episodes of one agent, with a progress bar on standard error."""
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task(agent.name, total=len(tasks))
+    """Play all episodes of one agent. Standard error shows how far it is: a bar on a terminal, else lines."""
+    with _progress(agent.name, len(tasks)) as advance:
         run = EvaluationRun(
             agent,
             pool,
             max_turns=options.max_turns,
             observation_chars=options.observation_chars,
-            on_episode=lambda record: progress.advance(bar),
+            on_episode=lambda record: advance(),
         )
         return run.play(tasks)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[], None]]:
+    if sys.stderr.isatty():
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bar = progress.add_task(name, total=total)
+            yield lambda: progress.advance(bar)
+        return
+    print(f"{name}: {total} episodes", file=sys.stderr, flush=True)
+    yield _lines(name, total, _LINE_EVERY_S)
+
+
+def _lines(name: str, total: int, every_s: float) -> Callable[[], None]:
+    """Return what counts an episode and writes a line when ``every_s`` seconds have passed since the last, and for the
+    last episode."""
+    done, written = 0, time.monotonic()
+
+    def advance() -> None:
+        nonlocal done, written
+        done += 1
+        if done == total or time.monotonic() >= written + every_s:
+            written = time.monotonic()
+            print(f"{name}: {done}/{total} episodes", file=sys.stderr, flush=True)
+
+    return advance
 
 
 def table(reports: dict[str, dict[str, Any]], title: str) -> Table:

@@ -143,7 +143,10 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
 def test_the_command_writes_table_json_and_plot(tmp_path, capsys) -> None:
     arguments = ["--split", "names", "--tags", "starter", "--tiers", "warmup", "--episodes", "1", "--pool-size", "2"]
     assert evaluate.main([*arguments, "--max-turns", "2", "--out", str(tmp_path)]) == 0
-    assert "scripted expert" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "scripted expert" in printed.out
+    episodes = len(load_templates(["warmup"], tags=["starter"]))
+    assert f"scripted expert: {episodes}/{episodes} episodes" in printed.err
     document = json.loads((tmp_path / "evaluation.json").read_text())
     assert document["reports"]["scripted expert"]["overall"]["success"]["value"] == 1.0
     assert (tmp_path / "evaluation.png").stat().st_size > 5000
