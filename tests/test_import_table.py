@@ -30,12 +30,13 @@ ROOMS: dict[str, str] = {
     "algorithms/policy_gradient": "algorithms api api/config builtins",
     "algorithms/critic": "algorithms algorithms/policy_gradient api api/config",
     "backends/threads": "",
-    "backends/embedded": "api api/config backends/threads base",
+    "backends/attention": "",
+    "backends/embedded": "api api/config backends/attention backends/threads base",
     "backends/adapters": "api api/config",
     "backends/execution": "",
     "backends/varlen": "",
-    "backends/training": "api api/config backends/adapters backends/embedded backends/execution backends/threads "
-    "backends/varlen base",
+    "backends/training": "api api/config backends/adapters backends/attention backends/embedded backends/execution "
+    "backends/threads backends/varlen base",
     "backends/parallel": "api backends/embedded backends/training",
     "backends/vllm": "api api/config backends/embedded base",
     "backends": "api api/config backends/embedded backends/training backends/vllm base",

@@ -8,13 +8,14 @@ implementation ``row_decode``, which passes all other cases on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from realhf.backends.attention.given import attending_by
 
 _NAME = "row_decode"
 _KNOWN = frozenset({"sliding_window", "position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
@@ -51,20 +52,6 @@ def row_decode_attention(
 
 
 AttentionInterface.register(_NAME, row_decode_attention)
-
-
-@contextlib.contextmanager
-def attending_by(model: Any, name: str) -> Iterator[None]:
-    """Let a model on the ``sdpa`` implementation attend by the registered implementation ``name`` within the block."""
-    config = model.config
-    before = config._attn_implementation
-    if before == "sdpa":
-        config._attn_implementation = name
-    try:
-        yield
-    finally:
-        if before == "sdpa":
-            config._attn_implementation = before
 
 
 def row_decoding(model: Any) -> contextlib.AbstractContextManager[None]:

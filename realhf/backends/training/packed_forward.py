@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from realhf.api.sample import SequenceSample
+from realhf.backends.attention.row_trees import by_trees
 from realhf.backends.embedded.attention_masks import sliding_window
-from realhf.backends.embedded.tree_attention import by_trees
 from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
 from realhf.backends.training.padded_batches import BATCH_TOKENS
 from realhf.backends.training.row_pass import RowPass, masks, packed_pass, row_pass

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.backends.attention.row_trees import RowTrees
 from realhf.backends.embedded.attention_masks import sliding_window
-from realhf.backends.embedded.tree_attention import RowTrees
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import Row, RowLayout, layout, visible
 from realhf.backends.varlen.kernel import Kernel

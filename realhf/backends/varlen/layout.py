@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from realhf.backends.varlen.kernel import Kernel
 
@@ -39,8 +41,27 @@ class PackedLayout:
         """Return the outputs (columns, heads, dim) of causal attention within each sequence. ``query`` (columns, heads,
         dim), ``key`` and ``value`` (columns, kv heads, dim); ``window``: a token sees that many, itself included."""
         if self.keys is not None:
-            key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
+            key, value = _Taken.apply(key, self.keys), _Taken.apply(value, self.keys)
         return self.kernel(query, key, value, self.ends_q, self.ends_k, self.longest_q, self.longest_k, window, scale)
+
+
+class _Taken(torch.autograd.Function):
+    """Takes rows of (rows, heads, dim), some of them often. Their gradients add up in fp32 and are rounded once: what
+    many branches give to a shared row would lose its digits in a narrow sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (rows,) = grads, ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        out = torch.zeros(ctx.shape, dtype=wide, device=grad.device)
+        return out.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None
 
 
 def packed_layout(paths: Sequence[np.ndarray], shared: Sequence[int], kernel: Kernel) -> PackedLayout:

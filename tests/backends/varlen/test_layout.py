@@ -44,3 +44,21 @@ def test_attention_over_a_tree_is_that_of_each_sequence(window: int | None) -> N
                 scores = (key[seen, head // 2] @ query[path[t], head]) * 0.3
                 expected = scores.softmax(0) @ value[seen, head // 2]
                 torch.testing.assert_close(found[path[t], head], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_a_shared_prefix_are_rounded_once() -> None:
+    """In bf16 the gradient of a prefix is the exact sum over its branches, but for one rounding."""
+    paths = [np.array([0, 1, 2, 3 + branch]) for branch in range(100)]
+    lay = packed_layout(paths, [0] + [3] * 99, plain_attention)
+    draw = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(103, heads, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
+    grad = (torch.randn(103, 4, 8, generator=draw) + 0.5).bfloat16()
+
+    def of_values(dtype: torch.dtype) -> torch.Tensor:
+        query, key, value = (tensor.to(dtype).requires_grad_() for tensor in tensors)
+        lay.attend(query, key, value, None, 0.3).backward(grad.to(dtype))
+        assert value.grad is not None and value.grad.dtype == dtype
+        return value.grad.double()
+
+    exact = of_values(torch.float64)
+    assert float((of_values(torch.bfloat16) - exact).norm() / exact.norm()) < 0.005

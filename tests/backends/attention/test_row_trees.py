@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from realhf.backends.embedded.tree_attention import RowTrees, row_tree_attention
+from realhf.backends.attention.row_trees import RowTrees, row_tree_attention
 from realhf.backends.training.shared_rows import layout, shared_rows, visible
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -45,6 +45,21 @@ def test_pieces_equal_the_mask(drawn: list[list[int]], most: int) -> None:
     found[0], expected[0] = found[0] * real, expected[0] * real
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_a_shared_prefix_are_rounded_once() -> None:
+    """In bf16 a hundred branches added to the gradients of their prefix one by one, each sum rounded."""
+    tokens = [np.concatenate([np.zeros(6, dtype=np.int64), [1 + branch]]) for branch in range(100)]
+    (row,) = shared_rows(range(100), tokens, 1000)
+    trees = RowTrees([layout(row, tokens).columns], [row.shared], row.length)
+    g = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(1, heads, row.length, 8, generator=g).bfloat16() for heads in (4, 2, 2))
+    grad = (torch.randn(1, row.length, 4, 8, generator=g) + 0.5).bfloat16()
+    exact = attended(query.double(), key.double(), value.double(), grad.double(), row_trees=trees)[3]
+    found = attended(query, key, value, grad, row_trees=trees)[3]
+    prefix = slice(0, 6)
+    off = (found.double() - exact)[:, :, prefix].norm() / exact[:, :, prefix].norm()
+    assert found.dtype == torch.bfloat16 and float(off) < 0.005
 
 
 def test_a_layer_that_wants_more_is_refused() -> None:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from realhf.backends.embedded.row_attention import attending_by
+from realhf.backends.attention.given import attending_by
 
 _NAME = "row_tree"
 _KNOWN = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
@@ -117,9 +117,11 @@ class _Gathered(torch.autograd.Function):
         out = grad.index_select(0, gathering.place)
         if len(gathering.idle):
             out.index_fill_(0, gathering.idle, 0.0)
+        if gathering.before and grad.dtype.itemsize < 4:
+            out = out.float()  # What many branches give to a shared column would lose its digits in a narrow sum.
         for place, column, number in gathering.before:
             out[column : column + number].add_(grad[place : place + number])
-        return out, None
+        return out.to(grad.dtype), None
 
 
 class _Placed(torch.autograd.Function):
