@@ -94,6 +94,7 @@ ROOMS: dict[str, str] = {
     "trajectory/http": "trajectory/base trajectory/state trajectory/store trajectory/wire",
     "trajectory": "trajectory/http",
     "scheduler": "base",
+    "monitor/rollouts": "api api/config",
     "monitor": "api api/config base",
     "launch": "api api/chat api/config base builtins env/doors monitor scheduler transport/network",
 }

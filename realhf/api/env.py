@@ -66,11 +66,19 @@ class ChatFormat(Protocol):
 
 @dataclass(frozen=True)
 class PlayedTurn:
-    """One turn as a person reads it: what the policy said, what the environment answered, the reward of the turn."""
+    """One turn as a person reads it: what the policy said, what the environment answered, the reward of the turn.
+
+    ``said`` is the policy's turn as it was parsed, ``messages`` are those that followed it; ``rewards``, ``metrics``
+    and ``info`` are the environment's (see ``Turn``)."""
 
     text: str
     output: str
     reward: float
+    said: AssistantMessage | None = field(default=None, compare=False)
+    messages: Sequence[ChatMessage] = field(default=(), compare=False)
+    rewards: Mapping[str, float] = field(default_factory=dict, compare=False)
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    info: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,9 @@ class RolloutOutcome:
     turn. ``rewards`` are the named components of the reward, ``metrics`` the environment's numbers. ``branches`` are
     further trajectories of the episode, where an agent held several conversations; each trains as a row of its own.
     ``turn_starts`` are the places of the completion where policy turns begin, the first of them the turn number
-    ``first_turn`` of ``turn_rewards``, which sum to ``reward``.
+    ``first_turn`` of ``turn_rewards``, which sum to ``reward``. ``opening`` are the messages before the first turn,
+    ``tools`` the schemas that came with them, ``info`` what the environment said for people at its reset. ``steps`` is
+    what an agent did in the environment, where its turns are conversations of its own.
     """
 
     status: str
@@ -109,6 +119,10 @@ class RolloutOutcome:
     turn_starts: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
     first_turn: int = 0
+    opening: Sequence[ChatMessage] = field(default=(), compare=False)
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    info: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    steps: tuple[PlayedTurn, ...] = field(default=(), compare=False)
 
     @property
     def truncated(self) -> bool:

@@ -1,4 +1,4 @@
-"""Defines how every part of a run reports spans of its work: who did what when.
+"""Defines how every part of a run reports its work: spans, who did what when; and rollouts, as played and as trained.
 
 Times are wall-clock nanoseconds (``time.time_ns``), so that the lines of several processes fit together.
 
@@ -10,8 +10,12 @@ which there should be few: name them after slots, not after ids.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from realhf.api.env import RolloutOutcome
 
 GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT = "generate", "env", "train", "ref", "weights", "wait"
 KINDS = (GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT)
@@ -67,3 +71,85 @@ class NoTrace:
     def counter(self, name: str, **values: float) -> None:
         """See ``Tracer``."""
         pass
+
+
+@dataclass(frozen=True)
+class PlayedSample:
+    """Holds the rollouts of a sample as they were played, for who keeps them.
+
+    ``step`` is the train step that plays it, in an asynchronous run the policy version at its admission, and for an
+    evaluation the number of complete steps. ``split`` is ``train`` or ``eval/<name>``. ``key`` decides whether the
+    sample is kept ("": its id). ``env`` names the environment, ``sampling`` holds the options of sampling, ``attempt``
+    counts how often the sample was admitted before. ``texts`` turns token ids into the text of each.
+    """
+
+    id: str
+    rollouts: Sequence[RolloutOutcome]
+    step: int
+    split: str = "train"
+    key: str = ""
+    env: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+    texts: Callable[[Sequence[int]], list[str]] | None = None
+
+
+@dataclass(frozen=True)
+class TrainedRows:
+    """Holds what a train step saw of its rows, one array entry for each predicted token (n,) of numpy, packed.
+
+    ``ids`` are the samples and ``rows`` how many rows each has; ``lengths`` (rows,) are predicted tokens of each row.
+    ``mask`` bool: what trains; ``behaviour`` f32: log-probability at the engine; ``before`` and ``current`` f32: at the
+    trainer before any update of the step, and in the last pass, NaN where there was none; ``ratio`` and ``advantages``
+    f32; ``clipped`` bool; ``versions`` i32, that sampled each token (-1: unknown; None: of none).
+    """
+
+    step: int
+    ids: Sequence[str]
+    rows: Any
+    lengths: Any
+    mask: Any
+    behaviour: Any
+    before: Any
+    current: Any
+    ratio: Any
+    advantages: Any
+    clipped: Any
+    versions: Any = None
+
+
+class RolloutRecorder(Protocol):
+    """Keeps rollouts. It is cheap for the caller, never waits, never raises, and is thread-safe; what it is given must
+    not change afterwards."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept at all: where not, nobody need collect it."""
+        ...
+
+    def played(self, sample: PlayedSample) -> None:
+        """Keep the rollouts of a sample, failed ones included, if it is among those chosen."""
+        ...
+
+    def trained(self, rows: TrainedRows) -> None:
+        """Keep what a train step saw of the samples that are chosen."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoRecorder:
+    """A ``RolloutRecorder`` that keeps nothing. ``keeps`` is True on a rank that computes what another one keeps: ranks
+    compute the same."""
+
+    keeps: bool = False
+
+    def played(self, sample: PlayedSample) -> None:
+        """See ``RolloutRecorder``."""
+        del sample
+
+    def trained(self, rows: TrainedRows) -> None:
+        """See ``RolloutRecorder``."""
+        del rows
+
+
+NO_RECORDER = NoRecorder()

@@ -95,7 +95,12 @@ class AwsEnvironment:
         if result.reward is None:
             raise EnvironmentFailure("internal", "the environment answered a step without a reward")
         return command_turn(
-            result.observation, result.reward, result.done, final=self._level, observation_chars=self._chars
+            result.observation,
+            result.reward,
+            result.done,
+            final=self._level,
+            observation_chars=self._chars,
+            info={"observation": result.observation},
         )
 
     async def close(self) -> None:

@@ -45,6 +45,7 @@ RESULTS = (
     "trace",
     "trace.json",
     "report.html",
+    "rollouts",
     "trajectory",
     "journal",
     "stream",

@@ -23,11 +23,12 @@ from realhf.api.config.model import (
 )
 from realhf.api.config.network import NetworkConfig
 from realhf.api.config.rollout import ON_FAILURE, RolloutConfig
-from realhf.api.config.services import AllocationConfig, CheckpointConfig, MonitorConfig, RpcConfig
+from realhf.api.config.services import ALL_ROLLOUTS, AllocationConfig, CheckpointConfig, MonitorConfig, RpcConfig
 from realhf.api.config.stream import StreamConfig
 from realhf.api.config.warm_start import WarmStartConfig
 
 __all__ = [
+    "ALL_ROLLOUTS",
     "ON_FAILURE",
     "AllocationConfig",
     "AsyncConfig",

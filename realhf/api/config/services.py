@@ -63,6 +63,10 @@ class RpcConfig:
             yield f"{name}.dead_after_s={self.dead_after_s}: must be longer than {name}.heartbeat_s"
 
 
+ALL_ROLLOUTS = "all"
+"""The value of ``monitor.rollouts`` that keeps every rollout."""
+
+
 @dataclass
 class MonitorConfig:
     """What a person sees of a run."""
@@ -71,6 +75,24 @@ class MonitorConfig:
     tensorboard: bool = option(True, "Every figure is written for TensorBoard.")
     wandb: bool = option(False, "Every figure is sent to Weights & Biases.")
     episodes_per_step: int = option(2, "This many sampled episodes of a step are written as text.", at_least=0)
+    rollouts: str = option(
+        ALL_ROLLOUTS,
+        "Rollouts are kept in the run folder: all, 0 for none, or about so many of a step, in whole groups.",
+    )
+    rollout_tokens: float = option(
+        0.25,
+        "Of the groups whose rollouts are kept, this share keeps every token's log-probabilities, ratio and advantage.",
+        at_least=0,
+        at_most=1,
+    )
+    rollout_bytes: int = option(
+        2 * 2**30, "Recording of rollouts stops when their folder holds so many bytes.", at_least=0
+    )
     plot_every_steps: int = option(
         20, "The pictures are drawn again every so many steps; 0 draws them at the end only.", at_least=0
     )
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Rollouts are counted, or all of them are kept."""
+        if self.rollouts != ALL_ROLLOUTS and not (self.rollouts.isascii() and self.rollouts.isdigit()):
+            yield f"{name}.rollouts={self.rollouts}: must be all, or a number of rollouts for each step (0 for none)"

@@ -116,6 +116,8 @@ class BlackBoxAgent:
             timings=outcomes[0].timings | {"wall_s": time.perf_counter() - began},
             rewards=progress.rewards,
             metrics=progress.metrics,
+            info=progress.opening.info,
+            steps=tuple(progress.turns),
         )
 
     async def _ending(self, world: AgentSession, progress: Progress, session: Session) -> Ending:

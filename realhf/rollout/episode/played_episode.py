@@ -28,6 +28,7 @@ class Progress:
     turn_rewards: list[float] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    opening: Opening = field(default_factory=lambda: Opening(()))
     _began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -42,6 +43,7 @@ class Progress:
 
     def begin(self, opening: Opening) -> str:
         """Take the opening; returns the text of the task: what it says as a user."""
+        self.opening = opening
         said = [str(each.get("content") or "") for each in opening.messages if each.get("role") == "user"]
         self.task_text = "\n".join(said)
         return self.task_text
@@ -57,7 +59,18 @@ class Progress:
             if value is not None and not math.isfinite(value):
                 raise EnvironmentFailure("internal", f"{name} is {value}, not a finite number")
         shown = "\n".join(str(message.get("content") or "") for message in turn.messages)
-        self.turns.append(PlayedTurn(said.text or said.content, shown, turn.reward or 0.0))
+        self.turns.append(
+            PlayedTurn(
+                said.text or said.content,
+                shown,
+                turn.reward or 0.0,
+                said,
+                turn.messages,
+                turn.rewards,
+                turn.metrics,
+                turn.info,
+            )
+        )
         before = self.reward
         if turn.reward is not None:
             self.reward = turn.reward if turn.final else self.reward + turn.reward
@@ -101,6 +114,9 @@ class Progress:
             metrics=self.metrics,
             turn_starts=tokens.turn_starts if tokens else (),
             turn_rewards=self.turn_rewards,
+            opening=self.opening.messages,
+            tools=self.opening.tools,
+            info=self.opening.info,
         )
 
 

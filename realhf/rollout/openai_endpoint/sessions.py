@@ -153,6 +153,7 @@ class Session:
             last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),
             turn_starts=tokens.turn_starts if tokens else (),
             turn_rewards=_at_last(reward if valid else None, tokens),
+            opening=branch.opening() if branch else (),
         )
 
     async def _sample(self, turn: OpenTurn) -> None:

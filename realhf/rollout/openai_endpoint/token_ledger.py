@@ -60,9 +60,15 @@ class Branch:
         ends = [mark.messages - 1 for mark in self.marks[1:]] + [len(self.messages)]
         followed = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
         return tuple(
-            PlayedTurn(mark.said.text, "\n".join(message.content for message in messages), 0.0)
+            PlayedTurn(
+                mark.said.text, "\n".join(message.content for message in messages), 0.0, mark.said, _maps(messages)
+            )
             for mark, messages in zip(self.marks, followed, strict=True)
         )
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the messages before the policy's first turn."""
+        return _maps(self.messages[: self.marks[0].messages - 1] if self.marks else self.messages)
 
 
 @dataclass

@@ -80,9 +80,15 @@ class TurnAgent:
         seed = wanted.sampling_seed
         if self._keep_reasoning:
             speaker = PolicySpeaker(self._chat, self._limits, llm, slot, seed, self._system_prompt)
-            return await play_episode(env, wanted, speaker, self._limits.max_turns)
+            return self._whole(await play_episode(env, wanted, speaker, self._limits.max_turns))
         forgetful = ForgetfulSpeaker(self._chat, self._limits, llm, slot, seed, self._system_prompt)
-        return forgetful.in_rows(await play_episode(env, wanted, forgetful, self._limits.max_turns))
+        return forgetful.in_rows(self._whole(await play_episode(env, wanted, forgetful, self._limits.max_turns)))
+
+    def _whole(self, outcome: RolloutOutcome) -> RolloutOutcome:
+        """Return the outcome with the system prompt before its opening: what the policy read."""
+        if not self._system_prompt:
+            return outcome
+        return replace(outcome, opening=({"role": "system", "content": self._system_prompt}, *outcome.opening))
 
 
 @dataclass

@@ -1,0 +1,192 @@
+"""Makes the record and the index line of a rollout as it was played."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from realhf.api.env import PlayedTurn, RolloutOutcome
+from realhf.api.trace import PlayedSample
+from realhf.monitor.rollouts.format import PlayLine, encode_record, readable
+
+LONGEST_TEXT = 2**20
+"""Characters that are kept of one message."""
+INFO_BYTES = 16 * 1024
+"""Bytes that are kept of what an environment says for people about one turn."""
+_DIGITS = 5
+Texts = Callable[[Sequence[int]], list[str]]
+
+
+def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[bytes, PlayLine]]:
+    """Yield record and line of every row of a sample: a rollout is followed by its branches."""
+    row = 0
+    for outcome in sample.rollouts:
+        main = row
+        for part in (outcome, *outcome.branches):
+            line = _line(sample, part, row, None if part is outcome else main)
+            line.has_tokens = with_tokens and bool(part.completion_ids)
+            texts = sample.texts if line.has_tokens else None
+            yield encode_record(_record(sample, part, line, texts)), line
+            row += 1
+
+
+def _line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int | None) -> PlayLine:
+    return PlayLine(
+        id=f"{readable(sample.id, len(sample.id))}/{row}",
+        time=round(time.time(), 3),
+        step=sample.step,
+        version=min((version for version in set(outcome.versions) if version >= 0), default=None),
+        task=readable(outcome.task_id),
+        group=readable(outcome.group),
+        env=readable(sample.env),
+        split=sample.split,
+        reward=outcome.reward,
+        success=outcome.achieved and outcome.valid,
+        length=sum(outcome.loss_mask),
+        turns=len(outcome.turns),
+        truncated=outcome.valid and outcome.truncated,
+        failure=None if outcome.valid else outcome.status,
+        attempt=sample.attempt,
+        branch=branch,
+        seconds=round(outcome.timings.get("wall_s", 0.0), 3),
+    )
+
+
+def _record(sample: PlayedSample, outcome: RolloutOutcome, line: PlayLine, texts: Texts | None) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "id": line.id,
+        "task": outcome.task_id,
+        "group": outcome.group,
+        "seed": outcome.seed,
+        "env": sample.env,
+        "split": sample.split,
+        "step": sample.step,
+        "attempt": sample.attempt,
+        "status": outcome.status,
+        "message": _text(outcome.message),
+        "reward": outcome.reward,
+        "rewards": dict(outcome.rewards),
+        "metrics": dict(outcome.metrics),
+        "success": line.success,
+        "timings": outcome.timings,
+        "sampling": dict(sample.sampling),
+        "tools": bounded(list(outcome.tools)),
+        "info": bounded(outcome.info),
+        "messages": list(_messages(outcome)),
+        "turns": [_turn(outcome, number, turn) for number, turn in enumerate(outcome.turns)],
+    }
+    if outcome.steps:
+        record["steps"] = [_step(turn) for turn in outcome.steps]
+    if line.has_tokens:
+        record["tokens"] = _tokens(outcome, texts)
+    return record
+
+
+def _messages(outcome: RolloutOutcome) -> Iterator[dict[str, Any]]:
+    """Yield the conversation: the messages of the opening, then each turn and what followed it. A message of the policy
+    has ``turn``, the number of its turn."""
+    for message in outcome.opening:
+        yield _message(message)
+    if not outcome.opening and outcome.task_text:
+        yield {"role": "user", "content": _text(outcome.task_text)}
+    for number, turn in enumerate(outcome.turns):
+        yield _said(turn) | {"turn": number}
+        if turn.messages:
+            yield from (_message(message) for message in turn.messages)
+        elif turn.output:
+            yield {"role": "user", "content": _text(turn.output)}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    told = {"role": str(message.get("role") or "user"), "content": _text(content) if content else ""}
+    return told | {name: value for name, value in message.items() if name not in told}
+
+
+def _said(turn: PlayedTurn) -> dict[str, Any]:
+    """Return a turn of the policy as a message. ``text`` is all that it said, where that is more than ``content``."""
+    said = turn.said
+    if said is None:
+        return {"role": "assistant", "content": _text(turn.text)}
+    found: dict[str, Any] = {"role": "assistant", "content": _text(said.content)}
+    if said.reasoning:
+        found["reasoning"] = _text(said.reasoning)
+    if said.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments": bounded(call.arguments)}
+            | ({"text": _text(call.text), "problem": call.problem} if call.problem else {})
+            for call in said.tool_calls
+        ]
+    if said.text and said.text != said.content:
+        found["text"] = _text(said.text)
+    return found
+
+
+def _turn(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, Any]:
+    """Return the numbers of a turn; ``version`` and ``n_tokens`` where the row has its tokens."""
+    rewards = outcome.turn_rewards
+    found: dict[str, Any] = {"reward": rewards[number] if number < len(rewards) else turn.reward}
+    found |= _of_environment(turn)
+    place = number - outcome.first_turn
+    if 0 <= place < len(outcome.turn_starts):
+        start = outcome.turn_starts[place]
+        end = outcome.turn_starts[place + 1] if place + 1 < len(outcome.turn_starts) else len(outcome.completion_ids)
+        found["version"] = [outcome.versions[start], _last_version(outcome, start, end)]
+        found["n_tokens"] = sum(outcome.loss_mask[start:end])
+    return found
+
+
+def _last_version(outcome: RolloutOutcome, start: int, end: int) -> int:
+    return next((version for version in reversed(outcome.versions[start:end]) if version >= 0), -1)
+
+
+def _step(turn: PlayedTurn) -> dict[str, Any]:
+    answered = [_message(message) for message in turn.messages]
+    return {"said": _text(turn.text), "messages": answered, "reward": turn.reward, **_of_environment(turn)}
+
+
+def _of_environment(turn: PlayedTurn) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if turn.rewards:
+        found["rewards"] = dict(turn.rewards)
+    if turn.metrics:
+        found["metrics"] = dict(turn.metrics)
+    if turn.info:
+        found["info"] = bounded(turn.info)
+    return found
+
+
+def _tokens(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:
+    """Return prompt and completion: ids, and of the completion what the engine said of each token."""
+    found: dict[str, Any] = {
+        "prompt_ids": outcome.prompt_ids,
+        "ids": outcome.completion_ids,
+        "logprobs": [round(value, _DIGITS) for value in outcome.logprobs],
+        "mask": [int(value) for value in outcome.loss_mask],
+        "versions": outcome.versions,
+        "turn_starts": list(outcome.turn_starts),
+    }
+    if texts is not None:
+        found["prompt_texts"], found["texts"] = texts(outcome.prompt_ids), texts(outcome.completion_ids)
+    return found
+
+
+def _text(text: Any) -> Any:
+    """Return a text, the middle of a very long one left out; other content (a list of parts) as it is, bounded."""
+    if not isinstance(text, str):
+        return bounded(text, LONGEST_TEXT)
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters are not kept]\n{text[-half:]}"
+
+
+def bounded(value: Any, most: int = INFO_BYTES) -> Any:
+    """Return a value if its JSON has at most ``most`` bytes, else the beginning of it as a text that says so."""
+    if not value:
+        return value
+    encoded = encode_record(value)
+    if len(encoded) <= most:
+        return value
+    return f"{encoded[:most].decode('utf-8', 'replace')} [{len(encoded) - most} bytes are not kept]"

@@ -1,0 +1,224 @@
+"""Reads the rollouts of a run, also while it goes on: lines of the indexes at once, records when they are asked for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realhf.monitor.rollouts.format import (
+    INDEX_SUFFIX,
+    NO_SHARD,
+    PLAY,
+    TRAIN,
+    Header,
+    PlayLine,
+    TrainLine,
+    decode_record,
+    rollouts_folder,
+    shard_name,
+)
+from realhf.monitor.rollouts.index_file import IndexFile, Line
+
+_LARGEST_MEMBER = 2**30
+"""A member is never unpacked to more bytes."""
+
+
+class NoRecord(LookupError):
+    """The record of a line cannot be read; the text says why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Joins what was played with what was trained of it (None: not yet, or never)."""
+
+    play: PlayLine
+    train: TrainLine | None
+
+    @property
+    def step(self) -> int:
+        """The step that trained it, else the one that played it."""
+        return self.train.step if self.train is not None else self.play.step
+
+    @property
+    def staleness(self) -> int | None:
+        """Versions that its oldest token lay behind the weights that trained it."""
+        return self.train.staleness if self.train is not None else None
+
+
+class Known:
+    """Holds the lines of one family, in the order in which they were read. ``lines`` only grows, except in ``clear``;
+    ``newest`` has the number of the newest line of each id."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.newest: dict[str, int] = {}
+        self._begun: dict[int, tuple[Header, int]] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.__init__()
+
+    def add(self, header: Header, lines: Sequence[Line]) -> None:
+        """Take lines of an index."""
+        for line in lines:
+            if header.by_step and not _of_evaluation(line):
+                first = self._begun.get(line.writer)
+                if first is None or line.step < first[1]:
+                    self._begun[line.writer] = header, line.step
+            other = self.newest.get(line.id)
+            if other is None or self.lines[other].time <= line.time:
+                self.newest[line.id] = len(self.lines)
+            self.lines.append(line)
+
+    def current(self) -> Iterator[Line]:
+        """Yield the lines that count: of each id the newest, unless a later incarnation of its worker began again at
+        its step or before, after a run was killed and went on from its checkpoint."""
+        last: dict[int, int] = {}
+        for writer, (own, _) in self._begun.items():
+            later = [
+                first for other, first in self._begun.values() if other.worker == own.worker and other.began > own.began
+            ]
+            if later:
+                last[writer] = min(later)
+        for number in self.newest.values():
+            line = self.lines[number]
+            limit = last.get(line.writer)
+            if limit is None or line.step < limit or _of_evaluation(line):
+                yield line
+
+
+class RolloutStore:
+    """Reads the rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before ``refresh``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = rollouts_folder(Path(folder))
+        self.play, self.train = Known(), Known()
+        self._indexes: list[IndexFile] = []
+        self._missing = False
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the folder, a sentence each; also what its writers said about the recording."""
+        if self._missing:
+            return [f"{self.folder}: there are no rollouts (recording is off, has not begun, or the folder is gone)"]
+        found = [index.problem for index in self._indexes if index.problem]
+        found += [f"{index.path.name}: {note}" for index in self._indexes for note in index.notes]
+        found += [
+            f"{index.path.name}: {index.bad_lines} lines make no sense and are left out"
+            for index in self._indexes
+            if index.bad_lines
+        ]
+        return found
+
+    @property
+    def torn(self) -> list[str]:
+        """Names of the indexes that end within a line: of a run that goes on, or of a process that was killed."""
+        return [index.path.name for index in self._indexes if index.torn]
+
+    def refresh(self) -> int:
+        """Read what was added since the last call; returns how many lines. Files that were replaced are read anew, and
+        so is everything then. Never raises for what it finds: see ``problems``."""
+        try:
+            names = sorted(path for path in self.folder.iterdir() if path.name.endswith(INDEX_SUFFIX))
+        except OSError:
+            self._forget()
+            self._missing = True
+            return 0
+        self._missing = False
+        known = {index.path.name for index in self._indexes}
+        if known - {path.name for path in names} or any(map(_replaced, self._indexes)):
+            self._forget()
+            known = set()
+        self._indexes += [IndexFile(path) for path in names if path.name not in known]
+        return sum(self._more(number, index) for number, index in enumerate(self._indexes))
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rollouts that count, each with what was trained of it."""
+        trained = {line.id: line for line in self.train.current() if isinstance(line, TrainLine)}
+        for line in self.play.current():
+            if isinstance(line, PlayLine):
+                yield Row(line, trained.get(line.id) if line.split == TRAIN else None)
+
+    def find(self, id: str) -> Row | None:
+        """Return the rollout with this id, None if there is none."""
+        number, other = self.play.newest.get(id), self.train.newest.get(id)
+        if number is None:
+            return None
+        line, trained = self.play.lines[number], None if other is None else self.train.lines[other]
+        assert isinstance(line, PlayLine)
+        return Row(line, trained if isinstance(trained, TrainLine) else None)
+
+    def group(self, sample: str) -> list[Row]:
+        """Return the rollouts of a sample in the order of their rows."""
+        found, row = [], 0
+        while (one := self.find(f"{sample}/{row}")) is not None:
+            found.append(one)
+            row += 1
+        return found
+
+    def record(self, line: Line) -> dict[str, Any]:
+        """Return the record of a line. Raises NoRecord when there is none, or its file is gone or damaged."""
+        if line.shard == NO_SHARD:
+            raise NoRecord(f"{line.id}: no record was kept")
+        if not 0 <= line.writer < len(self._indexes):
+            raise NoRecord(f"{line.id}: it was read before the folder was replaced")
+        header = self._indexes[line.writer].header
+        assert header is not None
+        path = self.folder / shard_name(header.family, header.writer, line.shard)
+        try:
+            return _record(_unpacked(path, line), line)
+        except OSError as error:
+            raise NoRecord(f"{line.id}: {path.name}: {error.strerror}") from error
+        except (zlib.error, ValueError, IndexError) as error:
+            raise NoRecord(f"{line.id}: {path.name} is damaged at {line.offset}: {error}") from error
+
+    def _more(self, number: int, index: IndexFile) -> int:
+        try:
+            lines = index.more()
+        except OSError:
+            return 0
+        if index.header is None or not lines:
+            return 0
+        for line in lines:
+            line.writer = number
+        (self.play if index.header.family == PLAY else self.train).add(index.header, lines)
+        return len(lines)
+
+    def _forget(self) -> None:
+        self._indexes = []
+        self.play.clear()
+        self.train.clear()
+
+
+def _replaced(index: IndexFile) -> bool:
+    try:
+        return index.replaced()
+    except OSError:
+        return True
+
+
+def _of_evaluation(line: Line) -> bool:
+    return isinstance(line, PlayLine) and line.split != TRAIN
+
+
+def _unpacked(path: Path, line: Line) -> bytes:
+    with path.open("rb") as file:
+        file.seek(line.offset)
+        member = file.read(line.bytes)
+    if len(member) < line.bytes:
+        raise ValueError("the file is shorter than its index says")
+    unpacker = zlib.decompressobj(wbits=31)
+    text = unpacker.decompress(member, _LARGEST_MEMBER)
+    if not unpacker.eof:
+        raise ValueError("the member does not end where its index says")
+    return text
+
+
+def _record(text: bytes, line: Line) -> dict[str, Any]:
+    record = decode_record(text.split(b"\n")[line.line])
+    if not isinstance(record, dict) or record.get("id") != line.id:
+        raise ValueError("another record lies there")
+    return record

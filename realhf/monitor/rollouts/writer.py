@@ -1,0 +1,211 @@
+"""Writes the rollouts of one process, on a thread of its own: whoever plays or trains waits for nothing.
+
+Whatever goes wrong (a full disk, a folder that is gone, a rollout that cannot be described) is said once in the log;
+the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from realhf.api.trace import PlayedSample, TrainedRows
+from realhf.monitor.rollouts.format import FORMAT as VERSION
+from realhf.monitor.rollouts.format import PLAY, TRAIN, Header, Place, rollouts_folder
+from realhf.monitor.rollouts.play_records import play_records
+from realhf.monitor.rollouts.selection import Selection
+from realhf.monitor.rollouts.shards import Shards
+from realhf.monitor.rollouts.train_records import train_records
+
+MEMBER_BYTES = 256 * 1024
+"""JSON of one member; a record that is larger is a member of its own."""
+FLUSH_S = 2.0
+"""What was given to the writer is on the disk after about this long."""
+MAX_WAITING_TOKENS = 8_000_000
+"""Tokens of the samples and train steps that may wait to be written; what comes then is counted and left out."""
+_CLOSE_S = 20.0
+_log = logging.getLogger(__name__)
+
+
+class RolloutWriter:
+    """Implements ``realhf.api.trace.RolloutRecorder`` in the folder of the run ``run_dir``, for the process ``worker``
+    (``kind/index``), until the folder of rollouts, with the files of all processes, holds ``limit_bytes``. Close it at
+    the end. ``by_step``: see ``Header``."""
+
+    def __init__(
+        self, run_dir: Path, worker: str, selection: Selection, *, limit_bytes: int, by_step: bool = True
+    ) -> None:
+        self.keeps = selection.share > 0
+        self._folder, self._selection, self._limit = rollouts_folder(run_dir), selection, limit_bytes
+        began = time.time()
+        writer = f"{worker.replace('/', '-')}.{int(began * 1000):011x}-{os.getpid():x}"
+        self._families = {
+            family: _Family(
+                Shards(
+                    self._folder,
+                    Header(rollouts=VERSION, family=family, writer=writer, worker=worker, began=began, by_step=by_step),
+                )
+            )
+            for family in (PLAY, TRAIN)
+        }
+        self._waiting: queue.SimpleQueue[PlayedSample | TrainedRows | None] = queue.SimpleQueue()
+        self._lock, self._tokens, self._left_out = threading.Lock(), 0, 0
+        self._begun = False
+        self._thread: threading.Thread | None = None
+        if self.keeps:
+            self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+            self._thread.start()
+
+    def played(self, sample: PlayedSample) -> None:
+        """See ``RolloutRecorder``."""
+        if self.keeps and self._selection.chooses(sample.key or sample.id):
+            self._give(sample)
+
+    def trained(self, rows: TrainedRows) -> None:
+        """See ``RolloutRecorder``."""
+        if self.keeps:
+            self._give(rows)
+
+    def close(self) -> None:
+        """Write what waits, within seconds; harmless when repeated."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self.keeps = False
+        self._waiting.put(None)
+        thread.join(_CLOSE_S)
+        if thread.is_alive():
+            _log.warning("the last rollouts were not written within %g s", _CLOSE_S)
+
+    def _give(self, item: PlayedSample | TrainedRows) -> None:
+        size = _tokens_of(item)
+        with self._lock:
+            room = not self._tokens or self._tokens + size <= MAX_WAITING_TOKENS
+            self._tokens += size if room else 0
+            self._left_out += not room
+        if room:
+            self._waiting.put(item)
+        elif self._left_out == 1:
+            _log.warning("the disk does not keep up: some rollouts are not recorded (%s)", self._folder)
+
+    def _run(self) -> None:
+        try:
+            while self._round():
+                pass
+        except _Full:
+            self._stop(f"the folder of rollouts holds {self._limit} bytes (monitor.rollout_bytes)")
+        except Exception as error:
+            self._stop(f"{type(error).__name__}: {error}")
+        finally:
+            for family in self._families.values():
+                with suppress(OSError):
+                    family.shards.close()
+
+    def _round(self) -> bool:
+        """Take what comes within the time of a flush and write it; returns whether there may be more."""
+        due, more = time.monotonic() + FLUSH_S, True
+        while more and (left := due - time.monotonic()) > 0:
+            try:
+                item = self._waiting.get(timeout=left)
+            except queue.Empty:
+                break
+            more = item is not None
+            if item is not None:
+                self._take(item)
+                with self._lock:
+                    self._tokens -= _tokens_of(item)
+        for family in self._families.values():
+            self._flush(family)
+        if not more and self._left_out:
+            self._families[PLAY].shards.note(f"{self._left_out} samples or steps were left out: the disk was too slow")
+        return more
+
+    def _take(self, item: PlayedSample | TrainedRows) -> None:
+        """Describe an item; one that cannot be described is lost alone."""
+        if isinstance(item, PlayedSample):
+            with_tokens = self._selection.with_tokens(item.key or item.id)
+            family, records = self._families[PLAY], play_records(item, with_tokens=with_tokens)
+        else:
+            family, records = self._families[TRAIN], train_records(item, self._selection)
+        try:
+            found: Iterable[tuple[bytes | None, Place]] = list(records)
+        except Exception:
+            if not family.odd:
+                _log.warning("rollouts that cannot be described are not recorded", exc_info=True)
+            family.odd = True
+            return
+        for record, line in found:
+            if family.add(record, line):
+                self._flush(family)
+
+    def _flush(self, family: _Family) -> None:
+        """Write what has gathered. Raises _Full at the bound of bytes, OSError."""
+        if not family.lines and not family.bare:
+            return
+        if _bytes_in(self._folder, begun=self._begun) >= self._limit:
+            raise _Full
+        family.flush()
+        self._begun = True
+
+    def _stop(self, reason: str) -> None:
+        """Say why nothing more is recorded, in the log and, where that can be written, in the index."""
+        self.keeps = False
+        _log.warning("rollouts are no longer recorded: %s", reason)
+        with suppress(OSError):
+            self._families[PLAY].shards.note(f"recording stopped: {reason}")
+
+
+class _Full(Exception):
+    """The folder holds as many bytes as it may."""
+
+
+class _Family:
+    """Gathers records of one family until they fill a member."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards, self.odd = shards, False
+        self.records: list[bytes] = []
+        self.lines: list[Place] = []
+        self.bare: list[Place] = []
+        self._size = 0
+
+    def add(self, record: bytes | None, line: Place) -> bool:
+        """Take a record and its line; returns whether there is enough for a member."""
+        if record is None:
+            self.bare.append(line)
+            return False
+        self.records.append(record)
+        self.lines.append(line)
+        self._size += len(record) + 1
+        return self._size >= MEMBER_BYTES
+
+    def flush(self) -> None:
+        """Write a member, and the lines."""
+        records, lines, bare = self.records, self.lines, self.bare
+        self.records, self.lines, self.bare, self._size = [], [], [], 0
+        self.shards.append(records, lines, bare)
+
+
+def _tokens_of(item: PlayedSample | TrainedRows) -> int:
+    if isinstance(item, TrainedRows):
+        return len(item.mask)
+    rows = [row for outcome in item.rollouts for row in (outcome, *outcome.branches)]
+    return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+
+
+def _bytes_in(folder: Path, *, begun: bool) -> int:
+    """Return how many bytes the files of a folder hold, 0 where it has not ``begun``. Raises FileNotFoundError when it
+    is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    except FileNotFoundError:
+        if begun:
+            raise
+        return 0
