@@ -31,6 +31,8 @@ setup(
         "realhf": [
             "**/*.yaml",
             "aws/playground/static/*",
+            "base/look/*",
+            "view/static/*",
             "trajectory/http/static/*",
             "env/init/templates/*",
             "py.typed",

@@ -96,6 +96,7 @@ ROOMS: dict[str, str] = {
     "scheduler": "base",
     "monitor/rollouts": "api api/config",
     "monitor": "api api/config base",
+    "view": "api base monitor",
     "launch": "api api/chat api/config base builtins env/doors monitor scheduler transport/network",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
@@ -114,6 +115,7 @@ TORCH_FREE = (
     "realhf/launch",
     "realhf/transport",
     "realhf/trajectory",
+    "realhf/view",
     "experiments",
     "workers/master_worker.py",
     "workers/env_worker.py",

@@ -1,0 +1,81 @@
+"""One run as the page sees it: its files, read as they grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from realhf.monitor.run_files import EVALUATIONS_FILE
+from realhf.view.folder_state import FolderState, read_json, state_of
+from realhf.view.run_config import run_config, run_origin
+from realhf.view.run_metrics import RunMetrics, cell
+from realhf.view.spans import RunSpans
+
+PARTS = {
+    "metrics": ("metrics.jsonl",),
+    "evaluations": (EVALUATIONS_FILE,),
+    "about": ("config.yaml", "provenance.json", "summary.json"),
+    "spans": ("trace",),
+    "rollouts": ("rollouts",),
+}
+"""The parts of a run that change on their own, with the files or folders that they lie in."""
+
+
+class Run:
+    """Is a run folder that is looked at. Methods block; they may be called from several threads."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.metrics = RunMetrics(folder)
+        self.spans = RunSpans(folder)
+
+    def stamps(self) -> dict[str, str]:
+        """Return a text for each part that is another one once the part has changed."""
+        return {part: " ".join(_stamp(self.folder / name) for name in names) for part, names in PARTS.items()}
+
+    def state(self) -> FolderState:
+        """Say whether the run goes on, has ended, or is no run."""
+        try:
+            self.metrics.refresh()
+        except OSError:
+            return state_of(self.folder, 0, None)
+        times = [time for names in PARTS.values() for name in names if (time := _newest(self.folder / name))]
+        return state_of(self.folder, self.metrics.steps, max(times, default=None))
+
+    def about(self) -> dict[str, Any]:
+        """Return what the run was started with and where it came from."""
+        return {"config": run_config(self.folder), "origin": run_origin(self.folder)}
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return a point for each evaluation, way of sampling and group: {step, way, group, success, low, high, ..}."""
+        content = read_json(self.folder / EVALUATIONS_FILE)
+        points: list[dict[str, Any]] = []
+        for step, report in content.items() if isinstance(content, dict) else ():
+            for way, groups in report.items() if isinstance(report, dict) and str(step).isdecimal() else ():
+                for group, entry in groups.items() if isinstance(groups, dict) else ():
+                    if isinstance(entry, dict):
+                        numbers = {str(name): cell(value) for name, value in entry.items()}
+                        points.append({"step": int(step), "way": str(way), "group": str(group), **numbers})
+        return sorted(points, key=lambda point: point["step"])
+
+
+def _stamp(path: Path) -> str:
+    """Describe a file by its identity, size and time; a folder by those of the files in it."""
+    try:
+        about = path.stat()
+        if path.is_dir():
+            inner = [entry.stat() for entry in path.iterdir()]
+            newest = max((item.st_mtime_ns for item in inner), default=0)
+            return f"{len(inner)}:{sum(item.st_size for item in inner)}:{newest}"
+        return f"{about.st_ino}:{about.st_size}:{about.st_mtime_ns}"
+    except OSError:
+        return "-"
+
+
+def _newest(path: Path) -> float | None:
+    try:
+        times = [path.stat().st_mtime, *([entry.stat().st_mtime for entry in path.iterdir()] if path.is_dir() else [])]
+    except OSError:
+        return None
+    return max(times)

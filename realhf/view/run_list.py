@@ -1,0 +1,62 @@
+"""Finds the runs in the folders that were named on the command line."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from realhf.view.folder_state import is_run
+from realhf.view.run import Run
+
+MOST_RUNS = 500
+MOST_DEPTH = 4
+_INNER = frozenset({"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb"})
+"""Folders of a run in which no further run lies."""
+
+
+class RunList:
+    """Keeps the runs in the order in which they were found, so that the number of a run stays its own."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = [Path(os.path.abspath(folder)) for folder in folders]
+        self._runs: dict[Path, Run] = {}
+        self._lock = threading.Lock()
+
+    def refresh(self) -> list[Run]:
+        """Look for runs that were added, and return all. A folder that was named and holds none counts as one, so that
+        the page can say what is wrong with it."""
+        with self._lock:
+            for folder in self._folders:
+                found = [folder] if is_run(folder) else list(_below(folder, MOST_DEPTH))
+                for path in found or [folder]:
+                    if path not in self._runs and len(self._runs) < MOST_RUNS:
+                        self._runs[path] = Run(path, _name(folder, path))
+            return list(self._runs.values())
+
+    def get(self, number: int) -> Run | None:
+        """Return the run with this number; None if there is none."""
+        with self._lock:
+            runs = list(self._runs.values())
+        return runs[number] if 0 <= number < len(runs) else None
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in inner:
+        if path.name in _INNER or path.name.startswith("."):
+            continue
+        if is_run(path):
+            yield path
+        elif depth > 1:
+            yield from _below(path, depth - 1)
+
+
+def _name(folder: Path, path: Path) -> str:
+    if path == folder:
+        return "/".join(path.parts[-2:]) if len(path.parts) > 2 else path.name
+    return path.relative_to(folder).as_posix()

@@ -1,0 +1,161 @@
+"""Serves the page and what it asks for: files of runs, read when they are asked for; nothing is ever written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mimetypes
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from realhf.view.packed import MEDIA_TYPE
+from realhf.view.run import Run
+from realhf.view.run_list import RunList
+from realhf.view.web_guard import WebGuard
+
+CHANGES_S = 20.0
+"""How long a request for changes waits, in seconds; the page asks again at once."""
+LOOK_S = 0.25
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(runs: RunList, *, follow: bool) -> Starlette:
+    """Make the application. ``follow``: the page asks for changes all the time."""
+    api = Api(runs, follow)
+    routes: list[BaseRoute] = [Route("/", _static("index.html"))]
+    routes += [Route(f"/static/{name}", _static(name)) for name in static_files()]
+    routes.append(Route("/static/look.css", _file(resources.files("realhf.base").joinpath("look", "look.css"))))
+    routes += [
+        Route("/api/runs", api.list_runs),
+        Route("/api/changes", api.changes),
+        Route("/api/runs/{run:int}/metrics", api.metrics),
+        Route("/api/runs/{run:int}/evaluations", api.evaluations),
+        Route("/api/runs/{run:int}/about", api.about),
+        Route("/api/runs/{run:int}/spans", api.spans),
+    ]
+    handlers = {OSError: _unreadable}
+    return Starlette(routes=routes, middleware=[Middleware(WebGuard)], exception_handlers=handlers)
+
+
+class Api:
+    """Answers what the page asks. Files are read in threads, so that a slow disk delays nobody else."""
+
+    def __init__(self, runs: RunList, follow: bool) -> None:
+        self._runs = runs
+        self._follow = follow
+
+    async def list_runs(self, request: Request) -> Response:
+        """List all runs with their states."""
+        return _json(await run_in_threadpool(self._list))
+
+    async def changes(self, request: Request) -> Response:
+        """Wait until a part of the runs ``?run=..`` differs from what ``seen`` says, at most ``CHANGES_S``."""
+        numbers = [int(text) for text in request.query_params.getlist("run") if text.isdecimal()][:16]
+        seen = request.query_params.get("seen", "")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CHANGES_S
+        while True:
+            found = await run_in_threadpool(self._changes, numbers)
+            if found["seen"] != seen or loop.time() > deadline or not self._follow:
+                return _json(found)
+            if await request.is_disconnected():
+                return Response(status_code=204)
+            await asyncio.sleep(LOOK_S)
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the rows of a run behind ``start``, column by column."""
+        run = self._run(request)
+
+        def read() -> dict[str, Any]:
+            run.metrics.refresh()
+            return run.metrics.columns(_number(request, "epoch"), _number(request, "start"))
+
+        return _json(await run_in_threadpool(read))
+
+    async def evaluations(self, request: Request) -> Response:
+        """Return the held-out evaluations of a run."""
+        return _json(await run_in_threadpool(self._run(request).evaluations))
+
+    async def about(self, request: Request) -> Response:
+        """Return configuration and origin of a run."""
+        return _json(await run_in_threadpool(self._run(request).about))
+
+    async def spans(self, request: Request) -> Response:
+        """Return the spans of a run behind ``start``, packed."""
+        arguments = _number(request, "epoch"), _number(request, "start")
+        return Response(await run_in_threadpool(self._run(request).spans.packed, *arguments), media_type=MEDIA_TYPE)
+
+    def _list(self) -> dict[str, Any]:
+        runs = self._runs.refresh()
+        return {"follow": self._follow, "runs": [_described(number, run) for number, run in enumerate(runs)]}
+
+    def _changes(self, numbers: list[int]) -> dict[str, Any]:
+        runs = [(number, run) for number in numbers if (run := self._runs.get(number)) is not None]
+        stamps = {str(number): run.stamps() for number, run in runs}
+        states = {str(number): _described(number, run) for number, run in runs}
+        return {
+            "seen": json.dumps([stamps, {n: s["state"] for n, s in states.items()}]),
+            "runs": stamps,
+            "states": states,
+        }
+
+    def _run(self, request: Request) -> Run:
+        run = self._runs.get(request.path_params["run"])
+        if run is None:
+            raise HTTPException(404, "there is no run with this number")
+        return run
+
+
+def static_files() -> list[str]:
+    """Return the names of the files of the page."""
+    return sorted(file.name for file in resources.files("realhf.view").joinpath("static").iterdir() if file.is_file())
+
+
+def _described(number: int, run: Run) -> dict[str, Any]:
+    state = run.state()
+    return {
+        "number": number,
+        "name": run.name,
+        "folder": str(run.folder),
+        "state": state.kind,
+        "text": state.text,
+        "steps": run.metrics.steps,
+    }
+
+
+def _number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    return int(text) if text.isdecimal() and len(text) < 16 else -1
+
+
+def _json(content: Any) -> Response:
+    """Encode as ASCII, so that halves of characters arrive as they are."""
+    return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
+
+
+def _static(name: str) -> Handler:
+    return _file(resources.files("realhf.view").joinpath("static", name))
+
+
+def _file(source: Traversable) -> Handler:
+    content, kind = source.read_bytes(), mimetypes.guess_type(source.name)[0] or "application/octet-stream"
+
+    async def file(request: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return file
+
+
+async def _unreadable(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OSError)
+    return JSONResponse({"detail": f"{error.filename or 'a file'} cannot be read: {error.strerror}"}, 410)

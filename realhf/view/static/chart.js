@@ -1,0 +1,230 @@
+// Curves over the steps: several series on one pair of axes, points with intervals, stacked areas, a shared cursor.
+
+import { h, number, s } from "./dom.js";
+
+const WIDTH = 560;
+const HEIGHT = 210;
+const INSET = { left: 54, right: 12, top: 10, bottom: 24 };
+const MOST_POINTS = 700;
+const listeners = new Set();
+let cursor = null;
+
+/** Set the step that all charts mark and read out; null for none. */
+export function setCursor(step) {
+  cursor = step;
+  for (const one of listeners) one();
+}
+
+/** A running mean that leans on the past by `weight` (0 to below 1), the start corrected for having none. */
+export function smoothed(values, weight) {
+  if (!weight) return values;
+  let mean = 0;
+  let whole = 0;
+  return values.map((value) => {
+    if (typeof value !== "number") return value;
+    mean = weight * mean + (1 - weight) * value;
+    whole = weight * whole + (1 - weight);
+    return mean / whole;
+  });
+}
+
+/**
+ * A chart. `spec`: {title, unit, about, series: [{label, x, y, kind}], points: [{label, x, y, low, high, kind}],
+ * stacked, from0}; `kind` is the number of a colour. `y` may hold null and texts (no number), which are left out.
+ */
+export class Chart {
+  constructor() {
+    this.spec = { title: "", series: [], points: [] };
+    this.heading = h("h3");
+    this.readout = h("p", { class: "readout" });
+    this.drawing = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
+    this.node = h("figure", { class: "chart", tabindex: "0" }, this.heading, this.drawing, this.readout);
+    this.node.addEventListener("keydown", (event) => this.onKey(event));
+    this.drawing.addEventListener("pointermove", (event) => this.onPointer(event));
+    this.drawing.addEventListener("pointerleave", () => setCursor(null));
+    this.onCursor = () => this.drawCursor();
+    listeners.add(this.onCursor);
+  }
+
+  close() {
+    listeners.delete(this.onCursor);
+  }
+
+  draw(spec) {
+    this.spec = spec;
+    this.heading.replaceChildren(spec.title, ...(spec.unit ? [h("span", { class: "muted" }, spec.unit)] : []));
+    if (spec.about) this.heading.title = spec.about;
+    const lines = spec.stacked ? stack(spec.series) : spec.series;
+    const places = extent(lines, spec.points ?? [], spec.stacked || spec.from0);
+    this.places = places;
+    this.drawing.replaceChildren();
+    this.drawing.setAttribute("aria-label", `${spec.title} over the steps`);
+    if (!places) {
+      this.drawing.append(s("text", { x: WIDTH / 2, y: HEIGHT / 2, class: "none" }, "no values yet"));
+      this.readout.replaceChildren();
+      return;
+    }
+    this.drawing.append(...axes(places));
+    for (const line of lines) {
+      if (line.below) this.drawing.append(s("path", { d: area(line, places), class: `fill k${line.kind % 8}` }));
+      else this.drawing.append(...curve(line, places));
+    }
+    for (const point of spec.points ?? []) this.drawing.append(...whisker(point, places));
+    this.mark = s("line", { y1: INSET.top, y2: HEIGHT - INSET.bottom, class: "mark", visibility: "hidden" });
+    this.drawing.append(this.mark);
+    this.drawCursor();
+  }
+
+  /** The steps that a cursor may stand on, in order. */
+  steps() {
+    return [...new Set([...this.spec.series.flatMap((one) => one.x), ...(this.spec.points ?? []).map((one) => one.x)])].sort(
+      (a, b) => a - b,
+    );
+  }
+
+  onKey(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (!move || !this.places) return;
+    const steps = this.steps();
+    const at = cursor === null ? (move > 0 ? -1 : steps.length) : steps.findIndex((step) => step >= cursor);
+    setCursor(steps[Math.max(0, Math.min(steps.length - 1, (at < 0 ? steps.length : at) + move))]);
+    event.preventDefault();
+  }
+
+  onPointer(event) {
+    if (!this.places) return;
+    const box = this.drawing.getBoundingClientRect();
+    const x = ((event.clientX - box.left) / box.width) * WIDTH;
+    const wanted = this.places.left + ((x - INSET.left) / (WIDTH - INSET.left - INSET.right)) * this.places.wide;
+    const steps = this.steps();
+    setCursor(steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]));
+  }
+
+  drawCursor() {
+    if (!this.places) return;
+    const shown = cursor !== null && cursor >= this.places.left && cursor <= this.places.left + this.places.wide;
+    this.mark.setAttribute("visibility", shown ? "visible" : "hidden");
+    if (shown) {
+      this.mark.setAttribute("x1", across(cursor, this.places));
+      this.mark.setAttribute("x2", across(cursor, this.places));
+    }
+    const held = (this.spec.points ?? []).filter((one) => one.x === cursor);
+    const labels = this.spec.series.filter((line) => !line.faint).map((line) => {
+      const value = shown ? line.y[line.x.indexOf(cursor)] : last(line.y);
+      return entry(line, value ?? null);
+    });
+    labels.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y)));
+    this.readout.replaceChildren(h("span", { class: "muted" }, shown ? `step ${cursor}` : "last"), ...labels);
+  }
+}
+
+const last = (values) => values.findLast((value) => value !== null);
+
+function entry(line, value) {
+  return h("span", { class: "entry" }, h("i", { class: `dot k${line.kind % 8}` }), `${line.label} `, h("b", {}, number(value)));
+}
+
+function stack(series) {
+  const below = new Map();
+  return series.map((line) => {
+    const low = line.x.map((step) => below.get(step) ?? 0);
+    const high = line.y.map((value, at) => low[at] + (typeof value === "number" ? value : 0));
+    line.x.forEach((step, at) => below.set(step, high[at]));
+    return { ...line, y: high, below: low };
+  });
+}
+
+function extent(lines, points, from0) {
+  let left = Infinity, right = -Infinity, low = from0 ? 0 : Infinity, high = from0 ? 0 : -Infinity;
+  const take = (x, y) => {
+    if (typeof y !== "number") return;
+    left = Math.min(left, x);
+    right = Math.max(right, x);
+    low = Math.min(low, y);
+    high = Math.max(high, y);
+  };
+  for (const line of lines) line.x.forEach((x, at) => take(x, line.y[at]));
+  for (const one of points) for (const y of [one.low, one.y, one.high]) take(one.x, y);
+  if (left > right) return null;
+  const spare = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
+  const bottom = from0 && low === 0 ? 0 : low - spare;
+  return { left, wide: right - left || 1, low: bottom, tall: high + spare - bottom };
+}
+
+const across = (x, p) => INSET.left + ((x - p.left) / p.wide) * (WIDTH - INSET.left - INSET.right);
+const down = (y, p) => HEIGHT - INSET.bottom - ((y - p.low) / p.tall) * (HEIGHT - INSET.top - INSET.bottom);
+
+function ticks(low, wide, most, whole) {
+  const rough = wide / most;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
+  if (whole) step = Math.max(1, Math.round(step));
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= low + wide + step * 1e-6; at += step) found.push(Number(at.toPrecision(12)));
+  return found;
+}
+
+function axes(p) {
+  const parts = [];
+  for (const y of ticks(p.low, p.tall, 4, false)) {
+    parts.push(s("line", { x1: INSET.left, x2: WIDTH - INSET.right, y1: down(y, p), y2: down(y, p), class: "grid" }));
+    parts.push(s("text", { x: INSET.left - 6, y: down(y, p) + 4, class: "tick left" }, number(y)));
+  }
+  for (const x of ticks(p.left, p.wide, 6, true)) {
+    parts.push(s("text", { x: across(x, p), y: HEIGHT - 6, class: "tick" }, String(x)));
+  }
+  return parts;
+}
+
+function thinned(line) {
+  const size = line.x.length;
+  if (size <= 2 * MOST_POINTS) return Array.from({ length: size }, (_, at) => at);
+  const kept = [];
+  for (let part = 0; part < MOST_POINTS; part++) {
+    const from = Math.floor((part * size) / MOST_POINTS), to = Math.floor(((part + 1) * size) / MOST_POINTS);
+    let low = from, high = from;
+    for (let at = from; at < to; at++) {
+      if (line.y[at] < line.y[low]) low = at;
+      if (line.y[at] > line.y[high]) high = at;
+    }
+    kept.push(Math.min(low, high), ...(low === high ? [] : [Math.max(low, high)]));
+  }
+  return kept;
+}
+
+function curve(line, p) {
+  let path = "";
+  let pen = "M";
+  const lone = [];
+  for (const at of thinned(line)) {
+    if (typeof line.y[at] !== "number") {
+      pen = "M";
+      continue;
+    }
+    path += `${pen}${across(line.x[at], p).toFixed(1)},${down(line.y[at], p).toFixed(1)}`;
+    pen = "L";
+  }
+  if (line.y.filter((value) => typeof value === "number").length === 1) {
+    const at = line.y.findIndex((value) => typeof value === "number");
+    lone.push(s("circle", { cx: across(line.x[at], p), cy: down(line.y[at], p), r: 3, class: `point k${line.kind % 8}` }));
+  }
+  return [s("path", { d: path, class: `curve k${line.kind % 8}${line.faint ? " faint" : ""}${line.dashed ? " dashed" : ""}` }), ...lone];
+}
+
+function area(line, p) {
+  const kept = thinned(line);
+  const top = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${down(line.y[at], p).toFixed(1)}`);
+  const bottom = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${down(line.below[at], p).toFixed(1)}`).reverse();
+  return `M${[...top, ...bottom].join("L")}Z`;
+}
+
+function whisker(point, p) {
+  if (typeof point.y !== "number") return [];
+  const x = across(point.x, p);
+  const parts = [];
+  if (typeof point.low === "number" && typeof point.high === "number") {
+    parts.push(s("line", { x1: x, x2: x, y1: down(point.low, p), y2: down(point.high, p), class: `whisker k${point.kind % 8}` }));
+  }
+  parts.push(s("circle", { cx: x, cy: down(point.y, p), r: 3.5, class: `point k${point.kind % 8}` }));
+  return parts;
+}

@@ -1,0 +1,54 @@
+// Makes elements. Text of a run is only ever set as text, so nothing in it is interpreted.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function filled(made, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "text") made.textContent = value;
+    else made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+/** An HTML element; `on<event>` adds a listener, `text` sets the text. */
+export function h(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+/** An element of SVG. */
+export function s(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+export const $ = (id) => document.getElementById(id);
+
+/** A number as a person reads it. */
+export function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return size >= 1000 ? value.toFixed(0) : size >= 100 ? value.toFixed(1) : String(Number(value.toPrecision(4)));
+}
+
+export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+
+/** A table whose cells are text or elements. */
+export function table(heads, rows, attributes = {}) {
+  const cell = (name, content, extra = {}) => h(name, extra, content instanceof Node ? content : String(content ?? ""));
+  return h(
+    "div",
+    { class: "scroll" },
+    h(
+      "table",
+      attributes,
+      h("thead", {}, h("tr", {}, heads.map((head) => cell("th", head, { scope: "col" })))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((content) => cell("td", content))))),
+    ),
+  );
+}

@@ -1,0 +1,168 @@
+// The overview: what a run is, its curves, and several runs on the same axes with what they were told differently.
+
+import { Chart, setCursor, smoothed } from "./chart.js";
+import { h, number, percent, table } from "./dom.js";
+import { PANELS, panelOfRun, panelOfRuns } from "./panels.js";
+
+export async function show(place, context) {
+  const page = new Overview(place, context);
+  await page.load();
+  return page;
+}
+
+class Overview {
+  constructor(place, context) {
+    this.context = context;
+    this.weight = Number(context.params.get("smooth") ?? 0);
+    this.charts = PANELS.map((panel) => ({ panel, chart: new Chart() }));
+    this.others = new Map();
+    this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["/", "find a metric"]];
+    this.figures = h("div", { class: "cards" });
+    this.smoothing = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: this.weight, id: "smooth" });
+    this.smoothing.addEventListener("input", () => this.smooth(Number(this.smoothing.value)));
+    this.search = h("input", { type: "search", id: "metric-search", placeholder: "Find a metric, e.g. ratio", "aria-label": "Find a metric", autocomplete: "off" });
+    this.search.addEventListener("input", () => this.drawOthers());
+    this.rest = h("div", { class: "charts" });
+    this.all = h("details", { class: "all" }, h("summary", {}, "Every metric"), this.search, this.rest);
+    this.all.addEventListener("toggle", () => this.drawOthers());
+    this.about = h("section", { class: "about" });
+    this.evaluated = h("section", {});
+    const tools = h("div", { class: "bar" }, h("label", { for: "smooth" }, "Smoothing"), this.smoothing);
+    const charts = h("div", { class: "charts" }, this.charts.map((one) => one.chart.node));
+    place.append(this.figures, tools, charts, this.evaluated, this.all, this.about);
+  }
+
+  async load() {
+    await Promise.all(this.context.runs.map((run) => run.isGone || run.refreshMetrics()));
+    this.draw();
+    await this.drawAbout();
+  }
+
+  async update(parts) {
+    if (parts.has("metrics") || parts.has("evaluations")) {
+      await Promise.all(this.context.runs.map((run) => run.isGone || run.refreshMetrics()));
+      this.draw();
+    }
+    if (parts.has("about")) await this.drawAbout();
+  }
+
+  close() {
+    for (const { chart } of [...this.charts, ...this.others.values()]) chart.close();
+    setCursor(null);
+  }
+
+  key(event) {
+    if (event.key === "s") this.smooth(this.weight >= 0.9 ? 0 : Number((this.weight + 0.3).toFixed(2)));
+    else if (event.key === "/") {
+      this.all.open = true;
+      this.search.focus();
+    } else return false;
+    return true;
+  }
+
+  smooth(weight) {
+    this.weight = weight;
+    this.smoothing.value = weight;
+    this.context.go("overview", { smooth: weight }, true);
+    this.draw();
+  }
+
+  draw() {
+    const { runs } = this.context;
+    this.drawFigures();
+    for (const { panel, chart } of this.charts) this.drawPanel(panel, chart);
+    this.drawEvaluations();
+    if (this.all.open) this.drawOthers();
+    const unreadable = runs.filter((run) => run.metrics.unreadable).map((run) => `${run.name}: ${run.metrics.unreadable}`);
+    this.context.notice(unreadable.length ? `Lines of metrics.jsonl that make no sense are left out. ${unreadable.join(", ")}` : "");
+  }
+
+  drawPanel(panel, chart) {
+    const { runs } = this.context;
+    const line = (one) =>
+      this.weight ? [{ ...one, faint: true, label: one.label }, { ...one, y: smoothed(one.y, this.weight) }] : [one];
+    const spec = runs.length > 1 ? panelOfRuns(panel, runs, line) : panelOfRun(panel, runs[0], line);
+    chart.node.hidden = !spec;
+    if (spec) chart.draw(spec);
+  }
+
+  drawFigures() {
+    const card = (label, value, note = "") => h("div", { class: "card" }, h("span", {}, label), h("b", {}, value), h("small", {}, note));
+    this.figures.replaceChildren(
+      ...this.context.runs.flatMap((run, kind) => {
+        const { steps, columns } = run.metrics;
+        const at = steps.length - 1;
+        const value = (name) => columns[name]?.[at];
+        const held = run.evaluations.filter((one) => one.way === "sampled" && one.group === "overall");
+        const [first, final] = [held[0], held.at(-1)];
+        const change = first && final && first !== final ? `from ${percent(first.success)} before` : "";
+        const name = this.context.runs.length > 1 ? `${run.name}: ` : "";
+        const cards = [
+          card(`${name}step`, number(steps[at] ?? 0), run.state),
+          card("reward", number(value("reward/mean"))),
+          card("success", percent(value("success/overall"))),
+          card("held-out success", percent(final?.success), final ? `step ${final.step}; ${change}` : "none yet"),
+          card("a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`),
+        ];
+        if (this.context.runs.length > 1) cards[0].classList.add("named", `k${kind % 8}`);
+        return cards;
+      }),
+    );
+  }
+
+  drawEvaluations() {
+    const rows = this.context.runs.flatMap((run) =>
+      run.evaluations.map((one) => [
+        ...(this.context.runs.length > 1 ? [run.name] : []),
+        one.step, one.way, one.group, percent(one.success),
+        typeof one.low === "number" ? `${percent(one.low)} to ${percent(one.high)}` : "",
+        number(one.reward), number(one.episodes), number(one.failed), number(one.version),
+      ]),
+    );
+    const heads = ["step", "sampling", "group", "success", "95 % interval", "reward", "episodes", "failed", "version"];
+    if (this.context.runs.length > 1) heads.unshift("run");
+    this.evaluated.replaceChildren(...(rows.length ? [h("h2", {}, "Held-out evaluations"), table(heads, rows)] : []));
+  }
+
+  drawOthers() {
+    if (!this.all.open) return;
+    const wanted = this.search.value.trim().toLowerCase();
+    const names = [...new Set(this.context.runs.flatMap((run) => Object.keys(run.metrics.columns)))].sort();
+    const shown = names.filter((name) => name.toLowerCase().includes(wanted)).slice(0, 60);
+    for (const [name, { chart }] of this.others) {
+      if (!shown.includes(name)) {
+        chart.close();
+        this.others.delete(name);
+      }
+    }
+    for (const name of shown) {
+      if (!this.others.has(name)) this.others.set(name, { chart: new Chart(), panel: { title: name, names: [name] } });
+      const { panel, chart } = this.others.get(name);
+      this.drawPanel(panel, chart);
+    }
+    const left = names.filter((name) => name.toLowerCase().includes(wanted)).length - shown.length;
+    this.rest.replaceChildren(...shown.map((name) => this.others.get(name).chart.node), ...(left > 0 ? [h("p", { class: "muted" }, `and ${left} more: say more of the name`)] : []));
+  }
+
+  async drawAbout() {
+    const { runs } = this.context;
+    const abouts = await Promise.all(runs.map((run) => run.about().catch(() => ({ config: {}, origin: {} }))));
+    const parts = [h("h2", {}, runs.length > 1 ? "What they were told differently" : "What it was started with")];
+    if (runs.length > 1) {
+      const options = [...new Set(abouts.flatMap((one) => Object.keys(one.config)))];
+      const differing = options.filter((name) => new Set(abouts.map((one) => one.config[name])).size > 1);
+      const rows = differing.map((name) => [h("code", {}, name), ...abouts.map((one) => one.config[name] ?? "–")]);
+      parts.push(rows.length ? table(["option", ...runs.map((run) => run.name)], rows, { id: "difference" }) : h("p", {}, "Their configurations are the same."));
+    }
+    runs.forEach((run, at) => {
+      const { origin, config } = abouts[at];
+      if (origin.command) parts.push(h("pre", { class: "command" }, origin.command));
+      const commit = origin.commit ? `Commit ${origin.commit.slice(0, 12)}${origin.modified ? " with changes" : ""}, Python ${origin.python}` : "";
+      parts.push(
+        h("p", { class: "muted" }, `${run.folder}. ${commit}`),
+        h("details", {}, h("summary", {}, `Configuration of ${run.name}`), table(["option", "value"], Object.entries(config).map(([name, value]) => [h("code", {}, name), value]))),
+      );
+    });
+    this.about.replaceChildren(...parts);
+  }
+}

@@ -1,0 +1,79 @@
+// Which metrics the overview shows, in which charts. Names as in docs/metrics.md.
+
+/**
+ * Each panel: title, unit, about; `names` in the order of their weight (a comparison of runs shows the first that there
+ * is), or `start`: all metrics that begin so. `held`: the figure of held-out evaluations that belongs to it.
+ */
+export const PANELS = [
+  { title: "Reward", names: ["reward/mean", "reward/std"], held: "reward", about: "mean over the rollouts of a step" },
+  { title: "Success", start: "success/", first: "success/overall", held: "success", from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
+  { title: "Where the time goes", unit: "s", times: true, about: "calls of a step; what overlaps adds up to more than the step" },
+  { title: "Length", unit: "tokens", names: ["length/mean", "length/max"], from0: true },
+  { title: "Truncated", unit: "share", names: ["length/truncated"], from0: true },
+  { title: "Entropy", unit: "nats", names: ["policy/entropy", "policy/entropy_exact"], from0: true },
+  { title: "Groups with signal", names: ["groups/with_signal", "groups/total"], from0: true, about: "groups whose rollouts differ in reward; the others teach nothing" },
+  { title: "Mismatch", unit: "nats", names: ["mismatch/kl", "mismatch/abs_p99"], about: "engine against trainer" },
+  { title: "KL from the reference", unit: "nats", names: ["policy/kl_ref"] },
+  { title: "Clipped", unit: "share", names: ["policy/clip_fraction"], from0: true },
+  { title: "Gradient norm", names: ["policy/grad_norm"], from0: true },
+  { title: "Staleness", unit: "versions", names: ["staleness/mean", "staleness/max"], from0: true },
+  { title: "Admission and buffer", unit: "samples", names: ["admission/running", "admission/capacity", "admission/staged", "buffer/resident"], from0: true },
+  { title: "Occupancy", unit: "share", names: ["generation/occupancy", "training/occupancy"], from0: true },
+  { title: "Throughput", unit: "tokens/s", names: ["throughput/tokens_per_second"], from0: true },
+  { title: "Failures", start: "failures/", first: "rollouts/failed", names: ["rollouts/failed"], from0: true, about: "rollouts without a result; they are no zeros" },
+  { title: "Critic", names: ["critic/explained_variance", "critic/loss"] },
+];
+
+const TIME = /^time\/(?!step$|fetch\/|queue\/|part\/|episode\/)[^/]+$/;
+
+/** Names of the metrics of a panel that a run has. */
+export function namesOf(panel, columns) {
+  if (panel.times) return Object.keys(columns).filter((name) => TIME.test(name));
+  const named = (panel.names ?? []).filter((name) => name in columns);
+  return panel.start ? [...named, ...Object.keys(columns).filter((name) => name.startsWith(panel.start)).sort()] : named;
+}
+
+/** What a chart of one run draws. */
+export function panelOfRun(panel, run, smooth) {
+  const { steps, columns } = run.metrics;
+  const series = namesOf(panel, columns).map((name, kind) => ({ label: short(name), x: steps, y: columns[name], kind }));
+  const points = panel.held ? held(panel, run, series) : [];
+  if (!series.length && !points.length) return null;
+  if (panel.times) return { ...panel, series, points, stacked: true };
+  return { ...panel, series: series.flatMap((line) => smooth(line)), points };
+}
+
+/** What a chart of several runs draws: of each the panel's first metric, on the same axes. */
+export function panelOfRuns(panel, runs, smooth) {
+  const name = panel.times ? "time/step" : panel.first ?? panel.names[0];
+  const series = [];
+  const points = [];
+  runs.forEach((run, kind) => {
+    const { steps, columns } = run.metrics;
+    if (columns[name]) series.push(...smooth({ label: run.name, x: steps, y: columns[name], kind }));
+    if (panel.held) points.push(...evaluated(run, panel.held, "overall").map((one) => ({ ...one, label: run.name, kind })));
+  });
+  return series.length || points.length ? { ...panel, title: panel.times ? "Time of a step" : panel.title, series, points } : null;
+}
+
+function held(panel, run, series) {
+  const groups = [...new Set(run.evaluations.map((one) => one.group))];
+  return groups.flatMap((group) => {
+    const own = series.findIndex((line) => line.label === group);
+    if (panel.held !== "success" && group !== "overall") return [];
+    return evaluated(run, panel.held, group).map((one) => ({ ...one, label: group, kind: Math.max(own, 0) }));
+  });
+}
+
+function evaluated(run, figure, group) {
+  return run.evaluations
+    .filter((one) => one.group === group && one.way === "sampled" && typeof one[figure] === "number")
+    .map((one) => ({
+      x: one.step,
+      y: one[figure],
+      low: figure === "success" ? one.low : null,
+      high: figure === "success" ? one.high : null,
+    }));
+}
+
+const short = (name) => name.split("/").slice(1).join("/") || name;

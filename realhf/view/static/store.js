@@ -1,0 +1,102 @@
+// What the page knows of the runs, and how it learns more of them.
+
+export class Gone extends Error {}
+
+async function ask(path, signal) {
+  const reply = await fetch(path, { signal });
+  if (reply.ok) return reply;
+  const detail = (await reply.json().catch(() => ({}))).detail ?? reply.statusText;
+  throw reply.status === 410 ? new Gone(detail) : new Error(detail);
+}
+
+export const askJson = async (path, signal) => (await ask(path, signal)).json();
+
+const ARRAYS = { f64: Float64Array, f32: Float32Array, i32: Int32Array, u32: Uint32Array, u16: Uint16Array, u8: Uint8Array };
+
+/** Header and typed arrays of a packed answer; the arrays look into its memory and copy nothing. */
+export async function askPacked(path) {
+  const buffer = await (await ask(path)).arrayBuffer();
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const arrays = {};
+  for (const [name, place] of Object.entries(header.arrays)) {
+    arrays[name] = new ARRAYS[place.kind](buffer, 4 + length + place.offset, place.length);
+  }
+  return { header, arrays };
+}
+
+/** One run: the parts that were asked for, kept and added to. */
+export class RunData {
+  constructor(about) {
+    Object.assign(this, about);
+    this.stamps = {};
+    this.parts = {};
+    this.metrics = { epoch: 0, steps: [], columns: {}, unreadable: 0 };
+    this.evaluations = [];
+  }
+
+  get isGone() {
+    return this.state === "gone";
+  }
+
+  /** Ask for metrics and evaluations that were added. */
+  async refreshMetrics() {
+    const known = this.metrics;
+    const path = `/api/runs/${this.number}`;
+    const more = await askJson(`${path}/metrics?epoch=${known.epoch}&start=${known.steps.length}`);
+    if (more.start === 0) {
+      this.metrics = more;
+    } else {
+      const before = known.steps.length;
+      known.steps.push(...more.steps);
+      for (const name of Object.keys(more.columns)) known.columns[name] ??= new Array(before).fill(null);
+      for (const [name, values] of Object.entries(known.columns)) {
+        values.push(...(more.columns[name] ?? new Array(more.steps.length).fill(null)));
+      }
+      known.unreadable = more.unreadable;
+    }
+    this.evaluations = await askJson(`${path}/evaluations`);
+  }
+
+  /** Configuration and origin, asked for once. */
+  async about() {
+    this.parts.about ??= await askJson(`/api/runs/${this.number}/about`);
+    return this.parts.about;
+  }
+}
+
+export class Store {
+  constructor() {
+    this.runs = [];
+    this.follow = false;
+    this.seen = "";
+  }
+
+  /** Learn which runs there are. */
+  async refresh() {
+    const found = await askJson("/api/runs");
+    this.follow = found.follow;
+    for (const about of found.runs) {
+      if (this.runs[about.number]) Object.assign(this.runs[about.number], about);
+      else this.runs[about.number] = new RunData(about);
+    }
+  }
+
+  /** Wait for a change of these runs; returns for each number of a run the set of its parts that changed. */
+  async changes(numbers, signal) {
+    const query = new URLSearchParams(numbers.map((one) => ["run", one]));
+    query.set("seen", this.seen);
+    const found = await askJson(`/api/changes?${query}`, signal);
+    const changed = new Map();
+    for (const [text, stamps] of Object.entries(found.runs)) {
+      const run = this.runs[Number(text)];
+      const parts = Object.keys(stamps).filter((part) => stamps[part] !== run.stamps[part]);
+      changed.set(run.number, new Set(parts));
+      run.stamps = stamps;
+      if (parts.includes("about")) delete run.parts.about;
+      Object.assign(run, found.states[text]);
+    }
+    this.seen = found.seen;
+    return changed;
+  }
+}

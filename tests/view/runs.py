@@ -1,0 +1,43 @@
+"""Run folders for the tests, written by hand, and the page's server over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from realhf.view.run_list import RunList
+from realhf.view.server import create_app
+
+URL = "http://127.0.0.1:8765"
+
+
+def write_run(folder: Path, *, steps: int = 3, config: str = "seed: 1\nppo:\n  lr: 0.1\n", ended: bool = True) -> Path:
+    """A small run that ended, or was killed after ``steps`` steps."""
+    (folder / "trace").mkdir(parents=True)
+    rows = [{"step": step, "reward/mean": step / 10, "time/step": 1.5} for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(config)
+    held = {"overall": {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 10, "failed": 1}}
+    (folder / "evaluations.json").write_text(json.dumps({"0": {"sampled": held}}))
+    span = {"name": "train/actor_train", "ph": "X", "ts": 1_000_000, "pid": 1, "tid": 2, "dur": 500_000}
+    (folder / "trace" / "master.jsonl").write_text(json.dumps(span) + "\n")
+    if ended:
+        (folder / "summary.json").write_text(json.dumps({"steps": steps}))
+    return folder
+
+
+def add_step(folder: Path, values: Mapping[str, Any]) -> None:
+    """One more line of metrics."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+def client(*folders: Path, follow: bool = False) -> TestClient:
+    """The page's server, without a socket. The runs of the folders are known already."""
+    runs = RunList(folders)
+    runs.refresh()
+    return TestClient(create_app(runs, follow=follow), base_url=URL)
