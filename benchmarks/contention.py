@@ -36,6 +36,9 @@ from typing import Any
 
 import psutil
 
+from realhf.monitor.headline import call_times
+from realhf.monitor.metrics.renaming import public_names
+
 HERE = Path(__file__).resolve().parent.parent
 WARM_UP = 3
 """Steps at the beginning that are not counted."""
@@ -116,8 +119,8 @@ class Run:
             self._wait_for(number + 1)
             wall, total, ours = (after - then for after, then in zip(self._moment(strangers), before, strict=True))
             row = self._rows()[number]
-            phases = {name.partition("/")[2]: value for name, value in row.items() if name.startswith("seconds/")}
-            found.append(Step({**phases, "step": row["step_seconds"]}, max(0.0, total - ours) / wall))
+            phases = call_times(row)
+            found.append(Step({**phases, "step": row["time/step"]}, max(0.0, total - ours) / wall))
         return found
 
     def _wait_for(self, step: int) -> None:
@@ -134,7 +137,7 @@ class Run:
     def _rows(self) -> list[dict[str, float]]:
         with suppress(FileNotFoundError):
             text = (self._folder / "metrics.jsonl").read_text(encoding="utf-8")
-            return [json.loads(line) for line in text.split("\n")[:-1]]
+            return [public_names(json.loads(line)) for line in text.split("\n")[:-1]]
         return []
 
     def _moment(self, strangers: Sequence[psutil.Process]) -> tuple[float, float, float]:

@@ -64,9 +64,10 @@ def play(options: argparse.Namespace, policy: Path, runs: Path, rate: float, num
     folder = runs / "grpo_aws_async" / trial
     measured = measure(command, folder, runs / f"{trial}.log", options.steps, BATCH)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    prefix = "rollout/failed/"
-    failures = {name[len(prefix) :]: value for name, value in rows[-1].items() if name.startswith(prefix)}
-    failed = sum(row["rollout/failed_rollouts"] for row in rows)
+    prefix = "failures/"
+    kinds = sorted({name for row in rows for name in row if name.startswith(prefix)})
+    failures = {name[len(prefix) :]: sum(row.get(name, 0.0) for row in rows) for name in kinds}
+    failed = sum(row["rollouts/failed"] for row in rows)
     return Played(measured.rate, sum(measured.cpu.values()), failures, failed)
 
 

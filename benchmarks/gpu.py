@@ -252,7 +252,7 @@ def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
             lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
             return [Row(what, None, "", f"ended with {done.returncode}: {lines[-1][:160]}")]
         text = (Path(folder) / "grpo_aws" / "measured" / "metrics.jsonl").read_text(encoding="utf-8")
-    seconds = [row["step_seconds"] for row in map(json.loads, text.splitlines())][DEFAULT_SKIPPED:]
+    seconds = [row["time/step"] for row in map(json.loads, text.splitlines())][DEFAULT_SKIPPED:]
     remark = (
         f"{min(seconds):.3g} to {max(seconds):.3g} s of {len(seconds)} steps, environment and models on {device.type}"
     )

@@ -46,8 +46,8 @@ def trained(root: Path, name: str, *arguments: str) -> list[dict]:
 def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root: Path) -> None:
     """By the second algorithm, which needs no reference."""
     rows = trained(root, "countdown", "experiment=reinforce", "env=countdown", "ppo.entropy_coef=0.05")
-    assert len(rows) == 2 and all(row["actor_train/n_tokens"] > 0 for row in rows)
-    assert [(row["actor_train/n_updates"], row["rew_inf/n_scored"]) for row in rows] == [(1, 4), (1, 4)]
+    assert len(rows) == 2 and all(row["batch/tokens"] > 0 for row in rows)
+    assert [(row["policy/updates"], row["rew_inf/n_scored"]) for row in rows] == [(1, 4), (1, 4)]
     assert not [name for row in rows for name in row if name.startswith("ref_inf")]
 
 
@@ -67,12 +67,10 @@ def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counte
         "rollout.sessions=6",
         "total_train_steps=3",
     )
-    assert len(rows) == 3 and all(math.isfinite(row["actor_train/loss"]) for row in rows)
-    assert any(row["actor_train/n_sequences"] > 2 * 6 for row in rows), "branches are rows of their own"
-    assert sum(row.get("rollout/failed/agent", 0) for row in rows) > 0
-    assert not any(
-        name.startswith("rollout/failed/") and name != "rollout/failed/agent" for row in rows for name in row
-    )
+    assert len(rows) == 3 and all(math.isfinite(row["policy/loss"]) for row in rows)
+    assert any(row["batch/sequences"] > 2 * 6 for row in rows), "branches are rows of their own"
+    assert sum(row.get("failures/agent", 0) for row in rows) > 0
+    assert not any(name.startswith("failures/") and name != "failures/agent" for row in rows for name in row)
     evaluations = json.loads((root / "branches" / "default" / "evaluations.json").read_text())
     played = {step: report["sampled"]["overall"] for step, report in evaluations.items()}
     assert {step: entry["episodes"] + entry["failed"] for step, entry in played.items()} == {"0": 1, "3": 1}

@@ -95,7 +95,8 @@ ROOMS: dict[str, str] = {
     "trajectory": "trajectory/http",
     "scheduler": "base",
     "monitor/rollouts": "api api/config",
-    "monitor": "api api/config base",
+    "monitor/metrics": "",
+    "monitor": "api api/config base monitor/metrics",
     "view": "api base monitor",
     "launch": "api api/chat api/config base builtins env/doors monitor scheduler transport/network",
 }

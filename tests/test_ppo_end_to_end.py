@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.process_family import family, gone
+from tests.test_end_to_end import undescribed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -58,7 +59,7 @@ OPTIONS = (
     "monitor.plot_every_steps=0",
     "torch_threads=1",
 )
-COMPUTED = ("actor_train/", "critic_train/", "critic_inf/", "ref_inf/", "rew_inf/")
+COMPUTED = ("policy/", "critic/", "mismatch/", "batch/", "groups/", "critic_inf/", "ref_inf/", "rew_inf/")
 
 
 class Run:
@@ -114,12 +115,13 @@ def together(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> dic
 
 def test_the_critic_learns_first_and_then_both_do(together: dict[int, dict[str, Any]]) -> None:
     assert sorted(together) == [*range(1, STEPS + 1)]
-    assert [row["actor_train/n_updates"] for row in together.values()] == [0, *[2] * (STEPS - 1)]
-    assert all(row["critic_train/n_updates"] == 2 and row["critic_train/loss"] > 0 for row in together.values())
-    assert together[1]["critic_train/value_mean"] == 0 != together[2]["critic_train/value_mean"]
-    apart = [abs(row["actor_train/kl_of_sequence"]) for row in together.values()]
+    assert [row["policy/updates"] for row in together.values()] == [0, *[2] * (STEPS - 1)]
+    assert not undescribed([*together.values()])
+    assert all(row["critic/updates"] == 2 and row["critic/loss"] > 0 for row in together.values())
+    assert together[1]["critic/value_mean"] == 0 != together[2]["critic/value_mean"]
+    apart = [abs(row["policy/kl_sequence"]) for row in together.values()]
     assert max(apart[:2]) < 1e-5 < apart[2], "the actor has moved once before the third step"
-    steered = [row["actor_train/kl_ctl"] for row in together.values()]
+    steered = [row["policy/kl_coefficient"] for row in together.values()]
     assert steered[0] == 0.01 > steered[1] > steered[2], "nothing lay off the reference"
 
 
@@ -140,5 +142,5 @@ def test_asynchronously_the_critic_learns_beside_the_actor(tmp_path: Path, tiny_
     """At the trainer, from episodes that rollout workers stream; what the sampler says otherwise is weighed."""
     options = ("experiment=ppo_async", "total_train_steps=2", "rollout.sessions=4")
     rows = Run(tmp_path, "streamed", tiny_policy, *options).finish()
-    assert sorted(rows) == [1, 2] and all(row["critic_train/n_updates"] == 2 for row in rows.values())
-    assert rows[2]["actor_train/n_updates"] == 2 and rows[2]["actor_train/behav_weight_mean"] > 0
+    assert sorted(rows) == [1, 2] and all(row["critic/updates"] == 2 for row in rows.values())
+    assert rows[2]["policy/updates"] == 2 and rows[2]["policy/behaviour_weight_mean"] > 0

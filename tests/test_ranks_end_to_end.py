@@ -72,5 +72,5 @@ def test_a_killed_rank_is_named_and_one_worker_goes_on(tmp_path: Path) -> None:
     after = rows(tmp_path)
     assert "resumed after step" in output and len(after) == 60
     for cut, whole in zip(before, after, strict=False):
-        assert whole["actor_train/loss"] == pytest.approx(cut["actor_train/loss"], rel=1e-4)
-    assert after[-1]["actor_train/loss"] < after[0]["actor_train/loss"] - 1
+        assert whole["policy/loss"] == pytest.approx(cut["policy/loss"], rel=1e-4)
+    assert after[-1]["policy/loss"] < after[0]["policy/loss"] - 1

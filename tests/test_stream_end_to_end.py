@@ -156,10 +156,10 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(
     assert [row["stream_gen/redelivered"] for row in found] == [1, 0, 0]
     assert [row["stream_gen/server_step"] for row in found] == [0, 1, 2]
     for row in found:
-        assert row["stream_gen/n_sequences"] == 4 and row["actor_train/n_groups"] == 2
-        assert row["actor_train/mismatch_abs"] < 0.5
-    assert found[0]["actor_train/mismatch_abs"] < 1e-3, "the producer's log-probabilities are the trainer's own"
-    assert len({row["actor_train/loss"] for row in found}) == 3 and found[1]["actor_train/kl_ref"] > 0
+        assert row["stream_gen/n_sequences"] == 4 and row["groups/total"] == 2
+        assert row["mismatch/abs_mean"] < 0.5
+    assert found[0]["mismatch/abs_mean"] < 1e-3, "the producer's log-probabilities are the trainer's own"
+    assert len({row["policy/loss"] for row in found}) == 3 and found[1]["policy/kl_ref"] > 0
     assert "assistant" in (run / "episodes.txt").read_text()
     assert (run / "policy" / "config.json").exists()
     summary = json.loads((run / "summary.json").read_text())

@@ -46,6 +46,7 @@ from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.step_source import StepSource, SynchronousSteps
 from realhf.monitor.events import EventStream
 from realhf.monitor.graph_files import write_graph_files
+from realhf.monitor.metrics.renaming import calls_of, public_names
 from realhf.monitor.metrics_log import flatten_step
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
@@ -81,6 +82,8 @@ class MasterWorker:
         # The launcher starts successors of these: their death is no reason to wait for them no longer.
         self._replaceable = {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
+        plays = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+        self._named_calls = calls_of(self._trains, plays)
         self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s)
         self._wall_before = 0.0
         self._saved_step = 0
@@ -108,6 +111,7 @@ class MasterWorker:
                     tracer=tracer,
                     completed_steps=checkpoint.step if checkpoint else 0,
                     total_steps=self._spec.total_train_steps,
+                    evaluation=self._spec.evaluation,
                 )
                 stack.callback(self._log.close)
                 await self._train(stack)
@@ -287,7 +291,7 @@ class MasterWorker:
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         metrics |= await self._steps.step_metrics(report)
         episodes += self._steps.episodes(report)
-        self._log.step(step, metrics, episodes)
+        self._log.step(step, public_names(metrics, **self._named_calls), episodes)
         for call in report.calls:
             if call.stats.get("skipped"):
                 self._log.skipped(step, call.mfc, call.ids, call.stats)

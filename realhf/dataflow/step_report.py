@@ -71,8 +71,8 @@ def merge_stats(parts: Sequence[Mapping[str, Any]], weights: Sequence[int], *, p
     """Statistics of several shards (``parallel``) or of several calls after one another.
 
     Names ending in ``_seconds`` or ``_s`` are durations: the longest of shards, the sum of calls. Names ending
-    in ``_tokens`` or ``rollouts``, beginning with ``n_`` or ``failed/``, and ``skipped`` are counts: summed. Other
-    numbers are means weighted by samples; lists are joined; of anything else the first is kept.
+    in ``_tokens`` or ``rollouts``, beginning with ``n_``, ``failed/`` or ``retried/``, and ``skipped`` are counts:
+    summed. Other numbers are means weighted by samples; lists are joined; of anything else the first is kept.
     """
     if len(parts) == 1:
         return dict(parts[0])
@@ -91,6 +91,6 @@ def _merge(name: str, found: Sequence[tuple[Any, int]], parallel: bool) -> Any:
         return values[0]
     if name.endswith(("_seconds", "_s")):
         return max(values) if parallel else sum(values)
-    if name.endswith(("_tokens", "rollouts")) or name.startswith(("n_", "failed/")) or name == "skipped":
+    if name.endswith(("_tokens", "rollouts")) or name.startswith(("n_", "failed/", "retried/")) or name == "skipped":
         return sum(values)
     return sum(value * weight for value, weight in found) / sum(weight for _, weight in found)

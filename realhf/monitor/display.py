@@ -15,10 +15,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from realhf.monitor.headline import metric, success_by_group, time_split
+from realhf.monitor.headline import STEP_TIME, time_split
+from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.rollout_metrics import flatten_rollouts, rollout_labels, rollout_metrics
 
 _BAR = 24
+_FIGURES = {
+    "reward/mean": "reward",
+    "success/overall": "success",
+    "policy/loss": "loss",
+    "mismatch/kl": "mismatch_kl",
+}
+_SPEED = "throughput/tokens_per_second"
 _ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0
 """Least time in seconds between two lines about steps where there is no live display."""
@@ -153,14 +161,14 @@ class LiveDisplay:
     def _eta(self, event: Mapping[str, Any]) -> str:
         assert self._first_step is not None
         done = event["step"] - self._first_step[0]
-        per_step = (time.monotonic() - self._first_step[1]) / done if done else event["metrics"].get("step_seconds", 0)
+        per_step = (time.monotonic() - self._first_step[1]) / done if done else event["metrics"].get(STEP_TIME, 0)
         return _clock(per_step * (event["total"] - event["step"]))
 
     def _figures(self, metrics: Mapping[str, Any]) -> Table:
         table = Table.grid(padding=(0, 3))
-        shown = [(name, metric(metrics, name)) for name in ("reward", "success", "loss", "mismatch_kl")]
+        shown = [(label, metrics.get(name)) for name, label in _FIGURES.items()]
         shown += [(group, value) for group, value in success_by_group(metrics).items()]
-        shown += [("tokens/s", metric(metrics, "tokens_per_second"))]
+        shown += [("tokens/s", metrics.get(_SPEED))]
         table.add_row(
             *[
                 Text.assemble((f"{name} ", "dim"), (_number(value), "bold"))
@@ -181,17 +189,17 @@ def step_line(event: Mapping[str, Any]) -> str:
     """Return the metrics of a step in one line."""
     metrics = event["metrics"]
     parts = [f"step {event['step']}/{event['total']}"]
-    for name in ("reward", "success", "loss", "mismatch_kl"):
-        if (value := metric(metrics, name)) is not None:
-            parts.append(f"{name} {_number(value)}")
+    for name, label in _FIGURES.items():
+        if (value := metrics.get(name)) is not None:
+            parts.append(f"{label} {_number(value)}")
     groups = success_by_group(metrics)
     if groups:
         parts.append("(" + ", ".join(f"{group} {value:.0%}" for group, value in groups.items()) + ")")
-    if (speed := metric(metrics, "tokens_per_second")) is not None:
+    if (speed := metrics.get(_SPEED)) is not None:
         parts.append(f"{speed:.0f} tokens/s")
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time_split(metrics).items() if seconds >= 0.05)
-    if "step_seconds" in metrics:
-        parts.append(f"{metrics['step_seconds']:.1f} s" + (f" ({split})" if split else ""))
+    if STEP_TIME in metrics:
+        parts.append(f"{metrics[STEP_TIME]:.1f} s" + (f" ({split})" if split else ""))
     if "buffer/resident" in metrics:
         parts.append(f"buffer {metrics['buffer/resident']:.0f}")
     parts += [f"{label} {text}" for label, text in rollout_labels(metrics)]

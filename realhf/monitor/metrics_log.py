@@ -1,7 +1,6 @@
 """Flattens the report of a step into numbers and writes them: ``metrics.jsonl``, TensorBoard and, if asked for, wandb.
 
-Names: ``<call>/<metric>``, ``seconds/<call>``, ``buffer/...``, and ``staleness/...``, which the training call measures
-and the whole run is judged by. TensorBoard files are written without torch.
+The names of a row are those of ``realhf.monitor.metrics``. TensorBoard files are written without torch.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import MonitorConfig
+from realhf.monitor.metrics.renaming import public_names
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"
@@ -61,12 +61,13 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return every whole line of the metrics file of a run, in order; a torn last line is left out."""
+    """Return every whole line of the metrics file of a run, in order, by public names, also of a run that was made
+    before there were any; a torn last line is left out."""
     try:
         text = (run_dir / METRICS_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.split("\n")[:-1] if line]
+    return [public_names(json.loads(line)) for line in text.split("\n")[:-1] if line]
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -128,7 +129,7 @@ def flatten_step(
     source: Mapping[str, float],
     train_calls: Sequence[str],
 ) -> dict[str, float]:
-    """Flatten the report of a step into {name: number}.
+    """Flatten the report of a step into {name: number}, by the names of the calls; ``public_names`` comes next.
 
     ``tokens[call]`` is the number of tokens a call took in. Tokens per second count over the whole step what was
     generated, or what was trained on where nothing was generated.

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.headline import Row, metric, success_by_group, time_split
+from realhf.monitor.headline import Row, time_split
+from realhf.monitor.metrics.renaming import success_by_group
 
 Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -31,10 +32,10 @@ def plot_learning(rows: Sequence[Row], before: Report | None, after: Report | No
     else:
         curves = fig.subplots()
     steps = [row["step"] for row in rows]
-    for name in ("reward", "success", "loss"):
-        values = [metric(row, name) for row in rows]
-        if any(value is not None for value in values) and not (name == "loss" and curves.lines):
-            draw_curve(curves, steps, values, name)
+    for name, label in (("reward/mean", "reward"), ("success/overall", "success"), ("policy/loss", "loss")):
+        values = [row.get(name) for row in rows]
+        if any(value is not None for value in values) and not (label == "loss" and curves.lines):
+            draw_curve(curves, steps, values, label)
     for group in sorted({group for row in rows for group in success_by_group(row)}):
         draw_curve(curves, steps, [success_by_group(row).get(group) for row in rows], f"success, {group}", thin=True)
     curves.set(xlabel="step", title="training episodes" if held_out else "training")
@@ -147,7 +148,7 @@ def _curves(axes: Any, rows: Sequence[Row], names: dict[str, str]) -> None:
 
 
 def _staleness(axes: Any, rows: Sequence[Row], bound: float | None) -> None:
-    _curves(axes, rows, {"staleness/head_mean": "mean", "staleness/head_max": "max"})
+    _curves(axes, rows, {"staleness/mean": "mean", "staleness/max": "max"})
     if bound is not None:
         axes.axhline(bound, color="black", linestyle="--", linewidth=1, label="bound")
     axes.set(title="staleness of the oldest token, versions")
@@ -173,15 +174,15 @@ def _samples(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _latency(axes: Any, rows: Sequence[Row]) -> None:
-    _curves(axes, rows, {"rollout/episode_s_p50": "median", "rollout/episode_s_p99": "99th percentile"})
+    _curves(axes, rows, {"time/episode/p50": "median", "time/episode/p99": "99th percentile"})
     axes.set(title="duration of an episode, seconds")
 
 
 def _length(axes: Any, rows: Sequence[Row]) -> None:
-    _curves(axes, rows, {"rollout/turns": "turns"})
+    _curves(axes, rows, {"length/turns": "turns"})
     axes.set(title="length of an episode: turns, tokens (right)")
     right = axes.twinx()
-    _curves(right, rows, {"rollout/tokens": "tokens"})
+    _curves(right, rows, {"rollouts/tokens": "tokens"})
     for line in right.lines:
         line.set_color("tab:orange")
     right.set_ylim(bottom=0)
@@ -189,8 +190,10 @@ def _length(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _failures(axes: Any, rows: Sequence[Row]) -> None:
-    names = sorted({name for row in rows for name in row if name.startswith(("rollout/failed/", "rollout/retried/"))})
-    _curves(axes, rows, {name: name.removeprefix("rollout/").replace("/", ": ") for name in names})
+    steps = [row["step"] for row in rows]
+    for name in sorted({name for row in rows for name in row if name.startswith(("failures/", "retries/"))}):
+        counts = list(itertools.accumulate(row.get(name, 0.0) for row in rows))
+        draw_curve(axes, steps, counts, name.replace("/", ": "))
     axes.set(title="failures since the start, by kind")
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor import report_html as html
-from realhf.monitor.headline import Row, metric, success_by_group
+from realhf.monitor.headline import STEP_TIME, Row
+from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.metrics_log import read_metrics
 from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
 from realhf.monitor.plots import staleness_bound
@@ -27,16 +28,19 @@ from realhf.monitor.trace_format import TRACE_FILE
 REPORT_FILE = "report.html"
 STEPS_SHOWN = 30
 COLUMNS = (
-    "reward",
-    "success",
-    "loss",
-    "mismatch_kl",
-    "staleness/head_mean",
-    "staleness/head_max",
+    "reward/mean",
+    "success/overall",
+    "policy/loss",
+    "policy/entropy",
+    "length/mean",
+    "length/truncated",
+    "mismatch/kl",
+    "staleness/mean",
+    "staleness/max",
     "generation/occupancy",
     "training/occupancy",
-    "tokens_per_second",
-    "step_seconds",
+    "throughput/tokens_per_second",
+    STEP_TIME,
 )
 PICTURES = (
     (LEARNING, "Learning"),
@@ -80,11 +84,7 @@ def _overview(rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     first, last = rows[0], rows[-1]
-    table = [
-        [name, html.number(metric(first, name)), html.number(metric(last, name))]
-        for name in COLUMNS
-        if metric(last, name) is not None
-    ]
+    table = [[name, html.number(first.get(name)), html.number(last.get(name))] for name in COLUMNS if name in last]
     seconds = [
         [name.removesuffix("_seconds"), f"{summary[name]:.1f} s"]
         for name in ("wall_seconds", "generation_seconds", "env_seconds", "train_seconds")
@@ -144,12 +144,12 @@ def _picture(path: Path, name: str) -> list[str]:
 
 def _steps(rows: Sequence[Row]) -> list[str]:
     shown = rows[-STEPS_SHOWN:]
-    names = [name for name in COLUMNS if any(metric(row, name) is not None for row in shown)]
+    names = [name for name in COLUMNS if any(name in row for row in shown)]
     groups = sorted({group for row in shown for group in success_by_group(row)})
     table = [
         [
             str(row["step"]),
-            *[html.number(metric(row, name)) for name in names],
+            *[html.number(row.get(name)) for name in names],
             *[html.number(success_by_group(row).get(group)) for group in groups],
         ]
         for row in shown

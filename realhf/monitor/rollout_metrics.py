@@ -1,8 +1,8 @@
 """Puts the metrics of asynchronous rollouts in few words, for the display: staleness, occupancy, admission, failures.
 
-Names as in ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``, ``training/..``, ``rollout/..``.
-``admission/accepted`` counts since the start of the run; the other counters (``admission/rejected``,
-``rollout/failed/<kind>``, ..) since the start or the last resumption.
+Names as in ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``, ``training/..``.
+``admission/accepted`` counts since the start of the run, the other counters of admission since the start or the last
+resumption; ``failures/<kind>`` and ``retries/<kind>`` are those of one step, with ``_total`` those since then.
 """
 
 from __future__ import annotations
@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realhf.monitor.headline import Row, mean
+from realhf.monitor.headline import Row, mean, total
 
-GROUPS = ("staleness", "admission", "generation", "training", "rollout")
+SHOWN = (
+    "staleness/",
+    "admission/",
+    "generation/",
+    "training/",
+    "failures_total/",
+    "retries_total/",
+    "time/episode/",
+    "length/turns",
+)
+TROUBLE = ("failures", "retries")
 
 
 def is_asynchronous(rows: Sequence[Row]) -> bool:
@@ -22,7 +32,7 @@ def is_asynchronous(rows: Sequence[Row]) -> bool:
 
 def rollout_metrics(row: Row) -> dict[str, Any]:
     """Select those of a step's metrics that are about asynchronous rollouts."""
-    return {name: value for name, value in row.items() if name.partition("/")[0] in GROUPS and "/" in name}
+    return {name: value for name, value in row.items() if name.startswith(SHOWN)}
 
 
 def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
@@ -37,15 +47,15 @@ def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def by_kind(row: Row, counter: str) -> dict[str, float]:
-    """Return the values of ``rollout/<counter>/<kind>`` that are not 0 as {kind: count}."""
-    start = f"rollout/{counter}/"
+    """Return the values of ``<counter>/<kind>`` that are not 0 as {kind: count}."""
+    start = f"{counter}/"
     return {name.removeprefix(start): value for name, value in row.items() if name.startswith(start) and value}
 
 
 def rollout_labels(row: Row) -> list[tuple[str, str]]:
     """Return the metrics that are known as (label, text), in the order in which they are read."""
     shown = [
-        ("staleness", _joined(_number(row, "staleness/head_mean"), _number(row, "staleness/head_max", "max "))),
+        ("staleness", _joined(_number(row, "staleness/mean"), _number(row, "staleness/max", "max "))),
         ("generation", _percent(row, "generation/occupancy")),
         ("training", _percent(row, "training/occupancy")),
         ("in play", _number(row, "admission/running")),
@@ -53,33 +63,27 @@ def rollout_labels(row: Row) -> list[tuple[str, str]]:
         ("accepted", _number(row, "admission/accepted")),
         ("rejected", _nonzero(row, "admission/rejected")),
         ("dropped", _nonzero(row, "admission/dropped")),
-        ("episode", _joined(_seconds(row, "rollout/episode_s_p50"), _seconds(row, "rollout/episode_s_p99", "p99 "))),
-        ("turns", _number(row, "rollout/turns")),
+        ("episode", _joined(_seconds(row, "time/episode/p50"), _seconds(row, "time/episode/p99", "p99 "))),
+        ("turns", _number(row, "length/turns")),
         ("new weights stop", _number(row, "generation/weight_pause_ms", after=" ms")),
-        ("failed", _counts(row, "failed")),
-        ("retried", _counts(row, "retried")),
+        ("failed", _counts(row, "failures_total") or _counts(row, "failures")),
+        ("retried", _counts(row, "retries_total") or _counts(row, "retries")),
     ]
     return [(label, text) for label, text in shown if text]
 
 
 def rollout_summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Summarise the metrics of the rollouts over a whole run."""
-    kinds = {
-        counter: sorted({kind for row in rows for kind in by_kind(row, counter)}) for counter in ("failed", "retried")
-    }
+    kinds = {counter: sorted({kind for row in rows for kind in by_kind(row, counter)}) for counter in TROUBLE}
     return {
-        "staleness_head_mean": mean(rows, "staleness/head_mean"),
-        "staleness_head_max": max(
-            (row["staleness/head_max"] for row in rows if "staleness/head_max" in row), default=None
-        ),
+        "staleness_head_mean": mean(rows, "staleness/mean"),
+        "staleness_head_max": max((row["staleness/max"] for row in rows if "staleness/max" in row), default=None),
         "generation_occupancy": mean(rows, "generation/occupancy"),
         "training_occupancy": mean(rows, "training/occupancy"),
         "accepted": next((row["admission/accepted"] for row in reversed(rows) if "admission/accepted" in row), 0.0),
         **{name: total_counted(rows, f"admission/{name}") for name in ("rejected", "dropped")},
-        **{
-            counter: {kind: total_counted(rows, f"rollout/{counter}/{kind}") for kind in names}
-            for counter, names in kinds.items()
-        },
+        "failed": {kind: total(rows, f"failures/{kind}") for kind in kinds["failures"]},
+        "retried": {kind: total(rows, f"retries/{kind}") for kind in kinds["retries"]},
     }
 
 

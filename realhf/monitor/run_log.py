@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import MonitorConfig
+from realhf.api.environment import HELD_OUT
+from realhf.api.experiment import EvaluationSpec
 from realhf.api.trace import STEP, NoTrace, Tracer
 from realhf.monitor.events import EventStream
+from realhf.monitor.metrics.renaming import evaluation_metrics
 from realhf.monitor.metrics_log import MetricsLog
 from realhf.monitor.pictures import TIMELINE, draw_pictures
 from realhf.monitor.report import write_report
@@ -20,7 +23,8 @@ from realhf.monitor.trace import merge_traces
 
 class RunLog:
     """Writes what a run reports, opened at ``completed_steps`` (0: a fresh start); what a killed run wrote after that
-    is dropped. ``tracer`` marks the end of every step in the master's trace."""
+    is dropped. ``tracer`` marks the end of every step in the master's trace; ``evaluation`` says which split is
+    evaluated."""
 
     def __init__(
         self,
@@ -31,9 +35,11 @@ class RunLog:
         completed_steps: int,
         total_steps: int,
         tracer: Tracer | None = None,
+        evaluation: EvaluationSpec | None = None,
     ) -> None:
         self._run_dir, self._events, self._total = run_dir, events, total_steps
         self._tracer = tracer or NoTrace()
+        self._split = str(evaluation.args.get("split", HELD_OUT)) if evaluation else HELD_OUT
         self._plot_every = config.plot_every_steps
         name = "/".join(run_dir.parts[-2:])
         self._metrics = MetricsLog(run_dir, config, completed_steps=completed_steps, run_name=name)
@@ -63,15 +69,7 @@ class RunLog:
     def evaluation(self, step: int, report: dict[str, Any]) -> None:
         """Record a held-out evaluation after ``step`` steps."""
         self.evaluations.add(step, report)
-        self._metrics.note(
-            step,
-            {
-                f"evaluation/{way}/{group}/success": float(entry["success"])
-                for way, groups in report.items()
-                for group, entry in groups.items()
-                if "success" in entry
-            },
-        )
+        self._metrics.note(step, evaluation_metrics(report, self._split))
         when = "before training" if step == 0 else f"after step {step}"
         versions = {int(entry.get("version", step)) for groups in report.values() for entry in groups.values()}
         if versions != {step}:

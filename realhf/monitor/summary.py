@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.headline import Row, mean, total
+from realhf.monitor.headline import STEP_TIME, Row, call_times, mean, part_seconds, total
 from realhf.monitor.rollout_metrics import is_asynchronous, rollout_summary
 
 Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -19,7 +19,7 @@ def build_summary(
 ) -> dict[str, Any]:
     """Build the summary of a run. Times are totals over its steps, in seconds; ``wall_seconds`` covers everything from
     the launch on, including the warm start. ``*_interval``: 95 % intervals [low, high]."""
-    generated, took = total(rows, "generated_tokens") or total(rows, "tokens"), total(rows, "step_seconds")
+    generated, took = total(rows, "throughput/tokens"), total(rows, STEP_TIME)
     counted = (after or before or {}).get("sampled", {}).get("overall", {})
     summary: dict[str, Any] = {
         "heldout_success_before": _success(before, "sampled"),
@@ -30,10 +30,10 @@ def build_summary(
         "steps": max((int(row["step"]) for row in rows), default=0),
         "wall_seconds": wall_seconds,
         "tokens_per_second": generated / took if took else 0.0,
-        "env_seconds": total(rows, "env_seconds"),
-        "generation_seconds": total(rows, "generation_seconds"),
-        "train_seconds": sum(total(rows, f"seconds/{call}") for call in train_calls),
-        "mismatch_kl": mean(rows, "mismatch_kl"),
+        "env_seconds": sum(part_seconds(row, "environment") for row in rows),
+        "generation_seconds": sum(part_seconds(row, "generation") for row in rows),
+        "train_seconds": sum(call_times(row).get(call, 0.0) for row in rows for call in train_calls),
+        "mismatch_kl": mean(rows, "mismatch/kl"),
     }
     for when, report in (("before", before), ("after", after)):
         for kind in ("sampled", "greedy"):

@@ -123,7 +123,7 @@ def test_the_default_experiment_is_read_from_its_run(gpu: ModuleType, monkeypatc
         root = next(word.removeprefix("fileroot=") for word in command if word.startswith("fileroot="))
         folder = Path(root) / "grpo_aws" / "measured"
         folder.mkdir(parents=True)
-        rows = [{"step": n, "step_seconds": float(n)} for n in range(1, 6)]
+        rows = [{"step": n, "time/step": float(n)} for n in range(1, 6)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return subprocess.CompletedProcess(command, 0, "", "")
 

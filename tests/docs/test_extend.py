@@ -131,7 +131,7 @@ def test_the_experiment_of_ones_own_parts_learns_to_count(tmp_path: Path) -> Non
     rows = [json.loads(line) for line in (tmp_path / "counting" / "t" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 12
     assert (rows[0]["actor_train/sure"], rows[-1]["actor_train/sure"]) == (0.0, 1.0)
-    assert rows[-1]["actor_train/loss"] < 0.1 * rows[0]["actor_train/loss"]
+    assert rows[-1]["policy/loss"] < 0.1 * rows[0]["policy/loss"]
     assert rows[-1]["source/drawn"] >= 12 * 16
 
 

@@ -160,7 +160,7 @@ def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run: 
     run(*command, "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", *options)
     metrics = folder.parents[1] / "own_algorithm" / "default" / "metrics.jsonl"
     [step] = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert step["actor_train/n_updates"] == 1 and "actor_train/n_failed" in step
+    assert step["policy/updates"] == 1 and "actor_train/n_failed" in step
 
 
 @pytest.mark.sim

@@ -43,5 +43,5 @@ def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
     assert verdict.kills and verdict.tally is not None
     assert verdict.tally.head_staleness_max <= 1
     rows = run.rows()
-    assert any(row["rollout/failed_rollouts"] for row in rows) == bool(injected)
-    assert any("rollout/failed/lost" in row for row in rows) >= bool(injected)
+    assert any(row["rollouts/failed"] for row in rows) == bool(injected)
+    assert any("failures/lost" in row for row in rows) >= bool(injected)

@@ -54,4 +54,4 @@ def test_five_steps_on_an_environment_of_gymnasium(tmp_path: Path) -> None:
         python=PYTHON,
     )
     assert len(rows) == STEPS
-    assert all(row["actor_train/n_tokens"] > 0 for row in rows)
+    assert all(row["batch/tokens"] > 0 for row in rows)

@@ -55,6 +55,6 @@ def test_five_steps_on_the_echo_environment_of_the_package(echo: str, tmp_path: 
         "rollout.max_total_tokens=900",
     )
     assert len(rows) == STEPS
-    assert all(row["actor_train/n_tokens"] > 0 for row in rows)
-    rewards = [row["actor_gen/reward"] for row in rows]
+    assert all(row["batch/tokens"] > 0 for row in rows)
+    rewards = [row["reward/mean"] for row in rows]
     assert all(0 < reward <= 2 for reward in rewards), "a tenth for each character, at most 1 in each of two turns"

@@ -92,4 +92,4 @@ def test_five_steps_on_an_environment_of_the_package(words: str, tmp_path: Path)
         variables={"NLTK_DATA": words},
     )
     assert len(rows) == STEPS
-    assert all(row["actor_train/n_tokens"] > 0 for row in rows)
+    assert all(row["batch/tokens"] > 0 for row in rows)

@@ -49,7 +49,7 @@ def test_its_interface_source_and_loss_work_in_the_workers(house: Path):
     assert done.returncode == 0, done.stderr + done.stdout
     run = house / "runs" / "house_experiment" / "t"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["actor_train/loss"] for row in rows] == [2.0 * (1 + 2), 2.0 * (1 + 2 + 3 + 4)]
+    assert [row["policy/loss"] for row in rows] == [2.0 * (1 + 2), 2.0 * (1 + 2 + 3 + 4)]
     assert json.loads((run / "plan.json").read_text())["plugins"] == ["experiments.house_experiment"]
 
 

@@ -56,7 +56,7 @@ def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
     assert call["interface_args"]["algorithm"]["focus"] == 3.0
     assert len(steps) == 2
     for step in steps:
-        assert 0 < step["actor_train/loss"] < step["actor_train/nll"], "every token counts less than in the plain loss"
+        assert 0 < step["policy/loss"] < step["policy/nll"], "every token counts less than in the plain loss"
 
 
 @pytest.mark.parametrize(

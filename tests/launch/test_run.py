@@ -82,7 +82,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 def losses(run: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return {row["step"]: row["actor_train/loss"] for row in rows}
+    return {row["step"]: row["policy/loss"] for row in rows}
 
 
 def expected_losses(steps: int) -> dict[int, float]:

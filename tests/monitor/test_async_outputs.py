@@ -36,29 +36,26 @@ EVENT = {
     "kind": "rollouts",
     "admission": {"running": 48, "accepted": 320, "rejected": 2, "capacity": 16, "dropped": 0},
     "generation": {"occupancy": 0.914, "weight_pause_ms": 12.5},
-    "rollout": {
-        "episode_s_p50": 2.04,
-        "episode_s_p99": 9.5,
-        "turns": 5.5,
-        "failed": {"timeout": 3},
-        "retried/env_error": 7,
-    },
+    "time": {"episode": {"p50": 2.04, "p99": 9.5}},
+    "length": {"turns": 5.5},
+    "failures_total": {"timeout": 3},
+    "retries_total/env_error": 7,
 }
 
 
 def row(step: int, **more: float) -> dict[str, Any]:
     return {
         "step": step,
-        "step_seconds": 2.0,
-        "seconds/actor_train": 1.0,
-        "reward": 0.5,
-        "staleness/head_mean": 0.5,
-        "staleness/head_max": float(step % 2),
+        "time/step": 2.0,
+        "time/actor_train": 1.0,
+        "reward/mean": 0.5,
+        "staleness/mean": 0.5,
+        "staleness/max": float(step % 2),
         "training/occupancy": 0.6,
         "admission/accepted": 16.0 * step,
-        "rollout/turns": 4.0,
-        "rollout/tokens": 180.0,
-        "rollout/retried/env_error": 2.0 * step,
+        "length/turns": 4.0,
+        "rollouts/tokens": 180.0,
+        "retries/env_error": 2.0 * step,
         **flatten_rollouts({"generation": EVENT["generation"]}),
         **more,
     }
@@ -74,7 +71,7 @@ def run_folder(tmp_path: Path, eta: int = 2) -> Path:
 
 def test_an_event_has_the_names_of_the_metrics():
     flat = flatten_rollouts(EVENT)
-    assert flat["admission/running"] == 48 and flat["rollout/failed/timeout"] == 3 and "kind" not in flat
+    assert flat["admission/running"] == 48 and flat["failures_total/timeout"] == 3 and "kind" not in flat
     assert dict(rollout_labels(flat)) == {
         "generation": "91%",
         "in play": "48",
@@ -88,7 +85,7 @@ def test_an_event_has_the_names_of_the_metrics():
         "retried": "env_error 7",
     }
     assert dict(rollout_labels(row(1)))["staleness"] == "0.5 max 1"
-    assert rollout_labels({"reward": 1.0, "success/warmup": 0.5}) == []
+    assert rollout_labels({"reward/mean": 1.0, "success/warmup": 0.5}) == []
 
 
 def test_a_step_line_ends_with_the_rollouts():
@@ -146,13 +143,13 @@ def test_counters_go_on_over_a_resumption():
 
 
 def test_the_summary_of_an_asynchronous_run():
-    rows = [row(step, **{"admission/rejected": float(step), "rollout/failed/timeout": 1.0}) for step in (1, 2, 3)]
+    rows = [row(step, **{"admission/rejected": float(step), "failures/timeout": 1.0}) for step in (1, 2, 3)]
     summary = build_summary(rows, None, None, wall_seconds=9.0, train_calls=["actor_train"])["asynchronous"]
     assert summary == rollout_summary(rows)
     assert (summary["staleness_head_max"], summary["accepted"], summary["rejected"]) == (1.0, 48.0, 3.0)
-    assert summary["failed"] == {"timeout": 1.0} and summary["retried"] == {"env_error": 6.0}
+    assert summary["failed"] == {"timeout": 3.0} and summary["retried"] == {"env_error": 12.0}
     assert summary["generation_occupancy"] == pytest.approx(0.914)
-    assert not is_asynchronous([{"step": 1, "staleness/head_max": 0.0}])
+    assert not is_asynchronous([{"step": 1, "staleness/max": 0.0}])
     assert "asynchronous" not in build_summary([{"step": 1}], None, None, wall_seconds=1.0, train_calls=[])
 
 
@@ -187,7 +184,7 @@ def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
     text = (folder / "report.html").read_text()
     assert text.count('src="data:image/png;base64,') == 4
     assert "Steps: 3, in 6 s, finished" in text and "perfetto" in text and "seed=3" in text
-    assert re.search(r"staleness bound</td><td>2<", text) and re.search(r"env_error</td><td>0</td><td>6<", text)
+    assert re.search(r"staleness bound</td><td>2<", text) and re.search(r"env_error</td><td>0</td><td>12<", text)
     assert "25.0 %" in text and "x&lt;y" in text and "<script>" not in text
     assert not re.findall(r'(?:src|href)="(?!data:)', text), "nothing is loaded from elsewhere"
     kinds = [parse_event(line)["kind"] for line in stream.getvalue().splitlines()]  # type: ignore[index]
@@ -198,7 +195,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path):
     (tmp_path / "report.html").mkdir()
     stream = io.StringIO()
     log = RunLog(tmp_path, MonitorConfig(tensorboard=False), EventStream(stream), completed_steps=0, total_steps=1)
-    log.step(1, {"step_seconds": 1.0}, [])
+    log.step(1, {"time/step": 1.0}, [])
     assert log.finish(wall_seconds=1.0, train_calls=[])["steps"] == 1
     assert "no report" in stream.getvalue()
 

@@ -1,4 +1,4 @@
-"""Names of the metrics of a step."""
+"""The report of a step as flat numbers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from realhf.api.config import MonitorConfig
 from realhf.monitor.display import LiveDisplay, PlainDisplay, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
-from realhf.monitor.headline import metric, success_by_group, time_split
+from realhf.monitor.headline import time_split
+from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.metrics_log import MetricsLog, flatten_step, read_metrics
 from realhf.monitor.provenance import git_state, package_versions
 from realhf.monitor.run_files import Evaluations
@@ -22,16 +23,17 @@ from realhf.monitor.summary import build_summary, held_out_table
 
 ROW = {
     "step": 3,
-    "step_seconds": 4.0,
-    "tokens_per_second": 500.0,
-    "seconds/actor_gen": 2.5,
-    "seconds/actor_train": 1.0,
-    "actor_gen/env_seconds": 1.5,
-    "actor_gen/generation_seconds": 0.9,
-    "actor_gen/reward": 0.6,
-    "actor_gen/success": 0.5,
-    "actor_gen/success/warmup": 0.75,
-    "actor_train/mismatch_kl": 1e-6,
+    "time/step": 4.0,
+    "throughput/tokens_per_second": 500.0,
+    "time/actor_gen": 2.5,
+    "time/actor_train": 1.0,
+    "time/part/actor_gen/environment": 1.5,
+    "time/part/actor_gen/generation": 0.9,
+    "time/queue/actor_train": 2.4,
+    "reward/mean": 0.6,
+    "success/overall": 0.5,
+    "success/warmup": 0.75,
+    "mismatch/kl": 1e-6,
     "buffer/resident": 16,
 }
 
@@ -70,7 +72,6 @@ def test_tensorboard_reads_what_was_written_without_torch(tmp_path: Path):
 
 
 def test_headline_figures():
-    assert metric(ROW, "reward") == 0.6 and metric(ROW, "nothing") is None
     assert success_by_group(ROW) == {"warmup": 0.75}
     split = time_split(ROW)
     assert split == pytest.approx({"environment": 1.5, "generation": 0.9, "actor_train": 1.0, "other": 0.6})
@@ -100,7 +101,7 @@ def test_step_metrics_are_flat_numbers():
 
 
 def test_summary_has_the_promised_fields_and_totals():
-    rows = [{**ROW, "step": step, "tokens": 2000.0} for step in (1, 2)]
+    rows = [{**ROW, "step": step, "throughput/tokens": 2000.0} for step in (1, 2)]
     summary = build_summary(rows, report(0.4), report(0.7), wall_seconds=99.0, train_calls=["actor_train"])
     assert summary["heldout_success_before"] == {"overall": 0.4, "warmup": 0.4}
     assert summary["heldout_success_after_greedy"] == {"overall": 0.7}
@@ -219,8 +220,8 @@ def test_a_resumed_run_is_the_same_run_at_wandb_and_held_out_success_reaches_it(
     assert fake.logged[1] == (
         5,
         {
-            "evaluation/sampled/overall/success": 0.5,
-            "evaluation/sampled/warmup/success": 0.5,
-            "evaluation/greedy/overall/success": 0.5,
+            f"eval/heldout/{way}/{name}/{group}": pytest.approx(value)
+            for way, group in (("sampled", "overall"), ("sampled", "warmup"), ("greedy", "overall"))
+            for name, value in (("success", 0.5), ("success_low", 0.4), ("success_high", 0.6))
         },
     )

@@ -46,7 +46,7 @@ def test_ten_steps(tmp_path: Path) -> None:
     lines = (tmp_path / "grpo_aws_async" / "default" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows] == list(range(1, 11))
-    assert max(row["staleness/head_max"] for row in rows) <= 1
-    fresh = [row for row in rows if row["staleness/head_max"] == 0]
-    assert fresh and all(row["actor_train/mismatch/abs_max"] < 1e-3 for row in fresh)
-    assert rows[-1]["admission/version"] >= 9 and rows[-1]["rollout/failed_rollouts"] == 0
+    assert max(row["staleness/max"] for row in rows) <= 1
+    fresh = [row for row in rows if row["staleness/max"] == 0]
+    assert fresh and all(row["mismatch/abs_max"] < 1e-3 for row in fresh)
+    assert rows[-1]["admission/version"] >= 9 and rows[-1]["rollouts/failed"] == 0

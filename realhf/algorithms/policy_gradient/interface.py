@@ -153,6 +153,7 @@ class PolicyGradientInterface:
             "groups_with_signal": float(signal.sum()),
             "n_groups": float(len(torch.unique(tokens.group))),
             **_length_statistics(sample, tokens, valid),
+            **_entropy_statistics(sample, tokens, valid),
             **self._kl_statistics(kl, trained),
             "n_sequences": float(tokens.n_sequences),
             "n_invalid": float((~valid).sum()),
@@ -216,6 +217,15 @@ def _length_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: T
     if "seq_no_eos_mask" in sample.keys:
         found["too_long_fraction"] = float(truncated_sequences(sample)[valid].double().mean())
     return found
+
+
+def _entropy_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: Tensor) -> dict[str, float]:
+    """Return an estimate of the mean entropy of the distributions that tokens were sampled from, in nats: the mean of
+    -log p over the sampled tokens of valid sequences, {} without one."""
+    if "packed_logprobs" not in sample.keys:
+        return {}
+    logprobs = sample["packed_logprobs"].cpu()[tokens.mask & valid[tokens.sequence]]
+    return {"entropy_estimate": -float(logprobs.double().mean())} if len(logprobs) else {}
 
 
 _OF_FIRST = ("mismatch_kl", "mismatch_abs")

@@ -312,15 +312,17 @@ class AsyncRollouts:
         await self._ask(self._plan.trainer, STREAM_PRUNE, request)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """``rollout/...`` of the step's samples, beside ``live`` without its failures; counts of failures and retries
-        are those since the start."""
+        """``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of the step's samples, beside ``live`` without
+        its totals."""
         figures = rollout_figures(report.results)
-        for name in [name for name in figures if name.startswith(("failed/", "retried/"))]:
-            self._totals[name] += figures.pop(name)
+        trouble = {name: figures.pop(name) for name in list(figures) if name.startswith(("failures/", "retries/"))}
+        for name, value in trouble.items():
+            self._totals[name] += value
         trained = sum(times["compute_s"] for times in report.times.values())
         tokens = figures["tokens"]
         return {
-            **{f"rollout/{name}": value for name, value in {**figures, **self._totals}.items()},
+            **{f"rollout/{name}": value for name, value in figures.items()},
+            **trouble,
             **self._admission(),
             **await self._step_figures.read(),
             "training/occupancy": trained / report.wall_s,
@@ -333,8 +335,12 @@ class AsyncRollouts:
         return episode_texts(report.results)
 
     async def live(self) -> dict[str, dict[str, float]]:
-        """What the display shows between steps: {section: {figure: value}}."""
-        sections: dict[str, dict[str, float]] = {"rollout": dict(self._totals)}
+        """What the display shows between steps: {section: {figure: value}}, with ``failures_total`` and
+        ``retries_total`` since the start of this process."""
+        sections: dict[str, dict[str, float]] = {}
+        for name, value in self._totals.items():
+            section, _, kind = name.partition("/")
+            sections.setdefault(f"{section}_total", {})[kind] = value
         for name, value in (self._admission() | await self._live_figures.read()).items():
             section, _, figure = name.partition("/")
             sections.setdefault(section, {})[figure] = value

@@ -13,8 +13,8 @@ from realhf.api.source import SampleResult
 def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
     """Names without the prefix ``rollout/``: means over valid rollouts of ``reward``, ``success`` (also by group) and
     ``turns``; ``rollouts`` and ``failed_rollouts`` in number; ``tokens`` sampled; seconds of an episode
-    (``episode_s_p50``, ``episode_s_p99``); ``failed/<kind>`` and ``retried/<kind>``: what went wrong on the way, also
-    where a retry mended it."""
+    (``episode_s_p50``, ``episode_s_p99``). ``failures/<kind>`` and ``retries/<kind>`` say what went wrong on the way,
+    also where a retry mended it."""
     rewards = [reward for result in results for reward in result.rewards if reward is not None]
     success: dict[str, list[bool]] = {}
     for result in results:
@@ -34,7 +34,7 @@ def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
         "episode_s_p99": _quantile(seconds, 0.99),
     }
     figures |= {f"success/{group}": _mean(values) for group, values in sorted(success.items()) if group and values}
-    return figures | _counted(notes, "failed") | _counted(notes, "retried")
+    return figures | _counted(notes, "failed", "failures") | _counted(notes, "retried", "retries")
 
 
 def episode_texts(results: Sequence[SampleResult]) -> list[str]:
@@ -42,11 +42,11 @@ def episode_texts(results: Sequence[SampleResult]) -> list[str]:
     return [str(text) for result in results if (text := result.metadata.get("episode"))]
 
 
-def _counted(notes: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+def _counted(notes: Sequence[dict[str, Any]], name: str, section: str) -> dict[str, float]:
     total: Counter[str] = Counter()
     for note in notes:
         total.update(note[name])
-    return {f"{name}/{kind}": float(count) for kind, count in sorted(total.items())}
+    return {f"{section}/{kind}": float(count) for kind, count in sorted(total.items())}
 
 
 def _mean(values: Sequence[float]) -> float:

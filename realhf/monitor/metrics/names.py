@@ -1,0 +1,327 @@
+"""Names every metric of a step, with its unit, its meaning and what the parts of a run call it themselves.
+
+One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is made from these tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POLICY_CALL, ROLLOUT_CALL, CRITIC_CALL = "actor_train", "actor_gen", "critic_train"
+OVERALL = "overall"
+"""The group that stands for all groups, as in the reports of evaluations."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Describes one name. ``<..>`` in it stands for what differs: a group, a kind, a call. ``sources`` are the names
+    under which a call or the master's parts report the number; no source: it is reported under its public name."""
+
+    name: str
+    unit: str
+    meaning: str
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """Holds the metrics of one subject, with the sentence that introduces them."""
+
+    title: str
+    says: str
+    metrics: tuple[Metric, ...]
+
+
+def _rollouts(name: str, unit: str, meaning: str, own: str) -> Metric:
+    """A figure of the rollouts, from the call that plays them or from the samples of an asynchronous step."""
+    return Metric(name, unit, meaning, (f"{ROLLOUT_CALL}/{own}", f"rollout/{own}"))
+
+
+def _policy(name: str, unit: str, meaning: str, own: str = "") -> Metric:
+    return Metric(name, unit, meaning, (f"{POLICY_CALL}/{own or name.partition('/')[2]}",))
+
+
+def _critic(name: str, unit: str, meaning: str, own: str = "") -> Metric:
+    return Metric(name, unit, meaning, (f"{CRITIC_CALL}/{own or name.partition('/')[2]}",))
+
+
+REWARDS = Section(
+    "Reward and success",
+    "Means over the valid rollouts of the step's samples; a failed rollout has no reward and enters none of them.",
+    (
+        _rollouts(
+            "reward/mean",
+            "reward",
+            "mean reward of a rollout as the environment gave it; of a run without rollouts of its own "
+            "(`grpo_stream_http`) the same as `reward/trained_mean`",
+            "reward",
+        ),
+        _policy("reward/std", "reward", "standard deviation of the rewards that were trained on", "reward_std"),
+        _policy(
+            "reward/trained_mean", "reward", "mean reward that was trained on: scaled, shifted, clipped", "reward_mean"
+        ),
+        _rollouts("reward/part/<name>", "reward", "mean of a named part of the reward", "reward/<name>"),
+        _rollouts(f"success/{OVERALL}", "fraction", "rollouts that reached the goal", "success"),
+        _rollouts("success/<group>", "fraction", "the same for one group of tasks", "success/<group>"),
+        _rollouts("environment/<name>", "its own", "mean of a metric that the environment reports", "metric/<name>"),
+        _policy(
+            "groups/with_signal",
+            "count",
+            "groups with an advantage other than 0: the others teach nothing",
+            "groups_with_signal",
+        ),
+        _policy("groups/total", "count", "groups that the step trained on", "n_groups"),
+    ),
+)
+
+LENGTHS = Section(
+    "Length",
+    "Tokens that the policy sampled in one trained sequence; observations do not count.",
+    (
+        _policy("length/mean", "tokens", "mean", "response_tokens_mean"),
+        _policy("length/max", "tokens", "longest", "response_tokens_max"),
+        _policy("length/truncated", "fraction", "sequences that a token limit ended", "too_long_fraction"),
+        _rollouts("length/turns", "turns", "mean number of turns of a rollout", "turns"),
+    ),
+)
+
+ROLLOUTS = Section(
+    "Rollouts and failures",
+    "Counts of the step's samples alone, in both kinds of runs.",
+    (
+        _rollouts("rollouts/played", "count", "rollouts of the step's samples, failed ones included", "rollouts"),
+        _rollouts(
+            "rollouts/failed", "count", "those without a result: they are trained on by nobody", "failed_rollouts"
+        ),
+        Metric(
+            "rollouts/tokens",
+            "tokens",
+            "tokens sampled for the step",
+            (f"{ROLLOUT_CALL}/generated_tokens", "rollout/tokens"),
+        ),
+        Metric("failures/<kind>", "count", "rollouts that failed, by kind", (f"{ROLLOUT_CALL}/failed/<kind>",)),
+        Metric(
+            "retries/<kind>",
+            "count",
+            "rollouts that failed and were played again, by kind",
+            (f"{ROLLOUT_CALL}/retried/<kind>",),
+        ),
+    ),
+)
+
+POLICY = Section(
+    "Policy",
+    f"What `{POLICY_CALL}`, or the only train call of an experiment of one's own, returns. Means over trained tokens.",
+    (
+        _policy("policy/loss", "", "loss, averaged over the updates of the step"),
+        _policy("policy/nll", "nats", "negative log-likelihood of a token (supervised)"),
+        _policy(
+            "policy/entropy",
+            "nats",
+            "entropy of a token's distribution, **estimated**: the mean of -log p of the sampled tokens under the "
+            "policy that sampled them, over all valid sequences",
+            "entropy_estimate",
+        ),
+        _policy(
+            "policy/entropy_exact",
+            "nats",
+            "entropy over the whole vocabulary under the weights that train, with `ppo.entropy_coef` only",
+            "entropy",
+        ),
+        _policy("policy/kl_ref", "nats", "KL divergence from the reference (k3 estimate), with a reference only"),
+        _policy("policy/kl_sequence", "nats", "KL term of the reward, a sequence, with `ppo.kl_ctl`", "kl_of_sequence"),
+        _policy("policy/kl_coefficient", "", "weight of the KL term in the reward at this step", "kl_ctl"),
+        _policy("policy/ratio_mean", "", "mean ratio of new to old probability"),
+        _policy("policy/ratio_max", "", "largest ratio"),
+        _policy("policy/clip_fraction", "fraction", "tokens whose ratio the clip decided"),
+        _policy("policy/dual_clip_fraction", "fraction", "tokens that the dual clip decided"),
+        _policy("policy/clamped_exponents", "count", "tokens whose log-ratio was beyond +-20 and was cut"),
+        _policy(
+            "policy/behaviour_weight_mean",
+            "",
+            "mean weight that corrects for the behaviour policy, as used",
+            "behav_weight_mean",
+        ),
+        _policy("policy/behaviour_weight_max", "", "largest such weight before any bound", "behav_weight_max"),
+        _policy("policy/rejected_fraction", "fraction", "tokens left out because that weight was beyond its bound"),
+        _policy("policy/truncated_fraction", "fraction", "tokens whose weight was cut to its bound"),
+        _policy("policy/grad_norm", "", "norm of the gradient before clipping, averaged over the updates"),
+        _policy("policy/lr", "", "learning rate"),
+        _policy("policy/updates", "count", "optimizer steps that were made", "n_updates"),
+        _policy("policy/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
+    ),
+)
+
+OFF_POLICY = Section(
+    "Mismatch and staleness",
+    "The mismatch compares the log-probabilities of the engine that sampled with those of the trainer before its first "
+    "update. Of fresh samples it is the error of the engine; of older ones the policy has moved as well.",
+    (
+        _policy("mismatch/kl", "nats", "KL divergence of engine and trainer (k3 estimate)", "mismatch_kl"),
+        _policy("mismatch/abs_mean", "nats", "mean absolute difference of a token's log-probability", "mismatch_abs"),
+        _policy("mismatch/abs_p50", "nats", "its median", "mismatch/abs_p50"),
+        _policy("mismatch/abs_p99", "nats", "its 99th percentile", "mismatch/abs_p99"),
+        _policy("mismatch/abs_max", "nats", "its maximum", "mismatch/abs_max"),
+        Metric(
+            "staleness/mean",
+            "versions",
+            "versions between the weights that sampled a sequence's oldest token and those that train: mean",
+            ("staleness/head_mean",),
+        ),
+        Metric("staleness/max", "versions", "the same: maximum", ("staleness/head_max",)),
+        Metric("staleness/tail_mean", "versions", "of a sequence's newest token: mean"),
+        Metric("staleness/hist_<lag>", "fraction", "sequences by the staleness of their oldest token"),
+    ),
+)
+
+BATCH = Section(
+    "Batch",
+    "What the train step was made of.",
+    (
+        _policy("batch/sequences", "count", "sequences", "n_sequences"),
+        _policy("batch/invalid", "count", "sequences of failed rollouts: masked", "n_invalid"),
+        _policy("batch/trainable", "count", "sequences with at least one trainable token", "n_trainable"),
+        _policy("batch/tokens", "tokens", "trainable tokens", "n_tokens"),
+        _policy("batch/trained_tokens", "tokens", "tokens of all updates together", "n_trained_tokens"),
+        _policy("batch/positions_per_token", "", "positions computed for each trainable token", "positions_per_token"),
+    ),
+)
+
+CRITIC = Section(
+    "Critic",
+    f"What `{CRITIC_CALL}` returns, in units of rewards unless it says otherwise.",
+    (
+        _critic("critic/loss", "", "half the mean squared error in the critic's own units"),
+        _critic(
+            "critic/explained_variance", "", "1 - Var(return - value) / Var(return); 1 is perfect, below 0 useless"
+        ),
+        _critic("critic/value_mean", "reward", "mean value"),
+        _critic("critic/value_error", "reward", "root of the mean squared error of the values"),
+        _critic("critic/return_mean", "reward", "mean return"),
+        _critic("critic/return_std", "reward", "standard deviation of the returns"),
+        _critic("critic/return_running_mean", "reward", "mean that values are normalised with"),
+        _critic("critic/return_running_std", "reward", "standard deviation that values are normalised with"),
+        _critic("critic/clip_fraction", "fraction", "values whose loss the clip decided", "value_clip_fraction"),
+        _critic("critic/grad_norm", "", "norm of the gradient before clipping"),
+        _critic("critic/lr", "", "learning rate"),
+        _critic("critic/values", "count", "tokens with a value", "n_values"),
+        _critic("critic/updates", "count", "optimizer steps that were made", "n_updates"),
+        _critic("critic/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
+    ),
+)
+
+TIME = Section(
+    "Time and throughput",
+    "Calls of a step overlap, so their times may add up to more than the step.",
+    (
+        Metric("time/step", "seconds", "the whole step", ("step_seconds",)),
+        Metric(
+            "time/<call>",
+            "seconds",
+            "a model function call computes; of several workers the longest",
+            ("seconds/<call>",),
+        ),
+        Metric("time/fetch/<call>", "seconds", "it waits for data of other workers", ("fetch_seconds/<call>",)),
+        Metric("time/queue/<call>", "seconds", "it waits for its batch", ("queue_seconds/<call>",)),
+        Metric("time/part/<call>/generation", "seconds", "playing: the model samples", ("<call>/generation_seconds",)),
+        Metric("time/part/<call>/environment", "seconds", "playing: the environment works", ("<call>/env_seconds",)),
+        Metric("time/part/<call>/rollouts", "seconds", "playing, altogether", ("<call>/rollout_seconds",)),
+        Metric("time/episode/p50", "seconds", "an episode, median (asynchronous)", ("rollout/episode_s_p50",)),
+        Metric("time/episode/p99", "seconds", "an episode, 99th percentile (asynchronous)", ("rollout/episode_s_p99",)),
+        Metric(
+            "throughput/tokens",
+            "tokens",
+            "tokens sampled for the step; trained ones where none are sampled",
+            ("tokens",),
+        ),
+        Metric("throughput/tokens_per_second", "tokens/s", "those by the time of the step", ("tokens_per_second",)),
+    ),
+)
+
+ASYNCHRONOUS = Section(
+    "Asynchronous runs",
+    "Counters of admission count from the start of the run (`accepted`, `consumed`) or its last resumption. Between "
+    "steps the display also has `failures_total/<kind>` and `retries_total/<kind>`, counted since the last resumption.",
+    (
+        Metric("admission/running", "samples", "in play"),
+        Metric("admission/accepted", "samples", "finished and accepted"),
+        Metric("admission/consumed", "samples", "trained"),
+        Metric("admission/rejected", "samples", "ended without a sample"),
+        Metric("admission/dropped", "samples", "accepted and discarded later"),
+        Metric("admission/admitted", "samples", "given to rollout workers"),
+        Metric("admission/version", "version", "the lowest version that a living generation worker has"),
+        Metric("admission/capacity", "samples", "may be admitted now"),
+        Metric("admission/staged", "samples", "finished, waiting for the trainer"),
+        Metric("admission/waiting", "samples", "given back, waiting to be played again"),
+        Metric("admission/lost_attempts", "count", "attempts lost with a worker"),
+        Metric("admission/given_up", "samples", "given up after too many attempts or deaths"),
+        Metric("admission/refused", "samples", "refused as too old or malformed"),
+        Metric("generation/occupancy", "fraction", "time in which the generation workers were busy"),
+        Metric("generation/tokens_per_second", "tokens/s", "tokens that all of them sampled"),
+        Metric("generation/running", "count", "requests being sampled"),
+        Metric("generation/waiting", "count", "requests that wait for a place"),
+        Metric("generation/weight_<part>_ms", "ms", "the last update of weights: publishing, staging, pause, digest"),
+        Metric("training/occupancy", "fraction", "time in which the train calls computed"),
+    ),
+)
+
+STREAM = Section(
+    "Batches of a trajectory server",
+    "Of the call that draws them (`stream_gen`); versions are compared with those that producers name.",
+    (
+        Metric("stream_gen/n_groups", "count", "groups of the batch"),
+        Metric("stream_gen/n_sequences", "count", "sequences of the batch"),
+        Metric("stream_gen/server_step", "step", "the server's number of the batch"),
+        Metric("stream_gen/wait_seconds", "seconds", "the call waited for the batch"),
+        Metric("stream_gen/redelivered", "count", "1 where the batch was delivered before"),
+        Metric("stream_gen/n_rescored", "count", "sequences that came without log-probabilities"),
+        Metric("stream_gen/staleness_max", "versions", "of the oldest sequence"),
+        Metric("stream_gen/staleness_min", "versions", "of the newest sequence"),
+        Metric("stream_gen/n_<problem>", "count", "sequences that cannot be trained on, by problem"),
+    ),
+)
+
+OTHERS = Section(
+    "Other",
+    "Where data come from, and calls that have no names of their own above.",
+    (
+        Metric("buffer/resident", "samples", "most samples in the master's buffer at once"),
+        Metric("source/<name>", "its own", "what the data source or the curriculum reports"),
+        Metric("<call>/n_tokens", "tokens", "tokens of the sequences that the call scored"),
+        Metric("<call>/n_scored", "count", "sequences that got a reward"),
+        Metric("<call>/reward_mean", "reward", "their mean reward"),
+        Metric(
+            "<call>/<name>", "its own", "any other number that a call returns: see [extend/metric.md](extend/metric.md)"
+        ),
+    ),
+)
+
+EVALUATIONS = Section(
+    "Evaluations",
+    "Of held-out episodes, kept in `evaluations.json` and sent to the trackers; they are in no row of "
+    "`metrics.jsonl`. `<split>` is `heldout` in the experiments that ship, `<way>` is `sampled` or `greedy`, `<group>` "
+    "is `overall` or a group of tasks.",
+    (
+        Metric("eval/<split>/<way>/success/<group>", "fraction", "episodes that reached the goal"),
+        Metric("eval/<split>/<way>/success_low/<group>", "fraction", "lower end of its 95 % Wilson interval"),
+        Metric("eval/<split>/<way>/success_high/<group>", "fraction", "upper end"),
+        Metric("eval/<split>/<way>/reward/<group>", "reward", "mean reward"),
+        Metric("eval/<split>/<way>/turns/<group>", "turns", "mean number of turns"),
+        Metric("eval/<split>/<way>/failed/<group>", "count", "episodes that failed and are in no mean"),
+    ),
+)
+
+SECTIONS = (
+    REWARDS,
+    LENGTHS,
+    ROLLOUTS,
+    POLICY,
+    OFF_POLICY,
+    BATCH,
+    CRITIC,
+    TIME,
+    ASYNCHRONOUS,
+    EVALUATIONS,
+    STREAM,
+    OTHERS,
+)
