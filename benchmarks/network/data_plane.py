@@ -3,14 +3,16 @@
     python -m benchmarks.network.data_plane [--rounds 5] [--megabytes 512] [--json FILE]
 
 Two network namespaces stand for the hosts (root, iproute2 and iperf3 are needed). In every round one stream of iperf3
-runs for two seconds, then a reader on the first host fetches a float32 array of a store on the second, in pieces over
-encrypted sockets; the time is from the request to the decoded sample. The ratio is taken per round; printed are the
-median and the range. Both ends share this machine's cores, as iperf3's do.
+runs for two seconds, then a reader on the first host fetches a float32 array of a store on the second, in pieces: once
+over encrypted connections, once as with ``network.trusted``. The time is from the request to the decoded sample. Ratios
+are taken per round; printed are medians and ranges, and the bytes that came for each second of CPU that both ends spent
+in their processes. Both ends share this machine's cores, as iperf3's do.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -21,49 +23,58 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
+
+if TYPE_CHECKING:
+    from realhf.transport.network.network import Network
 
 IPERF_S = 2
 FETCH_S = 300.0
 READY_S = 120.0
 KEY = "x"
+WAYS = ("encrypted", "trusted")
 
 
-def serve(address: str, key_file: str, megabytes: int) -> None:
+def _network(address: str, key_file: str, way: str) -> Network:
+    from realhf.transport.network.keys import RunKeys
+    from realhf.transport.network.network import Network
+
+    return Network(address, address, RunKeys.read(Path(key_file)), trusted=way == "trusted")
+
+
+def serve(address: str, key_file: str, trusted: str, megabytes: str) -> None:
     """Hold the array and serve it until standard input ends."""
     import torch
 
     from realhf.api.sample import SequenceSample
-    from realhf.transport.network.keys import RunKeys
-    from realhf.transport.network.network import Network
     from realhf.transport.tensors.data_plane import DataPlane
     from realhf.transport.tensors.store import TensorStore
 
-    store, rows = TensorStore("owner"), megabytes * 1_000_000 // 4
+    store, rows = TensorStore("owner"), int(megabytes) * 1_000_000 // 4
     store.put(SequenceSample.from_tensors(["a"], {KEY: torch.rand(rows)}, {KEY: [[rows]]}))
-    plane = DataPlane("owner", "bench", store, network=Network(address, address, RunKeys.read(Path(key_file))))
+    plane = DataPlane("owner", "bench", store, network=_network(address, key_file, trusted))
     plane.start()
     print(plane.endpoint, flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        print(time.process_time(), flush=True)
     plane.close()
 
 
-def fetch(address: str, key_file: str, endpoint: str) -> None:
-    """Fetch the array once for every line of standard input; print seconds and bytes."""
-    from realhf.transport.network.keys import RunKeys
-    from realhf.transport.network.network import Network
+def fetch(address: str, key_file: str, trusted: str, endpoint: str) -> None:
+    """Fetch the array once for every line of standard input; print seconds, seconds of CPU and bytes."""
     from realhf.transport.tensors.data_plane import DataPlane
     from realhf.transport.tensors.store import TensorStore
 
-    network = Network(address, address, RunKeys.read(Path(key_file)))
+    network = _network(address, key_file, trusted)
     plane = DataPlane("reader", "bench", TensorStore("reader"), network=network)
     plane.start()
     for _ in sys.stdin:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         data = plane.fetch(endpoint, ["a"], [KEY], FETCH_S).data
         assert data is not None
-        print(time.perf_counter() - began, data[KEY].nbytes, flush=True)
+        print(time.perf_counter() - began, time.process_time() - cpu, data[KEY].nbytes, flush=True)
         del data
     plane.close()
 
@@ -85,34 +96,68 @@ def iperf(first: Host, second: Host) -> float:
         server.wait()
 
 
+class Pair:
+    """An owner on the second host and a reader on the first, each a process of its own."""
+
+    def __init__(self, first: Host, second: Host, keys: str, trusted: str, megabytes: int) -> None:
+        self._owner = _start(second, "--serve", second.address, keys, trusted, str(megabytes))
+        endpoint = _line(self._owner)
+        self._reader = _start(first, "--fetch", first.address, keys, trusted, endpoint)
+
+    def fetch(self) -> tuple[float, float]:
+        """Fetch once; return bytes per second, and per second of CPU of both ends."""
+        before = float(_ask(self._owner))
+        seconds, cpu, nbytes = map(float, _ask(self._reader).split())
+        return nbytes / seconds, nbytes / (cpu + float(_ask(self._owner)) - before)
+
+    def close(self) -> None:
+        """End both."""
+        for process in (self._reader, self._owner):
+            process.kill()
+            process.wait()
+
+
+def _start(host: Host, *words: str) -> subprocess.Popen[str]:
+    command = [*host.enter, sys.executable, "-m", "benchmarks.network.data_plane", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise RuntimeError("a process of the benchmark has ended")
+    return line
+
+
+def _ask(process: subprocess.Popen[str]) -> str:
+    print("go", file=process.stdin, flush=True)
+    return _line(process)
+
+
 def measure(rounds: int, megabytes: int) -> list[dict[str, float]]:
-    """Return the bytes per second of both, for every round. Raises NoNamespaces."""
+    """Return the bytes per second of all, for every round. Raises NoNamespaces."""
     from realhf.transport.network.keys import RunKeys
 
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, two_hosts() as (first, second):
+    found = []
+    with tempfile.TemporaryDirectory() as folder, two_hosts() as (first, second), contextlib.ExitStack() as stack:
         keys = str(Path(folder) / "keys")
         RunKeys.make().write(Path(keys))
-
-        def start(host: Host, *words: str) -> subprocess.Popen[str]:
-            command = [*host.enter, sys.executable, "-m", "benchmarks.network.data_plane", *words]
-            pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-
-        with start(second, "--serve", second.address, keys, str(megabytes)) as owner:
-            assert owner.stdout is not None
-            endpoint = owner.stdout.readline().strip()
-            with start(first, "--fetch", first.address, keys, endpoint) as reader:
-                assert reader.stdin is not None and reader.stdout is not None
-                found = []
-                for number in range(rounds + 1):
-                    stream = iperf(first, second)
-                    print("go", file=reader.stdin, flush=True)
-                    seconds, nbytes = map(float, reader.stdout.readline().split())
-                    if number:  # the first one connects and imports
-                        found.append({"iperf3": stream, "fetch": nbytes / seconds, "ratio": nbytes / seconds / stream})
-                        print({name: f"{value:.3g}" for name, value in found[-1].items()}, flush=True)
-        return found
+        pairs = {}
+        for way in WAYS:
+            pairs[way] = Pair(first, second, keys, way, megabytes)
+            stack.callback(pairs[way].close)
+        for number in range(rounds + 1):
+            stream = iperf(first, second)
+            row = {"iperf3": stream}
+            for way, pair in pairs.items():
+                rate, per_cpu = pair.fetch()
+                row |= {way: rate, f"{way} ratio": rate / stream, f"{way} per CPU second": per_cpu}
+            if number:  # the first one connects and imports
+                found.append(row)
+                print({name: f"{value:.3g}" for name, value in row.items()}, flush=True)
+    return found
 
 
 def main() -> int:
@@ -121,11 +166,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--fetch", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--fetch", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve[0], args.serve[1], int(args.serve[2]))
+        serve(*args.serve)
         return 0
     if args.fetch:
         fetch(*args.fetch)
@@ -138,10 +183,11 @@ def main() -> int:
     except NoNamespaces as error:
         print(error, file=sys.stderr)
         return 1
-    for name, unit in (("iperf3", 1e6), ("fetch", 1e6), ("ratio", 1)):
+    for name in found[0]:
+        unit = 1 if name.endswith("ratio") else 1e6
         values = [row[name] / unit for row in found]
         text = f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-        print(f"{name:8} {text}{' MB/s' if unit > 1 else ' of one TCP stream'}")
+        print(f"{name:26} {text}{' MB/s' if unit > 1 else ' of one TCP stream'}")
     if args.json:
         args.json.write_text(json.dumps({"machine": platform.processor(), "cores": os.cpu_count(), "rounds": found}))
     return 0

@@ -23,7 +23,8 @@ class NetworkConfig:
     advertise: str = option("", "Workers reach the master at this address or name; empty: at the one it listens on.")
     trusted: bool = option(
         False,
-        "Nobody but the run can read or write on its network: weights may be broadcast over it without encryption.",
+        "Nobody but the run can read or write on its network: large tensors go over it without encryption, and weights "
+        "may be broadcast.",
     )
 
     def problems(self, name: str) -> Iterator[str]:

@@ -3,7 +3,8 @@
 Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each other. A fetch
 on one host is answered with a reference to shared memory. Any other fetch, and any whose memory cannot be mapped, is
 answered with the bytes themselves, in frames of at most CHUNK_BYTES; in a network with keys, where the other end may be
-on another host, a large answer is kept until the consumer has fetched it in pieces (``pieces``, ``outgoing``).
+on another host, an answer from BULK_FROM_BYTES is kept until the consumer has fetched it in pieces (``pieces``,
+``outgoing``), over connections made for that (``bulk_door``, ``bulk_lane``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -23,11 +24,15 @@ from realhf.transport import envelope
 from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import AddressTaken, DataError, DataMissing, ProtocolError, TransportError
+from realhf.transport.network.addresses import host_of
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
+from realhf.transport.network.tls import RunTls
 from realhf.transport.process_id import host_token
-from realhf.transport.tensors.outgoing import PIECE_BYTES, Outgoing
+from realhf.transport.tensors.bulk_door import BulkDoor
+from realhf.transport.tensors.bulk_lane import BulkLane
+from realhf.transport.tensors.outgoing import NUMBER_BYTES, Outgoing
 from realhf.transport.tensors.peer_connection import PeerConnection
-from realhf.transport.tensors.pieces import Piece, fetch_pieces
+from realhf.transport.tensors.pieces import LANES, Piece, fetch_pieces
 from realhf.transport.tensors.shared_mapping import MappingCache
 from realhf.transport.tensors.shared_memory import SegmentPool, SegmentRef
 from realhf.transport.tensors.store import TensorStore
@@ -40,8 +45,8 @@ SHM_FROM_BYTES = 64 << 10
 """Size from which values are served through shared memory."""
 SPARE_BYTES = 256 << 20
 """Bytes of cleared segments, and of idle mappings, that are kept for use again."""
-IO_THREADS = 2
-"""Threads that encrypt and send what other hosts fetch, and receive and decrypt what comes from there."""
+BULK_FROM_BYTES = 1 << 20
+"""Size from which an answer to another host goes in pieces: ZeroMQ would encrypt for longer than connecting takes."""
 SENDERS_AHEAD = 64
 """Number of messages that wait for a consumer that does not read."""
 
@@ -72,9 +77,11 @@ class DataPlane:
         self._pool_lock = threading.Lock()
         self._segments_of: dict[str, set[Any]] = {}
         self._outgoing = Outgoing()
-        self._peers: dict[tuple[str, int], PeerConnection] = {}
+        self._tls = RunTls(network.keys, trusted=network.trusted) if network.keys is not None else None
+        self._door = BulkDoor(name, network, self._tls, self._piece) if self._tls is not None else None
+        self._peers: dict[str, PeerConnection] = {}
         self._peers_lock = threading.Lock()
-        self._context = network.context(IO_THREADS if network.protected else 1)
+        self._context = network.context()
         self._waker = Waker()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -91,6 +98,8 @@ class DataPlane:
             self.endpoint = self._network.listen(self._socket, self._bind)
         except AddressTaken as error:
             raise DataError(f"{self._name} cannot serve tensors: {error}") from None
+        if self._door is not None:
+            self._door.start()
         self._store.on_clear(self._forget)
         self._thread = threading.Thread(target=self._serve, name="data-plane", daemon=True)
         self._thread.start()
@@ -115,6 +124,8 @@ class DataPlane:
         """Stop serving and give up all shared memory and connections. The store is left as it is."""
         self._stopping = True
         self._waker.wake()
+        if self._door is not None:
+            self._door.close()
         if self._thread is not None:
             self._thread.join(timeout=10)
             self._thread = None
@@ -157,33 +168,37 @@ class DataPlane:
 
     def _in_pieces(self, endpoint: str, fields: dict[str, Any], deadline: float) -> list[Any]:
         """Fetch the frames of an answer that the peer keeps. A connection that breaks is made anew."""
-        number = envelope.field(fields, "transfer", bytes)
+        number, port = envelope.field(fields, "transfer", bytes), envelope.field(fields, "port", int)
+        if self._tls is None or len(number) != NUMBER_BYTES or not 0 < port < 1 << 16:
+            raise ProtocolError(f"{endpoint} answered with pieces that cannot be fetched")
+        tls, host = self._tls, host_of(endpoint)
+        lanes = [BulkLane(tls, host, port) for _ in range(LANES)]
 
-        def ask(lane: int, piece: Piece) -> list[Any]:
-            request_id = os.urandom(16)
-            header = pack_header("piece", self._run_id, b"", id=request_id, transfer=number, piece=list(piece))
-            answer, *frames = self._peer(endpoint, lane).exchange(request_id, [header], deadline)
-            found = unpack_header(answer)
-            if found["kind"] != "piece":
-                raise DataError(f"{endpoint} broke off a transfer: {found.get('message')}")
-            return frames
+        def ask(lane: int, piece: Piece, into: memoryview) -> None:
+            if self._stopping:
+                raise DataError(f"the data plane of {self._name} is closed")
+            lanes[lane].fetch(number, piece, into, deadline)
 
-        frames = fetch_pieces(envelope.field(fields, "sizes", list), ask)
+        try:
+            frames: list[Any] = list(fetch_pieces(envelope.field(fields, "sizes", list), ask))
+        finally:
+            for lane in lanes:
+                lane.close()
         request_id = os.urandom(16)
         with contextlib.suppress(DataError):
             header = pack_header("done", self._run_id, b"", id=request_id, transfer=number)
             self._peer(endpoint).exchange(request_id, [header], deadline)
         return frames
 
-    def _peer(self, endpoint: str, lane: int = 0) -> PeerConnection:
+    def _peer(self, endpoint: str) -> PeerConnection:
         with self._peers_lock:
             if self._stopping:
                 raise DataError(f"the data plane of {self._name} is closed")
-            peer = self._peers.get((endpoint, lane))
+            peer = self._peers.get(endpoint)
             if peer is None or peer.broken:
                 if peer is not None:
                     peer.close()
-                peer = self._peers[endpoint, lane] = PeerConnection(self._context, endpoint, self._network)
+                peer = self._peers[endpoint] = PeerConnection(self._context, endpoint, self._network)
             return peer
 
     # ---- serving
@@ -198,7 +213,7 @@ class DataPlane:
             identity, *frames = self._socket.recv_multipart()
             try:
                 header = unpack_header(frames[0])
-                if header.get("run") != self._run_id or header["kind"] not in ("fetch", "piece", "done"):
+                if header.get("run") != self._run_id or header["kind"] not in ("fetch", "done"):
                     raise ProtocolError(f"{header.get('kind')} of run {header.get('run')!r}")
                 request_id = envelope.field(header, "id", bytes)
             except (ProtocolError, IndexError, KeyError) as error:
@@ -215,8 +230,10 @@ class DataPlane:
             return pack_header(kind, self._run_id, b"", id=request_id, **fields)
 
         try:
-            if asked["kind"] != "fetch":
-                return self._piece(asked, header)
+            if asked["kind"] == "done":
+                with self._pool_lock:
+                    self._outgoing.close(envelope.field(asked, "transfer", bytes))
+                return [header("done")]
             wish = unpack_payload(payload)
             ids, keys = envelope.field(wish, "ids", list), envelope.field(wish, "keys", list)
             ref = self._shared(ids, keys) if wish.get("host") and wish["host"] == self._host else None
@@ -224,31 +241,19 @@ class DataPlane:
                 return [header("shared"), pack_payload(ref.to_map())]
             frames = encode_sample(self._store.get(ids, keys))
             sizes = [memoryview(frame).nbytes for frame in frames]
-            if wish.get("pieces") and sum(sizes) > PIECE_BYTES:
+            if self._door is not None and wish.get("pieces") and sum(sizes) >= BULK_FROM_BYTES:
                 with self._pool_lock:
                     number = self._outgoing.open(frames, ids)
-                return [header("pieces", sizes=sizes, transfer=number)]
+                return [header("pieces", sizes=sizes, transfer=number, port=self._door.port)]
             return [header("frames", sizes=sizes), *_chunked(frames)]
         except DataMissing as error:
             return [header("missing"), pack_payload(error.missing)]
         except (TransportError, ValueError, TypeError, AttributeError) as error:
             return [header("error", message=f"{type(error).__name__}: {error}"[:4000])]
 
-    def _piece(self, asked: dict[str, Any], header: Callable[..., bytes]) -> list[Any]:
-        """Answer a request for a piece of an answer that is kept, or that it is no longer needed."""
-        number = envelope.field(asked, "transfer", bytes)
-        if asked["kind"] == "done":
-            with self._pool_lock:
-                self._outgoing.close(number)
-            return [header("done")]
-        numbers = envelope.field(asked, "piece", list)
-        if len(numbers) != 3 or not all(type(one) is int for one in numbers):
-            raise ProtocolError("a piece is a frame, a start and a length")
+    def _piece(self, number: bytes, frame: int, start: int, length: int) -> memoryview | None:
         with self._pool_lock:
-            piece = self._outgoing.piece(number, *numbers)
-        if piece is None:
-            return [header("gone", message="it no longer holds it: its samples were cleared, or it is too old")]
-        return [header("piece"), piece]
+            return self._outgoing.piece(number, frame, start, length)
 
     def _shared(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
         """Put these values into a segment; None when they are small or there is no memory for it."""

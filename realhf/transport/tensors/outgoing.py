@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from realhf.transport.errors import ProtocolError
 
 PIECE_BYTES = 64 << 20
-"""Size of the largest piece, and of the largest answer that is not cut."""
+"""Size of the largest piece."""
+NUMBER_BYTES = 16
+"""Size of the number of a transfer, which nobody can guess."""
 MOST_TRANSFERS = 64
 """Answers that are being fetched at once; the one that was used longest ago makes room for another."""
 IDLE_S = 120.0
@@ -42,7 +44,7 @@ class Outgoing:
         while len(self._transfers) >= MOST_TRANSFERS:
             del self._transfers[min(self._transfers, key=lambda number: self._transfers[number].used)]
         views = [memoryview(frame).cast("B") for frame in frames]
-        number = os.urandom(16)
+        number = os.urandom(NUMBER_BYTES)
         self._transfers[number] = _Transfer(views, frozenset(ids))
         return number
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.transport.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
-from realhf.transport.errors import DataError, PeerLost, ProtocolError
+from realhf.transport.errors import PeerLost, ProtocolError
 from realhf.transport.tensors.outgoing import PIECE_BYTES
 
 LANES = 4
@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     length: int
 
 
-Ask = Callable[[int, Piece], Sequence[Any]]
-"""(lane, piece) -> the frames of the answer that hold it. Raises PeerLost, which is tried again, and DataError."""
+Ask = Callable[[int, Piece, memoryview], None]
+"""(lane, piece, into) fills ``into`` with the piece. Raises PeerLost, which is tried again, and DataError."""
 
 
 def fetch_pieces(sizes: Sequence[Any], ask: Ask) -> list[memoryview]:
@@ -80,7 +80,9 @@ class _Fetch:
     def _work(self, lane: int) -> None:
         while (piece := self._next()) is not None:
             try:
-                self._keep(piece, self._ask(lane, piece))
+                self._ask(lane, piece, self._frames[piece.frame][piece.start : piece.start + piece.length])
+                with self._lock:
+                    self._broken = 0
             except PeerLost as error:
                 self._again(piece, error)
             except BaseException as error:
@@ -89,13 +91,6 @@ class _Fetch:
     def _next(self) -> Piece | None:
         with self._lock:
             return self._todo.popleft() if self._todo and self._failure is None else None
-
-    def _keep(self, piece: Piece, frames: Sequence[Any]) -> None:
-        if len(frames) != 1 or memoryview(frames[0]).nbytes != piece.length:
-            raise DataError(f"another piece than {tuple(piece)} was sent")
-        self._frames[piece.frame][piece.start : piece.start + piece.length] = memoryview(frames[0]).cast("B")
-        with self._lock:
-            self._broken = 0
 
     def _again(self, piece: Piece, error: PeerLost) -> None:
         """Leave a piece to any lane that works; all lanes break at once where the peer does, which counts once."""

@@ -84,10 +84,11 @@ async def test_a_worker_on_another_host_serves_and_every_socket_of_the_run_refus
         assert await master.call("w", "echo", "hello", timeout_s=DEADLINE_S) == "hello"
         assert info.machine and info.machine != host_token(), "another network is another host"
         theirs, ours = listeners(str(info.pid)), listeners("thread-self")
-        assert set(theirs.values()) == {lan.second.address} and len(theirs) == 3
+        assert set(theirs.values()) == {lan.second.address} and len(theirs) == 4
         assert set(ours.values()) == {lan.first.address} and len(ours) == 2
         told = {info.data_endpoint, *info.endpoints.values()}
-        assert told == {f"tcp://{lan.second.address}:{port}" for port in theirs}
+        silent = {f"tcp://{lan.second.address}:{port}" for port in theirs} - told
+        assert len(silent) == 1, "pieces of large values come over a port that is told when they do"
         for port, address in [*theirs.items(), *ours.items()]:
             assert not await asyncio.to_thread(takes_a_stranger, address, port)
     finally:

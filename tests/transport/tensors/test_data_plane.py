@@ -338,8 +338,9 @@ def test_tensors_are_fetched_by_their_run_only():
 
 def test_beyond_the_loopback_large_values_come_in_pieces(monkeypatch):
     """A small piece stands for a large one: what is larger is cut, and the owner keeps nothing when all is there."""
-    for module in ("outgoing", "pieces", "data_plane"):
+    for module in ("outgoing", "pieces"):
         monkeypatch.setattr(f"realhf.transport.tensors.{module}.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("realhf.transport.tensors.data_plane.BULK_FROM_BYTES", 10_000)
     ours, store = Network(keys=RunKeys.make()), TensorStore("owner")
     values = torch.arange(20_000)
     store.put(SequenceSample.from_tensors(["a"], {"x": values, "y": values + 1}, {"x": [[20_000]], "y": [[20_000]]}))

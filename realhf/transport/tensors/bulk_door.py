@@ -1,0 +1,143 @@
+"""Serves pieces of large answers to other hosts, on encrypted connections of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from realhf.transport.errors import DataError, ProtocolError
+from realhf.transport.network.network import Network
+from realhf.transport.network.tls import RunTls
+from realhf.transport.tensors import bulk_wire
+
+_log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 256
+"""Connections at once; one more is closed."""
+MOST_STRANGERS = 32
+"""Connections that have not yet shown the run's certificate; one more closes the oldest of them."""
+_NO_DESCRIPTOR_PAUSE_S = 0.5
+
+GetPiece = Callable[[bytes, int, int, int], memoryview | None]
+"""(transfer, frame, start, length) -> the piece; None when it is no longer held. Raises ProtocolError."""
+
+
+class BulkDoor:
+    """Listens on a port of its own, and gives each connection a thread. A connection asks for one piece after another;
+    what it does not read stays where it is, so a slow consumer costs no memory."""
+
+    def __init__(self, name: str, network: Network, tls: RunTls, piece: GetPiece) -> None:
+        self._name, self._network, self._tls, self._piece = name, network, tls, piece
+        self._lock = threading.Lock()
+        # Second handles of the same connections: TLS takes the first one away, and any of them can end it.
+        self._strangers: dict[int, socket.socket] = {}
+        self._guests: dict[int, socket.socket] = {}
+        self._stopping = False
+        self.refused = 0
+        self.port = 0
+
+    def start(self) -> None:
+        """Listen and serve. Raises DataError when nothing can listen there."""
+        try:
+            self._socket = socket.create_server((self._network.host, 0), backlog=128)
+        except OSError as error:
+            raise DataError(f"{self._name} cannot serve pieces on {self._network.host}: {error.strerror}") from None
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name="bulk-door", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening, and break off all connections."""
+        self._stopping = True
+        if self.port:
+            _cut(self._socket)
+            self._socket.close()
+        with self._lock:
+            for handle in (*self._strangers.values(), *self._guests.values()):
+                _cut(handle)
+
+    def _accept(self) -> None:
+        for number in itertools.count():
+            try:
+                connection, (host, _) = self._socket.accept()
+            except OSError as error:
+                if self._stopping:
+                    return
+                _log.warning("%s cannot take a connection: %s", self._name, error)
+                time.sleep(_NO_DESCRIPTOR_PAUSE_S)
+                continue
+            try:
+                self._begin(number, connection, host)
+            except (OSError, RuntimeError) as error:
+                _log.warning("%s has no room for a connection: %s", self._name, error)
+                self._leave(number)
+                connection.close()
+
+    def _begin(self, number: int, connection: socket.socket, host: str) -> None:
+        """Give a connection its thread. Raises OSError or RuntimeError where there is no descriptor or thread left."""
+        with self._lock:
+            if self._stopping or len(self._strangers) + len(self._guests) >= MOST_CONNECTIONS:
+                raise OSError(f"there are {MOST_CONNECTIONS} of them")
+            for handle in list(self._strangers.values())[: max(0, len(self._strangers) + 1 - MOST_STRANGERS)]:
+                _cut(handle)
+            self._strangers[number] = connection.dup()
+        threading.Thread(target=self._serve, args=(number, connection, host), name="bulk", daemon=True).start()
+
+    def _serve(self, number: int, plain: socket.socket, host: str) -> None:
+        plain.settimeout(bulk_wire.HANDSHAKE_S)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._tls.accept(plain) as connection:
+                with self._lock:
+                    self._guests[number] = self._strangers.pop(number)
+                connection.settimeout(bulk_wire.STALL_S)
+                self._answer_all(connection)
+        except OSError as error:
+            self._note(number, host, error)
+        finally:
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        with self._lock:
+            for handles in (self._strangers, self._guests):
+                if (handle := handles.pop(number, None)) is not None:
+                    handle.close()
+
+    def _note(self, number: int, host: str, error: OSError) -> None:
+        """Log the 1st, 2nd, 4th, ... stranger; what ends a known connection is the business of its other end."""
+        with self._lock:
+            if number in self._guests or self._stopping:
+                return
+            self.refused += 1
+            count = self.refused
+        if count & (count - 1) == 0:
+            _log.warning("%s refused bulk connection %d, of %s: %s", self._name, count, host, error)
+
+    def _answer_all(self, connection: socket.socket) -> None:
+        while True:
+            asked = bulk_wire.REQUEST.unpack(bulk_wire.received(connection, bulk_wire.REQUEST.size))
+            try:
+                piece = self._piece(*asked)
+            except ProtocolError as error:
+                _refuse(connection, str(error))
+                continue
+            if piece is None:
+                _refuse(connection, "it no longer holds it: its samples were cleared, or it is too old")
+                continue
+            connection.sendall(bulk_wire.ANSWER.pack(bulk_wire.PIECE, piece.nbytes))
+            bulk_wire.send(connection, piece)
+
+
+def _refuse(connection: socket.socket, message: str) -> None:
+    text = message.encode()[: bulk_wire.MOST_MESSAGE_BYTES]
+    connection.sendall(bulk_wire.ANSWER.pack(bulk_wire.REFUSED, len(text)) + text)
+
+
+def _cut(connection: socket.socket) -> None:
+    """End a connection whose thread is at work: that finds it closed, and gives it up."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

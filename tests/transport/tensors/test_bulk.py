@@ -1,0 +1,327 @@
+"""Bulk connections: pieces arrive whole, encrypted or as on a trusted network; strangers, replays, cut connections and
+wrong requests bring nothing and harm nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost
+from realhf.transport.network import certificate
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
+from realhf.transport.network.tls import RunTls
+from realhf.transport.tensors import bulk_door, bulk_wire
+from realhf.transport.tensors.bulk_door import BulkDoor
+from realhf.transport.tensors.bulk_lane import BulkLane
+from realhf.transport.tensors.outgoing import Outgoing
+from realhf.transport.tensors.pieces import Piece, fetch_pieces
+
+KEYS = RunKeys.make()
+HOST = "127.0.0.1"
+FRAME = bytes(range(256)) * 4000
+WHOLE = Piece(0, 0, len(FRAME))
+LIMIT_S = 60.0
+
+
+class Owner:
+    """Serves ``FRAME`` as transfer ``number``."""
+
+    def __init__(self, *, trusted: bool = False) -> None:
+        self.tls = RunTls(KEYS, trusted=trusted)
+        outgoing = Outgoing()
+        self.number = outgoing.open([FRAME], ["a"])
+        self.door = BulkDoor("owner", Network(keys=KEYS, trusted=trusted), self.tls, outgoing.piece)
+        self.door.start()
+
+    def lane(self, port: int = 0, tls: RunTls | None = None) -> BulkLane:
+        """A lane to the door, or to another port."""
+        return BulkLane(tls or self.tls, HOST, port or self.door.port)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    made.door.close()
+
+
+def got(lane: BulkLane, number: bytes, piece: Piece = WHOLE, limit_s: float = LIMIT_S) -> bytes:
+    """What a lane brings; the lane stays open."""
+    into = bytearray(piece.length)
+    lane.fetch(number, piece, memoryview(into), time.monotonic() + limit_s)
+    return bytes(into)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Tap:
+    """Relays connections to a port, keeps what either end sends, and cuts the first ``cuts`` connections after 100 KB
+    of answers."""
+
+    def __init__(self, port: int, cuts: int = 0) -> None:
+        self._target, self._cuts = port, cuts
+        self._socket = socket.create_server((HOST, 0))
+        self.port = self._socket.getsockname()[1]
+        self.asked, self.answered = bytearray(), bytearray()
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._socket.accept()
+                self.connections += 1
+                far = socket.create_connection((HOST, self._target))
+                limit = 100_000 if self.connections <= self._cuts else 1 << 40
+                for source, sink, kept, most in ((near, far, self.asked, 1 << 40), (far, near, self.answered, limit)):
+                    threading.Thread(target=self._relay, args=(source, sink, kept, most), daemon=True).start()
+
+    @staticmethod
+    def _relay(source: socket.socket, sink: socket.socket, kept: bytearray, most: int) -> None:
+        count = 0
+        with contextlib.suppress(OSError):
+            while count < most and (data := source.recv(65536)):
+                kept += data
+                count += len(data)
+                sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Stop taking connections."""
+        self._socket.close()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_piece_is_readable_on_the_way_on_a_trusted_network_only(trusted):
+    owner = Owner(trusted=trusted)
+    tap = Tap(owner.door.port)
+    lane = owner.lane(tap.port)
+    try:
+        assert got(lane, owner.number) == FRAME
+        assert got(lane, owner.number, Piece(0, 300, 5)) == FRAME[300:305]
+        assert tap.connections == 1, "a connection serves for several pieces"
+        assert (bytes(range(256)) in tap.answered) is trusted
+        assert (owner.number in tap.asked) is trusted
+        assert owner.door.refused == 0
+    finally:
+        lane.close()
+        tap.close()
+        owner.door.close()
+
+
+def test_what_was_heard_on_the_way_opens_nothing_when_it_is_sent_again(owner):
+    tap = Tap(owner.door.port)
+    lane = owner.lane(tap.port)
+    assert got(lane, owner.number) == FRAME
+    lane.close()
+    tap.close()
+    with socket.create_connection((HOST, owner.door.port), timeout=LIMIT_S) as replay:
+        replay.sendall(tap.asked)
+        heard = bytearray()
+        with contextlib.suppress(ConnectionError):
+            while data := replay.recv(65536):
+                heard += data
+    assert len(heard) < 10_000
+    until(lambda: owner.door.refused == 1)
+
+
+@pytest.mark.parametrize("end", ["who connects", "who listens"])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_certificate_of_another_run_is_refused_at_both_ends(end, trusted):
+    """Both ends prove themselves: a stranger gets nothing, and nothing of a stranger is taken."""
+    owner = Owner(trusted=trusted)
+    others = RunTls(RunKeys.make(), trusted=trusted)
+    if end == "who listens":
+        owner.door._tls = others
+    try:
+        with pytest.raises(PeerLost, match=f"{HOST}:{owner.door.port} .*certificate of this run"):
+            got(owner.lane(tls=others if end == "who connects" else None), owner.number)
+        until(lambda: owner.door.refused == 1)
+    finally:
+        owner.door.close()
+
+
+@pytest.mark.parametrize("greeting", [b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000)])
+def test_a_stranger_without_tls_is_sent_away(owner, greeting):
+    with (
+        socket.create_connection((HOST, owner.door.port), timeout=LIMIT_S) as stranger,
+        contextlib.suppress(OSError),
+    ):
+        stranger.sendall(greeting)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(4096):
+            pass
+    until(lambda: owner.door.refused == 1)
+    assert got(owner.lane(), owner.number) == FRAME
+
+
+def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
+    """The one that has been silent for longest makes room, long before its handshake has to be over."""
+    monkeypatch.setattr(bulk_door, "MOST_STRANGERS", 2)
+    silent = [socket.create_connection((HOST, owner.door.port), timeout=LIMIT_S) for _ in range(3)]
+    try:
+        assert silent[0].recv(1) == b""
+        assert got(owner.lane(), owner.number) == FRAME
+    finally:
+        for each in silent:
+            each.close()
+
+
+def test_connections_have_a_limit(owner, monkeypatch):
+    monkeypatch.setattr(bulk_door, "MOST_CONNECTIONS", 1)
+    first = owner.lane()
+    got(first, owner.number)
+    with pytest.raises(PeerLost):
+        got(owner.lane(), owner.number)
+    assert got(first, owner.number) == FRAME
+    first.close()
+    until(lambda: not owner.door._guests)
+    assert got(owner.lane(), owner.number) == FRAME
+
+
+@pytest.mark.parametrize("piece", [Piece(1, 0, 1), Piece(0, len(FRAME), 1), Piece(0, 0, 0), Piece(0, 0, (1 << 26) + 1)])
+def test_a_piece_that_there_is_not_is_refused_with_a_reason(owner, piece):
+    with pytest.raises(DataError, match="broke off a transfer: piece"):
+        got(owner.lane(), owner.number, piece)
+
+
+def test_a_transfer_that_was_given_up_is_named(owner):
+    with pytest.raises(DataError, match="no longer holds it"):
+        got(owner.lane(), bytes(16))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        bulk_wire.ANSWER.pack(bulk_wire.PIECE, 9),
+        bulk_wire.ANSWER.pack(7, 10),
+        bulk_wire.ANSWER.pack(bulk_wire.REFUSED, 1 << 31),
+    ],
+)
+def test_an_answer_of_another_size_is_refused_before_anything_is_read(answer):
+    with answering(answer) as port, pytest.raises(DataError, match="another piece"):
+        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0\0", bulk_wire.ANSWER.pack(bulk_wire.PIECE, 10) + b"half"])
+def test_a_truncated_answer_is_a_lost_peer(answer):
+    with answering(answer) as port, pytest.raises(PeerLost):
+        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
+
+
+def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
+    started = bulk_wire.ANSWER.pack(bulk_wire.PIECE, 10) + b"half"
+    with answering(started, then_close=False) as port, pytest.raises(FetchTimeout, match="before the deadline"):
+        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=0.5)
+
+
+@contextlib.contextmanager
+def answering(answer: bytes, *, then_close: bool = True) -> Iterator[int]:
+    """A listener with the run's certificate that answers the first request with ``answer``; its port."""
+    done = threading.Event()
+
+    def serve() -> None:
+        plain, _ = listener.accept()
+        with RunTls(KEYS).accept(plain) as connection:
+            bulk_wire.received(connection, bulk_wire.REQUEST.size)
+            connection.sendall(answer)
+            if not then_close:
+                done.wait(LIMIT_S)
+
+    with socket.create_server((HOST, 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            done.set()
+            thread.join(LIMIT_S)
+
+
+def test_a_fetch_goes_on_after_its_connections_were_cut(owner, monkeypatch):
+    """Each of the first three connections breaks in the middle of a piece; what had arrived is not fetched again."""
+    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 64_000)
+    tap = Tap(owner.door.port, cuts=3)
+    lanes = [owner.lane(tap.port) for _ in range(4)]
+    deadline = time.monotonic() + LIMIT_S
+
+    def ask(lane: int, piece: Piece, into: memoryview) -> None:
+        lanes[lane].fetch(owner.number, piece, into, deadline)
+
+    try:
+        (frame,) = fetch_pieces([len(FRAME)], ask)
+        assert bytes(frame) == FRAME
+        assert tap.connections > 4
+    finally:
+        for lane in lanes:
+            lane.close()
+        tap.close()
+
+
+def test_the_end_of_a_door_ends_its_connections(owner):
+    lane = owner.lane()
+    got(lane, owner.number)
+    owner.door.close()
+    with pytest.raises(PeerLost):
+        got(lane, owner.number)
+    until(lambda: not owner.door._guests)
+
+
+CA = """
+[ca]
+default_ca = d
+[d]
+database = {0}/index
+serial = {0}/serial
+new_certs_dir = {0}
+default_md = sha256
+policy = p
+[p]
+commonName = supplied
+"""
+
+
+def test_hosts_whose_clocks_are_apart_talk_to_each_other(tmp_path):
+    """This certificate was over in 1970; what counts is that it is the one of the run."""
+    (tmp_path / "ca").write_text(CA.format(tmp_path))
+    (tmp_path / "index").touch()
+    (tmp_path / "serial").write_text("01")
+    key, request, made = (str(tmp_path / name) for name in ("key", "request", "made"))
+    asked = [word for word in certificate._COMMAND if word != "-x509"]
+    asked[asked.index("-keyout") + 1], asked[asked.index("-out") + 1] = key, request
+    signed = ["openssl", "ca", "-batch", "-selfsign", "-notext", "-config", str(tmp_path / "ca"), "-keyfile", key]
+    dates = ["-startdate", "700101000000Z", "-enddate", "700102000000Z", "-in", request, "-out", made]
+    for command in (asked, signed + dates):
+        subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
+    keys = replace(KEYS, certificate=Path(made).read_text(), certificate_key=Path(key).read_text())
+    tls, (near, far) = RunTls(keys), socket.socketpair()
+    thread = threading.Thread(target=lambda: tls.accept(near).close(), daemon=True)
+    thread.start()
+    tls.connect(far).close()
+    thread.join(LIMIT_S)
+
+
+def test_without_openssl_the_option_is_named(monkeypatch):
+    monkeypatch.setattr(certificate, "_COMMAND", ("no-such-openssl",))
+    with pytest.raises(NetworkError, match=r"network\.bind: the command openssl is missing"):
+        RunKeys.make()
+    monkeypatch.setattr(certificate, "_COMMAND", ("openssl", "req", "-nonsense"))
+    with pytest.raises(NetworkError, match=r"network\.bind: openssl could not make"):
+        RunKeys.make()
