@@ -73,7 +73,13 @@ policy_losses = Registry(
         "reinforce": "realhf.algorithms.policy_gradient.losses:reinforce_loss",
     },
 )
-schedulers = Registry("scheduler", {"local": "realhf.scheduler.local:DEFINITION"})
+schedulers = Registry(
+    "scheduler",
+    {
+        "join": "realhf.cluster.join:DEFINITION",
+        "local": "realhf.scheduler.local:DEFINITION",
+    },
+)
 
 REGISTRIES: Mapping[str, Registry] = MappingProxyType(
     {

@@ -97,6 +97,7 @@ ROOMS: dict[str, str] = {
     "monitor/rollouts": "api api/config",
     "monitor/metrics": "",
     "monitor": "api api/config base monitor/metrics",
+    "cluster": "api/config base scheduler transport transport/network",
     "view": "api base monitor",
     "launch": "api api/chat api/config base builtins env/doors monitor scheduler transport/network",
 }
@@ -113,6 +114,7 @@ TORCH_FREE = (
     "realhf/aws",
     "realhf/monitor",
     "realhf/scheduler",
+    "realhf/cluster",
     "realhf/launch",
     "realhf/transport",
     "realhf/trajectory",

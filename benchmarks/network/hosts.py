@@ -35,16 +35,16 @@ class Host:
 
     def run(self, *command: str) -> str:
         """Run a command here and return what it prints. Raises CalledProcessError."""
-        return _run(*self.enter, *command)
+        return command_output(*self.enter, *command)
 
     @contextlib.contextmanager
     def cut_off_from(self, other: Host) -> Iterator[None]:
         """Drop what this host sends to the other; what the other sends arrives."""
-        _run("ip", "-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
+        command_output("ip", "-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
         try:
             yield
         finally:
-            _run("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32")
+            command_output("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32")
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -78,15 +78,15 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     try:
         try:
             for host in hosts:
-                _run("ip", "netns", "add", host.name)
+                command_output("ip", "netns", "add", host.name)
                 made.append(host)
             first, second = hosts
             ends = ["name", "cable", "netns", first.name, "type", "veth", "peer", "name", "cable", "netns", second.name]
-            _run("ip", "link", "add", *ends)
+            command_output("ip", "link", "add", *ends)
             for host in hosts:
-                _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "cable")
+                command_output("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "cable")
                 for link in ("cable", "lo"):
-                    _run("ip", "-n", host.name, "link", "set", link, "up")
+                    command_output("ip", "-n", host.name, "link", "set", link, "up")
         except subprocess.SubprocessError as error:
             said = getattr(error, "stderr", "") or str(error)
             raise NoNamespaces(f"network namespaces cannot be made: {said.strip()}") from None
@@ -94,8 +94,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     finally:
         for host in made:
             with contextlib.suppress(subprocess.SubprocessError):
-                _run("ip", "netns", "del", host.name)
+                command_output("ip", "netns", "del", host.name)
 
 
-def _run(*command: str) -> str:
+def command_output(*command: str) -> str:
+    """Run a command and return what it prints. Raises CalledProcessError or TimeoutExpired."""
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_S).stdout

@@ -11,6 +11,7 @@ from realhf.api.mfc import InterfaceType
 from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.base.loopback import is_loopback_host
 from realhf.launch.allocation import allocate
+from realhf.launch.chosen_scheduler import definition_of
 from realhf.launch.compose import Composed
 from realhf.launch.experiment_file import ExperimentFile, located
 from realhf.launch.offload import check_offload
@@ -63,6 +64,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         _check_heads(every)
         _check_served(every)
         _check_network(every, config)
+    _check_hosts(config)
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)
 
@@ -161,6 +163,15 @@ def _check_network(spec: ExperimentSpec, config: ExperimentConfig) -> None:
             "async_rl.weights=broadcast: weights are broadcast without encryption, and with "
             f"network.bind={network.bind} not on the loopback; say network.trusted=true where nobody else can read on "
             "that network, or choose async_rl.weights=disk (a folder that all hosts have) or shm (workers of one host)"
+        )
+
+
+def _check_hosts(config: ExperimentConfig) -> None:
+    """Workers on other hosts reach a run only where it listens on a network."""
+    if not config.network.bind and definition_of(config.scheduler.path).several_hosts:
+        raise ConfigError(
+            f"scheduler={config.scheduler.path}: its workers may run on other hosts; set network.bind to the address "
+            "of this machine that they reach"
         )
 
 

@@ -12,18 +12,18 @@ import secrets
 import shutil
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import RecoverMode
+from realhf.api.config import AsyncConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.base.loopback import is_loopback_host
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
-from realhf.scheduler.base import Scheduler, WorkerExit, WorkerSpec
+from realhf.scheduler.base import Notice, Scheduler, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.scheduler.failure import failure_cause, log_tail
 from realhf.transport.network.keys import RunKeys
 
@@ -76,7 +76,7 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
     """Start master and workers, watch them, stop them all; the summary of the run. An asynchronous run goes on without
     a person when a worker dies. Raises LaunchError that names the worker that failed for good."""
     rollout = plan.spec.rollout
-    retries = rollout.options.recover_retries if rollout else 0
+    failures: deque[float] = deque()
     if rollout is not None and (environment := plan.spec.environment) is not None and environment.port == 0:
         # A server that is started again must be found where the one before it was.
         plan = replace(plan, spec=replace(plan.spec, environment=replace(environment, port=_free_port())))
@@ -85,11 +85,18 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
         try:
             return _run_once(plan, scheduler, display, Supervisor() if rollout else None)
         except WorkerFailed as error:
-            if retries == 0:
+            if rollout is None or not _may_begin_again(failures, rollout.options):
                 raise
-            retries -= 1
             display.show({"kind": "warning", "text": f"{error}\nthe run begins again from its last checkpoint"})
             plan = replace(plan, recover_mode=RecoverMode.auto, started_at=time.time())
+
+
+def _may_begin_again(failures: deque[float], options: AsyncConfig) -> bool:
+    """Note a failure, and say whether those of the last ``recover_window_s`` are few enough to go on."""
+    failures.append(time.monotonic())
+    while failures[0] < failures[-1] - options.recover_window_s:
+        failures.popleft()
+    return len(failures) <= options.recover_retries
 
 
 def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor | None) -> dict[str, Any]:
@@ -99,16 +106,22 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
     run_id = secrets.token_hex(6)
     try:
         key_file = make_keys(plan, run_id)
+        more = Reinforcements(plan, run_id, key_file)
         scheduler.start(_master(plan, run_id, key_file))
         while time.monotonic() < leave_by:
             events = scheduler.wait(1.0)
             exits = [event for event in events if isinstance(event, WorkerExit)]
             for event in events:
-                message = None if isinstance(event, WorkerExit) else parse_event(event.text)
+                if isinstance(event, Notice):
+                    display.show({"kind": "warning", "text": event.text})
+                elif isinstance(event, WorkersWanted):
+                    more.wanted.append(event)
+                message = parse_event(event.text) if isinstance(event, WorkerLine) else None
                 if message is None:
                     continue
                 display.show(message)
                 if message["kind"] == "endpoint":
+                    more.master = message["address"]
                     for worker in worker_specs(plan, run_id, message["address"], key_file):
                         scheduler.start(worker)
                         if supervisor is not None:
@@ -121,6 +134,8 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
             if ended and summary is None and time.monotonic() >= judge_at:
                 _replace(sorted(ended, key=_blame), scheduler, display, supervisor)
                 ended.clear()
+            if supervisor is not None and summary is None:
+                more.send(scheduler, supervisor, display)
             if any(event.name == MASTER for event in exits):
                 break
     finally:
@@ -144,8 +159,15 @@ def _replace(
             continue
         if spec is None or supervisor is None:
             raise WorkerFailed(failure_message(exit_))
+        try:
+            scheduler.start(spec)
+        except OSError as error:
+            if not supervisor.dispensable(exit_.name):
+                raise WorkerFailed(f"{failure_message(exit_)}; it cannot be started again: {error}") from None
+            text = f"{failure_message(exit_).splitlines()[0]}; it is not started again: {error}"
+            display.show({"kind": "warning", "text": text})
+            continue
         display.show({"kind": "warning", "text": f"{failure_message(exit_).splitlines()[0]}; it is started again"})
-        scheduler.start(spec)
         supervisor.started(spec)
 
 
@@ -227,16 +249,52 @@ def worker_specs(plan: RunPlan, run_id: str, master: str, key_file: Path | None 
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
         workers.append(WorkerSpec(service.name, service.module, argv, _log(spec, service.name)))
-    for name in spec.rollout.workers if spec.rollout else ():
-        kind, _, number = name.partition("/")
-        module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
-        argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
-        workers.append(WorkerSpec(name, module, argv, _log(spec, name), niceness=niceness, gpu=plan.gpus.get(name)))
+    workers += [_player(plan, name, join) for name in (spec.rollout.workers if spec.rollout else ())]
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"
         workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name), gpu=plan.gpus.get(name)))
     return workers
+
+
+def _player(plan: RunPlan, name: str, join: tuple[str, ...]) -> WorkerSpec:
+    """Return a rollout or a generation worker of an asynchronous run."""
+    spec, (kind, _, number) = plan.spec, name.partition("/")
+    module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
+    argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
+    niceness = spec.rollout.options.niceness if spec.rollout else 0
+    return WorkerSpec(name, module, argv, _log(spec, name), niceness=niceness, gpu=plan.gpus.get(name))
+
+
+class Reinforcements:
+    """Starts more workers in a running asynchronous run, on hosts that have room for them: ``wanted`` says where, and
+    ``master`` whom they join, once it listens."""
+
+    def __init__(self, plan: RunPlan, run_id: str, key_file: Path | None) -> None:
+        self._plan, self._run_id, self._key_file = plan, run_id, key_file
+        names = plan.spec.rollout.workers if plan.spec.rollout else []
+        self._next = Counter(name.partition("/")[0] for name in names)
+        self.wanted: list[WorkersWanted] = []
+        self.master = ""
+
+    def send(self, scheduler: Scheduler, supervisor: Supervisor, display: Display) -> None:
+        """Start what is wanted. A host that is gone meanwhile gets none."""
+        if not self.master:
+            return
+        join = ("--run-id", self._run_id, "--master", self.master, *_keys_option(self._key_file))
+        for kind, host, count in [(every.kind, every.host, every.count) for every in self.wanted]:
+            names = [f"{kind}/{self._next[kind] + number}" for number in range(count)]
+            try:
+                for name in names:
+                    worker = replace(_player(self._plan, name, join), host=host)
+                    scheduler.start(worker)
+                    supervisor.started(worker)
+            except OSError as error:
+                display.show({"kind": "warning", "text": str(error)})
+            else:
+                display.show({"kind": "warning", "text": f"{', '.join(names)} are started on {host}"})
+            self._next[kind] += count
+        self.wanted.clear()
 
 
 def _keep(partial: Path, artifact: Path) -> None:

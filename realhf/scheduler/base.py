@@ -16,7 +16,7 @@ class WorkerSpec:
     Its standard error goes to ``log``, and its standard output too, unless ``events`` is set: then every line of
     standard output is handed out as a ``WorkerLine``. ``niceness`` (0 to 19) says how far the worker and what it starts
     give way to others where cores are short. ``gpu`` is the only GPU that the worker sees, numbered among those that
-    its starter sees; None: all of these.
+    its starter sees; None: all of these. ``host`` is the only host on which it may run; empty: the scheduler chooses.
     """
 
     name: str
@@ -26,6 +26,7 @@ class WorkerSpec:
     events: bool = False
     niceness: int = 0
     gpu: int | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,20 @@ class WorkerLine:
 @dataclass(frozen=True)
 class WorkerExit:
     """Reports the end of a worker. ``exit_code`` is negative for a signal, as in ``subprocess``. What the worker wrote
-    begins at byte ``log_from`` of ``log``, after what earlier workers of the same name wrote."""
+    begins at byte ``log_from`` of ``log``, after what earlier workers of the same name wrote. ``cause`` is what the
+    scheduler knows of it beside that, e.g. that its host was lost."""
 
     name: str
     exit_code: int
     log: Path
     log_from: int = 0
+    cause: str = ""
 
     @property
     def reason(self) -> str:
-        """Say why the worker ended: 'exit code 3' or 'killed by SIGKILL'."""
+        """Say why the worker ended: 'exit code 3', 'killed by SIGKILL', or the cause."""
+        if self.cause:
+            return self.cause
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
         try:
@@ -57,7 +62,23 @@ class WorkerExit:
             return f"killed by signal {-self.exit_code}"
 
 
-WorkerEvent = WorkerLine | WorkerExit
+@dataclass(frozen=True)
+class Notice:
+    """Says something that a person should know."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkersWanted:
+    """Says that a host has room for ``count`` more workers of a kind, in a run that can use them."""
+
+    host: str
+    kind: str
+    count: int
+
+
+WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted
 
 
 class Scheduler(Protocol):
@@ -85,7 +106,9 @@ class Scheduler(Protocol):
 class SchedulerDefinition:
     """Is what the name of a scheduler stands for. ``options`` is a dataclass with the scheduler's own options, all with
     defaults, which stand under ``scheduler:``; ``make`` returns a scheduler for an instance of it. It is called in the
-    launcher, once for every job and once for the workers, on the thread that then owns the scheduler."""
+    launcher, once for every job and once for the workers, on the thread that then owns the scheduler. With
+    ``several_hosts`` workers may run on other hosts, so that the run has to listen on a network (``network.bind``)."""
 
     options: type[Any]
     make: Callable[[Any], Scheduler]
+    several_hosts: bool = False

@@ -88,7 +88,9 @@ class LocalScheduler:
         events: list[WorkerEvent] = []
         exited: list[_Child] = []
         for key, _ in self._selector.select(timeout_s):
-            child: _Child = key.data
+            child: _Child | None = key.data
+            if child is None:
+                continue
             if key.fd == child.pidfd:
                 exited.append(child)
             else:
@@ -113,6 +115,30 @@ class LocalScheduler:
         for child in self._children.values():
             self._forget(child)
         self._children.clear()
+
+    def watch(self, descriptor: int) -> None:
+        """Let ``wait`` return, perhaps without events, when this descriptor becomes readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, None)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Watch a descriptor no longer."""
+        self._selector.unregister(descriptor)
+
+    def end(self, name: str, *, kill: bool = False) -> None:
+        """Ask one worker to end (SIGTERM), or kill it with all that it has started. One that does not run is left
+        alone; its end is reported as ever."""
+        child = self._children.get(name)
+        if child is None or child.process.poll() is not None:
+            return
+        if not kill:
+            child.relatives |= _descendants(child.process.pid)
+            child.process.send_signal(signal.SIGTERM)
+            return
+        doomed = child.relatives | _descendants(child.process.pid)
+        child.process.kill()
+        for process in doomed:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     def _kill_orphans(self, child: _Child) -> None:
         """Kill what a worker that has ended left behind, e.g. servers it had started."""

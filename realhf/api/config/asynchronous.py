@@ -43,8 +43,11 @@ class AsyncConfig:
     recover_retries: int = option(
         1,
         "After the death of its master or a model worker, the run begins again from its last checkpoint this many "
-        "times.",
+        "times within recover_window_s.",
         at_least=0,
+    )
+    recover_window_s: float = option(
+        3600.0, "Deaths longer ago than these seconds do not count towards recover_retries.", above=0
     )
     keep_journal: bool = option(
         False,

@@ -1,0 +1,319 @@
+"""Runs on a host for a launcher elsewhere: registers, starts workers when asked, watches them and reports their ends.
+
+One thread does everything. Workers end with the agent, when the launcher says so, and when it has been silent for as
+long as its welcome says; then the agent registers again, as often as it takes, for ``patience_s``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import zmq
+
+from realhf.cluster.messages import (
+    LINE_CHARACTERS,
+    OF_DOOR,
+    TAIL_BYTES,
+    EndWorker,
+    Exited,
+    FilePiece,
+    Lines,
+    Message,
+    NotStarted,
+    Probe,
+    Probed,
+    Refused,
+    StartWorker,
+    Welcome,
+    packed,
+    unpacked,
+)
+from realhf.cluster.own_host import describe, fingerprint
+from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.local import LocalScheduler
+from realhf.transport import envelope
+from realhf.transport.envelope import unpack_header
+from realhf.transport.errors import NetworkError, ProtocolError
+from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
+from realhf.transport.network.network import Network
+from realhf.transport.network.versions import own_versions
+
+_log = logging.getLogger(__name__)
+GRACE_S = 3.0
+"""How long workers may unwind when the agent itself has to end them."""
+HELLO_S = 0.5
+LOOK_S = 0.2
+TOKEN_BYTES = 256
+LONGEST_S = 60.0
+"""No launcher may ask an agent to be this patient with silence, or to say nothing for so long."""
+
+
+class Dismissed(Exception):
+    """Is raised inside when the launcher sends the agent away for good."""
+
+
+class HostAgent:
+    """Serves the launcher whose door is at ``door`` (tcp://HOST:PORT) as the host ``name``.
+
+    ``folder`` is private to the agent and holds what a run brings; ``wants`` says how many workers of each kind the
+    host is to get beside what the launcher decides. ``linger_s`` is how long the agent waits for another run after one.
+    """
+
+    def __init__(
+        self,
+        door: str,
+        network: Network,
+        name: str,
+        folder: Path,
+        *,
+        wants: Mapping[str, int] = {},
+        patience_s: float = 600.0,
+        linger_s: float = 30.0,
+    ) -> None:
+        self._door, self._network, self._name, self._folder, self._wants = door, network, name, folder, wants
+        self._patience_s, self._linger_s = patience_s, linger_s
+        self._local = LocalScheduler(orphans_are_ours=True)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._session = b""
+        self._heard = self._pinged = 0.0
+        self._welcome = Welcome(1.0, 10.0)
+        self._doomed: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Serve runs until there is none. Raises NetworkError or ProtocolError when the launcher does not take this
+        host, and NetworkError when it was not there for ``patience_s``."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder.chmod(0o700)
+        limit_s, why = self._patience_s, ""
+        try:
+            while (socket := self._registered(limit_s, why)) is not None:
+                try:
+                    why = self._served(socket)
+                finally:
+                    self._end_all(GRACE_S)
+                    socket.close(100)
+                limit_s = self._patience_s if why else self._linger_s
+        except Dismissed:
+            _log.info("%s was removed from the run", self._name)
+        finally:
+            self._end_all(GRACE_S)
+            self._context.destroy(100)
+
+    def _end_all(self, grace_s: float) -> None:
+        self._local.stop(grace_s)
+        self._doomed.clear()
+        for keys in (self._folder / "keys").glob("*"):
+            keys.unlink(missing_ok=True)
+
+    # ---- registering
+
+    def _registered(self, limit_s: float, lost: str) -> zmq.Socket[bytes] | None:
+        """Return a socket that the launcher has welcomed; None when a run was over and no other began. Raises
+        NetworkError after ``limit_s``, and ProtocolError when it refuses."""
+        began = time.monotonic()
+        told = False
+        while time.monotonic() - began < limit_s:
+            socket = self._connected()
+            watch = HandshakeWatch(socket)
+            try:
+                if self._welcomed(socket, watch, began + limit_s):
+                    _log.info("%s takes part in the run of the launcher at %s", self._name, self._door)
+                    watch.close()
+                    return socket
+            except BaseException:
+                watch.close()
+                socket.close(0)
+                raise
+            reached = watch.reached
+            watch.close()
+            socket.close(0)
+            if not reached and not told:
+                _log.warning("the launcher at %s %s; it is tried again for %g s", self._door, unreached(), limit_s)
+                told = True
+        if not lost and limit_s == self._linger_s:
+            _log.info("the run is over, and no other began within %g s", limit_s)
+            return None
+        raise NetworkError(
+            f"the launcher at {self._door} was not there for {limit_s:g} s" + (f" ({lost})" * bool(lost))
+        )
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._network.connect(socket, self._door)
+        self._session = os.urandom(16)
+        return socket
+
+    def _welcomed(self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float) -> bool:
+        """Say hello until there is a welcome; False after a while without, so that a new connection is tried."""
+        began = said = 0.0
+        began = time.monotonic()
+        while time.monotonic() < min(deadline, began + REACHED_WITHIN_S):
+            watch.look()
+            if watch.refused:
+                raise NetworkError(f"host {self._name}: the launcher at {self._door} {watch.refused}")
+            if watch.greeted and time.monotonic() - said > HELLO_S:
+                hello = describe(self._name, self._door, self._folder, self._wants)
+                self._send(socket, "hello", hello, versions=own_versions(), node=os.uname().nodename)
+                said = time.monotonic()
+            if not socket.poll(int(LOOK_S * 1000)):
+                continue
+            kind, message = self._received(socket)
+            if isinstance(message, Welcome):
+                self._welcome = message
+                self._heard = self._pinged = time.monotonic()
+                return True
+            if isinstance(message, Refused):
+                raise ProtocolError(f"the launcher at {self._door} refused the host {self._name}: {message.reason}")
+            if kind == "leave":
+                raise Dismissed
+        return False
+
+    # ---- serving
+
+    def _served(self, socket: zmq.Socket[bytes]) -> str:
+        """Do what the launcher asks. Returns "" when the run is over, else why the launcher is lost."""
+        self._local.watch(socket.FD)
+        try:
+            while True:
+                if (end := self._taken(socket)) is not None:
+                    return end
+                self._report(socket, self._local.wait(LOOK_S))
+                now = time.monotonic()
+                for name in [name for name, at in self._doomed.items() if at <= now]:
+                    del self._doomed[name]
+                    self._local.end(name, kill=True)
+                if now - self._pinged >= min(self._welcome.ping_s, LONGEST_S):
+                    self._send(socket, "ping")
+                    self._pinged = now
+                if (silent := now - self._heard) > min(self._welcome.silent_s, LONGEST_S):
+                    _log.warning("nothing heard of the launcher at %s for %.1f s; its workers end", self._door, silent)
+                    return f"nothing was heard of it for {silent:.1f} s"
+        except BaseException:
+            self._report(socket, [])
+            self._send(socket, "leave")
+            raise
+        finally:
+            self._local.unwatch(socket.FD)
+
+    def _taken(self, socket: zmq.Socket[bytes]) -> str | None:
+        """Do what has arrived; return how serving ends, None if it goes on."""
+        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
+            try:
+                kind, message = self._received(socket)
+            except ProtocolError as error:
+                _log.warning("message of the launcher dropped: %s", error)
+                continue
+            self._heard = time.monotonic()
+            if kind == "over":
+                return ""
+            if kind == "again":
+                return "it had lost sight of this host"
+            if kind == "leave":
+                raise Dismissed
+            self._do(socket, message)
+        return None
+
+    def _do(self, socket: zmq.Socket[bytes], message: Message) -> None:
+        if isinstance(message, StartWorker):
+            self._start(socket, message)
+        elif isinstance(message, EndWorker):
+            self._end(socket, message)
+        elif isinstance(message, FilePiece):
+            try:
+                self._keep(message)
+            except OSError as error:
+                _log.error("cannot keep %s: %s", message.path, error)
+        elif isinstance(message, Probe):
+            self._send(socket, "probed", self._probed(message))
+
+    def _start(self, socket: zmq.Socket[bytes], asked: StartWorker) -> None:
+        log = Path(asked.log)
+        spec = WorkerSpec(asked.name, asked.module, tuple(asked.argv), log, asked.events, asked.niceness, asked.gpu)
+        try:
+            self._local.start(spec)
+        except (OSError, ValueError) as error:
+            self._send(socket, "not_started", NotStarted(asked.name, str(error)[:4000]))
+        else:
+            _log.info("%s runs here (log: %s)", asked.name, log)
+
+    def _end(self, socket: zmq.Socket[bytes], asked: EndWorker) -> None:
+        if asked.name:
+            self._local.end(asked.name)
+            self._doomed[asked.name] = time.monotonic() + asked.grace_s
+            return
+        self._end_all(min(asked.grace_s, LONGEST_S))
+        self._send(socket, "ended")
+
+    def _keep(self, piece: FilePiece) -> None:
+        """Write a part of a file. What is outside the agent's own folder is not written."""
+        path = Path(piece.path)
+        if not path.is_absolute() or ".." in path.parts or not path.is_relative_to(self._folder):
+            raise PermissionError(f"{path} is not in {self._folder}")
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = path.with_name(f".{path.name}.part")
+        if piece.offset == 0:
+            partial.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(partial, flags, 0o600), "r+b") as file:
+            file.seek(piece.offset)
+            file.write(piece.data)
+        if piece.last:
+            partial.replace(path)
+
+    @staticmethod
+    def _probed(asked: Probe) -> Probed:
+        """Look for a file that only the launcher can have written, and write its answer beside it."""
+        text = ""
+        try:
+            with Path(asked.token).open("rb") as file:
+                text = file.read(TOKEN_BYTES).decode("ascii")
+            Path(asked.answer).write_text(text[::-1], encoding="ascii")
+        except (OSError, ValueError):
+            text = ""
+        return Probed(asked.number, text, [fingerprint(Path(path)) for path in asked.paths])
+
+    def _report(self, socket: zmq.Socket[bytes], events: Sequence[WorkerEvent]) -> None:
+        for event in events:
+            if isinstance(event, WorkerLine):
+                self._send(socket, "lines", Lines(event.name, [event.text[:LINE_CHARACTERS]]))
+            if not isinstance(event, WorkerExit):
+                continue
+            self._doomed.pop(event.name, None)
+            tail = _tail(event.log, event.log_from)
+            _log.info("%s has ended: %s", event.name, event.reason)
+            self._send(socket, "exited", Exited(event.name, event.exit_code, str(event.log), event.log_from, tail))
+
+    # ---- the wire
+
+    def _send(self, socket: zmq.Socket[bytes], kind: str, message: Message | None = None, **fields: object) -> None:
+        try:
+            socket.send_multipart(packed(kind, self._session, message, **fields), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.debug("%s was not sent: %s", kind, error)
+
+    def _received(self, socket: zmq.Socket[bytes]) -> tuple[str, Message]:
+        frame, *payload = socket.recv_multipart()
+        header = unpack_header(frame)
+        if header.get("session") != self._session:
+            raise ProtocolError("message for another process")
+        kind = envelope.field(header, "kind", str)
+        return kind, unpacked(kind, payload, OF_DOOR)
+
+
+def _tail(log: Path, since: int) -> bytes:
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(since, file.tell() - TAIL_BYTES))
+            return file.read(TAIL_BYTES)
+    except OSError:
+        return b""

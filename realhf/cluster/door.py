@@ -1,0 +1,269 @@
+"""Is where host agents and operators reach a launcher: one ROUTER socket with the cluster's keys, on its own thread.
+
+The thread answers signs of life, so that a busy launcher is not a dead one, and hands everything else to the thread
+that owns the scheduler. A host is lost when it has said nothing for ``dead_after_s``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from realhf.cluster.messages import (
+    DOOR,
+    OF_AGENT,
+    HostHello,
+    Message,
+    Refused,
+    Welcome,
+    packed,
+    unpacked,
+)
+from realhf.transport import envelope
+from realhf.transport.errors import ProtocolError
+from realhf.transport.inbox import take_all
+from realhf.transport.network.network import Network
+from realhf.transport.network.versions import differences
+from realhf.transport.waker import Waker
+
+_log = logging.getLogger(__name__)
+PING_S = 1.0
+SILENT_PINGS = 3
+"""An agent that missed so many signs of life may have been replaced by another one of its name."""
+LOOK_MS = 250
+SILENT_FACTOR = 1.25
+"""An agent takes the launcher for dead after this many times ``dead_after_s``: the launcher decides first."""
+OPERATOR = ("status", "add", "remove")
+
+
+@dataclass(frozen=True)
+class HostCame:
+    """A host has registered."""
+
+    hello: HostHello
+
+
+@dataclass(frozen=True)
+class HostGone:
+    """A host takes part no longer."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FromHost:
+    """A host says something."""
+
+    name: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class FromOperator:
+    """An operator asks for something; ``sender`` is for ``Door.answer``."""
+
+    kind: str
+    message: Message
+    sender: tuple[bytes, bytes]
+
+
+DoorEvent = HostCame | HostGone | FromHost | FromOperator
+
+
+@dataclass
+class _Host:
+    identity: bytes
+    session: bytes
+    heard: float
+
+
+class Door:
+    """Listens at ``bind`` (tcp://HOST:PORT; port 0: any) of ``network``, whose keys are the cluster's. Raises
+    AddressTaken or NetworkError. ``fileno`` becomes readable when ``events`` has something."""
+
+    def __init__(self, network: Network, bind: str, dead_after_s: float) -> None:
+        self._network, self._dead_after_s = network, dead_after_s
+        self._context = network.context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        try:
+            self.endpoint = network.listen(self._socket, bind)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        self._hosts: dict[str, _Host] = {}
+        self._banned: set[str] = set()
+        self._doubles: dict[bytes, float] = {}
+        self._events: queue.SimpleQueue[DoorEvent] = queue.SimpleQueue()
+        self._outgoing: deque[tuple[bytes, list[bytes]]] = deque()
+        self._lock = threading.Lock()
+        self._arrived, self._waker = Waker(), Waker()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread.start()
+
+    # ---- for the owner's thread
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable while ``events`` may have something."""
+        return self._arrived.fileno()
+
+    def events(self) -> list[DoorEvent]:
+        """Return what has happened since the last call, in order."""
+        self._arrived.clear()
+        found: list[DoorEvent] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._events.get_nowait())
+        return found
+
+    def send(self, host: str, kind: str, message: Message | None = None) -> bool:
+        """Send to a host; False when it is not there."""
+        with self._lock:
+            peer = self._hosts.get(host)
+            if peer is None:
+                return False
+            self._outgoing.append((peer.identity, packed(kind, peer.session, message)))
+        self._waker.wake()
+        return True
+
+    def answer(self, sender: tuple[bytes, bytes], message: Message) -> None:
+        """Answer an operator."""
+        with self._lock:
+            self._outgoing.append((sender[0], packed("report", sender[1], message)))
+        self._waker.wake()
+
+    def send_away(self, host: str) -> None:
+        """Let a host leave for good: its agent ends, and another one of its name is not taken any more."""
+        self.send(host, "leave")
+        with self._lock:
+            self._hosts.pop(host, None)
+            self._banned.add(host)
+
+    def close(self) -> None:
+        """Tell all hosts that the run is over, and release the port."""
+        with self._lock:
+            for peer in self._hosts.values():
+                self._outgoing.append((peer.identity, packed("over", peer.session)))
+            self._hosts.clear()
+            self._closing = True
+        self._waker.wake()
+        self._thread.join(10.0)
+        self._arrived.close()
+        self._waker.close()
+
+    # ---- the door's own thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        try:
+            while True:
+                poller.poll(LOOK_MS)
+                self._waker.clear()
+                take_all(self._socket, self._take, self._drop, self._of_other_protocol)
+                self._look_for_silence()
+                with self._lock:
+                    outgoing, closing = [*self._outgoing], self._closing
+                    self._outgoing.clear()
+                for identity, frames in outgoing:
+                    self._post(identity, frames)
+                if closing:
+                    return
+        finally:
+            self._socket.close()
+            self._context.destroy(500)
+
+    def _post(self, identity: bytes, frames: list[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # silence tells of a host that is gone
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+
+    def _happened(self, event: DoorEvent) -> None:
+        self._events.put(event)
+        self._arrived.wake()
+
+    @staticmethod
+    def _drop(why: str) -> None:
+        _log.warning("message at the door dropped: %s", why)
+
+    def _of_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
+        session = header.get("session")
+        if header.get("kind") == "hello" and isinstance(session, bytes):
+            different = differences(header.get("versions"), str(header.get("node", "its host")))
+            self._post(identity, packed("refused", session[:16], Refused(f"versions differ: {different}"[:4000])))
+
+    def _take(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
+        kind, session = envelope.field(header, "kind", str), envelope.field(header, "session", bytes)[:16]
+        if header.get("run") != DOOR:
+            raise ProtocolError("a message that is not for the door of a launcher")
+        message = unpacked(kind, payload, OF_AGENT)
+        if isinstance(message, HostHello):
+            if different := differences(header.get("versions"), str(header.get("node", message.name))):
+                self._post(identity, packed("refused", session, Refused(f"versions differ: {different}"[:4000])))
+                return
+            self._hello(identity, session, message)
+        elif kind in OPERATOR:
+            self._happened(FromOperator(kind, message, (identity, session)))
+        else:
+            self._from_host(identity, session, kind, message)
+
+    def _hello(self, identity: bytes, session: bytes, hello: HostHello) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if hello.name in self._banned:
+                self._post(identity, packed("leave", session))
+                return
+            known = self._hosts.get(hello.name)
+            if known is not None and known.session == session:
+                return  # the welcome is on its way
+            if known is not None and now - known.heard < SILENT_PINGS * PING_S:
+                if now - self._doubles.setdefault(session, now) > (SILENT_PINGS + 1) * PING_S:
+                    text = f"a host named {hello.name!r} takes part already; name this one with --name"
+                    self._post(identity, packed("refused", session, Refused(text)))
+                return  # perhaps its agent was killed, and this one is the next
+            if known is not None:
+                self._happened(HostGone(hello.name, "its agent was started anew"))
+            self._hosts[hello.name] = _Host(identity, session, now)
+            self._doubles.clear()
+        self._post(identity, packed("welcome", session, Welcome(PING_S, SILENT_FACTOR * self._dead_after_s)))
+        self._happened(HostCame(hello))
+
+    def _from_host(self, identity: bytes, session: bytes, kind: str, message: Message) -> None:
+        with self._lock:
+            name = next((name for name, host in self._hosts.items() if host.session == session), None)
+            if name is None:
+                self._post(identity, packed("again", session))
+                return
+            self._hosts[name].heard = time.monotonic()
+            if kind == "leave":
+                del self._hosts[name]
+        if kind == "ping":
+            self._post(identity, packed("pong", session))
+        elif kind == "leave":
+            self._happened(HostGone(name, "its agent was stopped"))
+        else:
+            self._happened(FromHost(name, message))
+
+    def _look_for_silence(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            silent = {
+                name: now - host.heard for name, host in self._hosts.items() if now - host.heard > self._dead_after_s
+            }
+            for name in silent:
+                del self._hosts[name]
+        for name, seconds in silent.items():
+            self._happened(HostGone(name, f"nothing was heard of it for {seconds:.1f} s"))

@@ -1,0 +1,140 @@
+"""Keeps the launcher's view of the hosts that take part: what each has, which workers run there, what it shares."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from realhf.cluster.messages import HostHello, Probe, Probed
+from realhf.cluster.placement import LAUNCHER, Place
+from realhf.scheduler.base import WorkerSpec
+from realhf.scheduler.gpus import visible_gpus
+
+CLOCKS_APART_S = 5.0
+PROBE_S = 10.0
+"""How long a host may take to look at the run folder."""
+
+
+@dataclass
+class Running:
+    """A worker that runs: its spec as the launcher gave it, its host, since when, and where its log ended here."""
+
+    spec: WorkerSpec
+    host: str
+    since: float
+    gpu: int | None = None
+
+
+@dataclass
+class Host:
+    """A host that takes part. ``shared``: whether it has the run folder, None before it was asked; ``there``: paths
+    that look the same on it; ``sent``: what was carried to it in this run."""
+
+    hello: HostHello
+    shared: bool | None = None
+    there: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    since: float = field(default_factory=time.monotonic)
+    leaving: bool = False
+
+
+class HostTable:
+    """Is what the scheduler knows: ``hosts`` by name, ``workers`` by name."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.workers: dict[str, Running] = {}
+
+    def on(self, host: str) -> dict[str, Running]:
+        """Return the workers on a host."""
+        return {name: worker for name, worker in self.workers.items() if worker.host == host}
+
+    def places(self) -> list[Place]:
+        """Return where workers may go, the launcher's machine first."""
+        own = len(os.sched_getaffinity(0))
+        found = [Place(LAUNCHER, own, len(visible_gpus()), True, self._gpus_on(LAUNCHER))]
+        for name, host in sorted(self.hosts.items()):
+            if not host.leaving:
+                there = (host.hello.cores, len(host.hello.gpus), bool(host.shared), self._gpus_on(name))
+                found.append(Place(name, *there))
+        return found
+
+    def _gpus_on(self, host: str) -> Mapping[str, int | None]:
+        return {name: worker.gpu for name, worker in self.on(host).items()}
+
+    def take(self, host: str) -> dict[str, Running]:
+        """Remove a host with its workers, and return these."""
+        self.hosts.pop(host, None)
+        gone = self.on(host)
+        for name in gone:
+            del self.workers[name]
+        return gone
+
+    def lines(self, endpoint: str) -> Iterator[str]:
+        """Say what takes part, a line for each host and worker."""
+        yield f"launcher at {endpoint}: {len(self.hosts)} hosts, {len(self.workers)} workers"
+        rows = {LAUNCHER: ""} | {
+            name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} GiB  "
+            f"{len(host.hello.gpus)} GPUs  {_shares(host)}{'  leaving' if host.leaving else ''}"
+            for name, host in sorted(self.hosts.items())
+        }
+        for host, text in rows.items():
+            yield f"{host}{text}"
+            for name, worker in sorted(self.on(host).items()):
+                gpu = "" if worker.gpu is None else f"  GPU {worker.gpu}"
+                yield f"  {name}  {time.monotonic() - worker.since:.0f} s{gpu}"
+
+
+def _shares(host: Host) -> str:
+    return {None: "fileroot not looked at", True: "shares fileroot", False: "does not share fileroot"}[host.shared]
+
+
+def warnings(hello: HostHello) -> Iterator[str]:
+    """Say what a person should know about a host that has come."""
+    apart = hello.clock - time.time()
+    if abs(apart) > CLOCKS_APART_S:
+        yield (
+            f"host {hello.name}: its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the "
+            "launcher's; times in logs and traces will not fit together (set it by NTP)"
+        )
+
+
+class FolderProbe:
+    """Finds out whether a host has ``folder``: writes a token there, which the host reads and answers beside it."""
+
+    def __init__(self, folder: Path, paths: Mapping[str, str]) -> None:
+        self._text, tag = secrets.token_hex(16), secrets.token_hex(4)
+        self._token, self._answer = folder / f".host-{tag}", folder / f".host-{tag}-answer"
+        self._prints = paths
+        folder.mkdir(parents=True, exist_ok=True)
+        self._token.write_text(self._text, encoding="ascii")
+
+    def question(self, number: int) -> Probe:
+        """Return what a host is asked."""
+        return Probe(number, str(self._token), str(self._answer), [*self._prints])
+
+    def judge(self, host: Host, answer: Probed) -> None:
+        """Note what the host shares, and forget its answer."""
+        try:
+            said = self._answer.read_text(encoding="ascii")
+        except (OSError, ValueError):
+            said = ""
+        self._answer.unlink(missing_ok=True)
+        host.shared = answer.token == self._text and said == self._text[::-1]
+        looks = zip(self._prints.items(), answer.prints, strict=False)
+        host.there = {path for (path, own), theirs in looks if own and own == theirs}
+
+    def close(self) -> None:
+        """Remove the token and its answer."""
+        for path in (self._token, self._answer):
+            path.unlink(missing_ok=True)
+
+
+def with_place(spec: WorkerSpec, rewrite: Callable[[str], str], gpu: int | None, shared: bool) -> WorkerSpec:
+    """Return a worker as it is started on its host: with paths of that host."""
+    log = spec.log if shared else Path(rewrite(str(spec.log)))
+    return replace(spec, argv=tuple(rewrite(text) for text in spec.argv), log=log, gpu=gpu)

@@ -1,0 +1,49 @@
+"""Asks the launcher of a running job, for a person."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import zmq
+
+from realhf.cluster.messages import OF_DOOR, Message, Nothing, Report, packed, unpacked
+from realhf.transport.envelope import field, unpack_header
+from realhf.transport.errors import NetworkError, ProtocolError
+from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import LOOPBACK_ADDRESS, Network
+
+ANSWER_S = 30.0
+LOOK_MS = 100
+
+
+def asked(door: str, key_file: Path, kind: str, message: Message | None = None) -> Report:
+    """Return the answer of the launcher at ``door``. Raises NetworkError when it is not reached or refuses the keys,
+    and ProtocolError when it does not answer within ``ANSWER_S``."""
+    network = Network(LOOPBACK_ADDRESS, LOOPBACK_ADDRESS, RunKeys.read(key_file.expanduser()))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    watch = HandshakeWatch(socket)
+    session, began = os.urandom(16), time.monotonic()
+    try:
+        network.connect(socket, door)
+        socket.send_multipart(packed(kind, session, message or Nothing()))
+        while not socket.poll(LOOK_MS):
+            watch.look()
+            if watch.refused:
+                raise NetworkError(f"the launcher at {door} {watch.refused}")
+            if not watch.reached and time.monotonic() - began > REACHED_WITHIN_S:
+                raise NetworkError(f"the launcher at {door} {unreached()}")
+            if time.monotonic() - began > ANSWER_S:
+                raise ProtocolError(f"the launcher at {door} did not answer within {ANSWER_S:g} s")
+        frame, *payload = socket.recv_multipart()
+        found = unpacked(field(unpack_header(frame), "kind", str), payload, OF_DOOR)
+        if not isinstance(found, Report):
+            raise ProtocolError(f"the launcher at {door} answered with {type(found).__name__}")
+        return found
+    finally:
+        watch.close()
+        context.destroy(0)

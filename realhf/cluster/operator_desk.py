@@ -1,0 +1,56 @@
+"""Serves operators of a running job: who takes part, more workers on a host, a host that is to leave."""
+
+from __future__ import annotations
+
+from realhf.cluster.door import Door, FromOperator
+from realhf.cluster.host_table import HostTable
+from realhf.cluster.messages import EndWorker, Order, Report
+from realhf.cluster.options import ELASTIC
+from realhf.cluster.placement import PACKED, kind_of
+from realhf.scheduler.base import WorkerEvent, WorkersWanted
+
+GRACE_S = 4.0
+
+
+class OperatorDesk:
+    """Answers one request. ``running``: whether there is a run that workers could join."""
+
+    def __init__(self, door: Door, table: HostTable, *, running: bool) -> None:
+        self._door, self._table, self._running = door, table, running
+
+    def serve(self, asked: FromOperator) -> list[WorkerEvent]:
+        """Answer, and return what follows for the run."""
+        events: list[WorkerEvent] = []
+        if asked.kind == "status" or not isinstance(asked.message, Order):
+            report = Report([*self._table.lines(self._door.endpoint)])
+        elif refusal := self._refusal(asked.kind, asked.message):
+            report = Report([refusal], failed=True)
+        elif asked.kind == "add":
+            order = asked.message
+            events = [WorkersWanted(order.host, order.kind, order.count)]
+            report = Report([f"{order.count} {order.kind} are started on {order.host}"])
+        else:
+            report = self._remove(asked.message.host)
+        self._door.answer(asked.sender, report)
+        return events
+
+    def _refusal(self, kind: str, order: Order) -> str:
+        if order.host not in self._table.hosts:
+            return f"no host {order.host}; there are {', '.join(sorted(self._table.hosts)) or 'none'}"
+        if not self._running:
+            return "no run has begun yet"
+        if kind == "add":
+            return "" if order.kind in ELASTIC else f"{order.kind!r} cannot be added, only {' and '.join(ELASTIC)}"
+        held = sorted(name for name in self._table.on(order.host) if kind_of(name) in PACKED)
+        return f"{order.host} holds {', '.join(held)}, which the run cannot do without" if held else ""
+
+    def _remove(self, host: str) -> Report:
+        """Let a host leave: it gets no more workers, and those that it has end."""
+        self._table.hosts[host].leaving = True
+        workers = sorted(self._table.on(host))
+        for name in workers:
+            self._door.send(host, "end", EndWorker(name, GRACE_S))
+        if not workers:
+            self._door.send_away(host)
+            self._table.take(host)
+        return Report([f"{host} leaves; its workers end: {', '.join(workers) or 'none'}"])

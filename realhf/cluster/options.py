@@ -1,0 +1,50 @@
+"""Says how a launcher finds and uses the hosts that join it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from realhf.api.config.option import option
+
+
+@dataclass
+class ClusterOptions:
+    """Where host agents reach the launcher, for whom it waits, and what runs where."""
+
+    address: str = option("", "Host agents reach the launcher at this address of its machine (its network.bind).")
+    port: int = option(7788, "The door for host agents listens on this port; 0: any.", at_least=0, at_most=65535)
+    key_file: str = option(
+        "~/.realhf/cluster.key",
+        "File with the cluster's keys, which every host agent has a copy of; made when it does not exist.",
+    )
+    hosts: list[str] = option([], "The run begins when these hosts have joined, by their names.")
+    min_hosts: int = option(1, "The run begins when at least so many hosts have joined.", at_least=0)
+    wait_s: float = option(120.0, "Hosts that are waited for join within these seconds.", above=0)
+    dead_after_s: float = option(8.0, "A host that says nothing for these seconds is lost.", at_least=3, at_most=40)
+    placement: dict[str, str] = option(
+        {}, "Workers, by kind (generation), name (generation/1) or pattern, and their host; 'launcher' is this machine."
+    )
+    joining: dict[str, int] = option(
+        {"rollout_worker": 1, "generation": 1},
+        "A host that joins a running asynchronous run gets so many more workers of each kind.",
+    )
+    one_gpu_each: bool = option(True, "A worker on a joined host that computes sees one GPU there; false: all of them.")
+    carry_mb: float = option(
+        512.0, "Weights, data and code of at most this size go to a host that does not share fileroot.", at_least=0
+    )
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Only players can be added to a run, and the master stays where the launcher is."""
+        for kind, count in self.joining.items():
+            if kind not in ELASTIC:
+                yield f"{name}.joining.{kind}: only {' and '.join(ELASTIC)} can join a running run"
+            elif count < 0:
+                yield f"{name}.joining.{kind}={count}: must be at least 0"
+        for worker, host in self.placement.items():
+            if worker == "master" and host != "launcher":
+                yield f"{name}.placement.master={host}: the master runs on the launcher's machine"
+
+
+ELASTIC = ("rollout_worker", "generation")
+"""Kinds of workers of which a running asynchronous run takes more, and of which it can do without some."""

@@ -1,0 +1,123 @@
+"""Decides on which host a worker runs. Pure: it knows hosts and workers as values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from realhf.cluster.errors import ClusterError
+
+LAUNCHER = "launcher"
+"""The name of the launcher's own machine among the hosts."""
+USES_GPU = ("model_worker", "generation")
+PACKED = ("model_worker",)
+"""Kinds whose workers compute together, so that they share a host."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a host has and what is on it. ``workers``: names of the workers there, with the GPU that each has;
+    ``shared``: whether the run folder is there."""
+
+    name: str
+    cores: int
+    gpus: int
+    shared: bool
+    workers: Mapping[str, int | None]
+
+    @property
+    def free_gpus(self) -> list[int]:
+        """GPUs that no worker has."""
+        return [gpu for gpu in range(self.gpus) if gpu not in self.workers.values()]
+
+    def load(self) -> float:
+        """Workers for each core."""
+        return len(self.workers) / self.cores
+
+
+def kind_of(name: str) -> str:
+    """Return ``rollout_worker`` for ``rollout_worker/3``."""
+    return name.partition("/")[0]
+
+
+def wished(name: str, placement: Mapping[str, str]) -> str:
+    """Return the host that ``placement`` names for a worker: by its name, else by its kind, else by the first pattern
+    that fits it."""
+    for exact in (name, kind_of(name)):
+        if exact in placement:
+            return placement[exact]
+    return next((host for pattern, host in placement.items() if fnmatchcase(name, pattern)), "")
+
+
+def choose(name: str, places: Sequence[Place], wish: str = "", *, strict: bool = True) -> Place:
+    """Return where a worker goes. ``places`` has the launcher's machine first. ``wish`` is a host by name; without
+    ``strict`` another one will do when it is not there.
+
+    Workers that keep a checkpoint need the run folder. Trainers of one run share a host, the launcher's where no other
+    has more GPUs; other workers go to the host with the fewest workers for its cores, to the launcher's only when there
+    is no other. Raises ClusterError that says what is needed and what each host has.
+    """
+    if wish:
+        found = next((place for place in places if place.name == wish), None)
+        if found is None and strict:
+            there = ", ".join(place.name for place in places)
+            raise ClusterError(
+                f"{name}: there is no host {wish!r} (scheduler.placement, scheduler.hosts), only {there}"
+            )
+        if found is not None:
+            return _fitting(name, found)
+    kind = kind_of(name)
+    if kind in PACKED:
+        return _fitting(name, _trainers_place(name, places))
+    hosts = [place for place in places if place.name != LAUNCHER] or list(places)
+    if kind in USES_GPU and any(place.gpus for place in places):
+        free = [place for place in places if place.free_gpus]
+        hosts = [place for place in hosts if place.gpus] or free or [place for place in places if place.gpus]
+        return min(hosts, key=lambda place: (-len(place.free_gpus), place.load(), place.name))
+    return min(hosts, key=lambda place: (place.load(), place.name))
+
+
+def _trainers_place(name: str, places: Sequence[Place]) -> Place:
+    beside = [place for place in places if any(kind_of(other) in PACKED for other in place.workers)]
+    if beside:
+        return beside[0]
+    able = [place for place in places if place.shared]
+    if not able:
+        raise ClusterError(f"{name}: no host has the run folder (fileroot)")
+    return max(able, key=lambda place: (place.gpus, place.name == LAUNCHER))
+
+
+def _fitting(name: str, place: Place) -> Place:
+    if kind_of(name) in PACKED and not place.shared:
+        raise ClusterError(
+            f"{name} cannot run on {place.name}: it writes checkpoints into the run folder (fileroot), which that host "
+            "does not share; share it, or leave the trainer on the launcher's machine (scheduler.placement)"
+        )
+    return place
+
+
+def gpu_of(name: str, place: Place) -> int | None:
+    """Return the GPU that a worker gets on a host, None where it needs none or there is none. The one with the fewest
+    workers where all are taken: trainers take one each. Raises ClusterError when trainers would share one."""
+    if kind_of(name) not in USES_GPU or not place.gpus:
+        return None
+    if place.free_gpus:
+        return place.free_gpus[0]
+    taken = [gpu for gpu in place.workers.values() if gpu is not None]
+    if kind_of(name) in PACKED:
+        holders = ", ".join(sorted(place.workers))
+        raise ClusterError(
+            f"{name}: needs a GPU of its own on {place.name}, which has {place.gpus}, all taken by {holders} "
+            "(actor.workers, scheduler.placement)"
+        )
+    return min(range(place.gpus), key=lambda gpu: (taken.count(gpu), gpu))
+
+
+def capacity(places: Sequence[Place]) -> str:
+    """Return in words what each host has, for messages."""
+    return "; ".join(
+        f"{place.name}: {place.cores} cores, {len(place.free_gpus)} of {place.gpus} GPUs free, "
+        f"{len(place.workers)} workers"
+        for place in places
+    )

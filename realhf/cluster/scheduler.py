@@ -1,0 +1,335 @@
+"""Is the launcher's end: a ``Scheduler`` whose workers run on the hosts that have joined, and on its own machine."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from realhf.cluster import placement
+from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of
+from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone
+from realhf.cluster.errors import ClusterError
+from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
+from realhf.cluster.messages import Ended, EndWorker, Exited, Lines, NotStarted, Probed, StartWorker
+from realhf.cluster.operator_desk import OperatorDesk
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.placement import LAUNCHER, kind_of
+from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.scheduler.local import LocalScheduler
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
+
+JOB, MASTER = "job", "master"
+REJOIN_S = 15.0
+"""When a run begins again, hosts of before have so long to come back; then it begins without them."""
+STOP_LATE_S = 6.0
+LOST = -9
+"""Exit code of a worker whose host was lost."""
+
+
+class AgentStarter(Protocol):
+    """Starts host agents when nobody else does, e.g. by Ray or Slurm. An agent is ``python -m realhf.worker --join
+    ENDPOINT --key-file FILE --host-agent --name NAME`` on its host."""
+
+    def start_agents(self, endpoint: str, key_file: Path) -> None:
+        """Begin to start agents that join the door at ``endpoint``; called each time the door opens. Raises OSError
+        with one line that says what is wrong."""
+        ...
+
+    def problem(self) -> str:
+        """Return why agents that are waited for will not come; "" as long as they may."""
+        ...
+
+    def stop_agents(self) -> None:
+        """End what ``start_agents`` has started. A second call does no harm."""
+        ...
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class ClusterScheduler:
+    """Implements ``Scheduler``. Jobs and the master run on the launcher's machine. The door opens at the first start
+    and closes with ``stop``; agents wait for the next time."""
+
+    def __init__(
+        self, options: ClusterOptions, starter: AgentStarter | None = None, say: Callable[[str], None] = _say
+    ) -> None:
+        self._options, self._starter, self._say = options, starter, say
+        self.key_file = Path(options.key_file).expanduser().absolute()
+        self._local = LocalScheduler(orphans_are_ours=True)
+        self._table = HostTable()
+        self._door: Door | None = None
+        self._backlog: list[WorkerEvent] = []
+        self._answers: dict[int, Probed] = {}
+        self._probes = 0
+        self._ended: set[str] = set()
+        self._before: set[str] | None = None
+        self._placed: set[str] = set()
+        self._running = False
+
+    # ---- Scheduler
+
+    def start(self, spec: WorkerSpec) -> None:
+        """See ``Scheduler``. Raises ClusterError when no host fits or hosts that are waited for do not join."""
+        door = self._opened()
+        if spec.name in self._table.workers:
+            raise ValueError(f"worker {spec.name} was started already")
+        if spec.name == MASTER:
+            self._wait_for_hosts(door)
+            self._running = True
+        if kind_of(spec.name) in (JOB, MASTER):
+            self._start_here(spec)
+            return
+        self._look_at_folders(door, spec)
+        places = self._table.places()
+        wish, strict = spec.host, bool(spec.host)
+        if not wish:
+            wish = placement.wished(spec.name, self._options.placement)
+            strict = spec.name not in self._placed
+        self._placed.add(spec.name)
+        place = placement.choose(spec.name, places, wish, strict=strict)
+        if place.name == LAUNCHER:
+            self._start_here(spec)
+        else:
+            gpu = placement.gpu_of(spec.name, place) if self._options.one_gpu_each else None
+            self._start_there(door, spec, place.name, gpu)
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        """See ``Scheduler``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._pump()
+            if self._backlog or (left := deadline - time.monotonic()) <= 0:
+                break
+            for event in self._local.wait(left):
+                if isinstance(event, WorkerExit):
+                    self._table.workers.pop(event.name, None)
+                self._backlog.append(event)
+        found, self._backlog = self._backlog, []
+        return found
+
+    def stop(self, grace_s: float = 8.0) -> None:
+        """See ``Scheduler``. Workers of a host that does not answer end by themselves, with its agent."""
+        door = self._door
+        try:
+            if door is not None:
+                self._ended.clear()
+                for name in self._table.hosts:
+                    door.send(name, "end", EndWorker("", grace_s))
+            self._local.stop(grace_s)
+            if door is not None:
+                deadline = time.monotonic() + grace_s + STOP_LATE_S
+                while set(self._table.hosts) - self._ended and time.monotonic() < deadline:
+                    self._local.wait(0.1)
+                    self._pump()
+        finally:
+            if door is not None:
+                self._before = {*self._table.hosts} if self._running else self._before
+                self._local.unwatch(door.fileno())
+                door.close()
+                self._door = None
+                if self._starter is not None:
+                    self._starter.stop_agents()
+            self._table, self._backlog = HostTable(), []
+
+    # ---- hosts
+
+    def _opened(self) -> Door:
+        if self._door is None:
+            if not self._options.address:
+                raise ClusterError("scheduler.address: empty; give the address of this machine that other hosts reach")
+            if not self.key_file.exists():
+                self.key_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with contextlib.suppress(FileExistsError):
+                    RunKeys.make().write(self.key_file)
+            options = self._options
+            network = Network(options.address, options.address, RunKeys.read(self.key_file))
+            bind = f"tcp://{options.address}:{options.port}"
+            try:
+                self._door = Door(network, bind, options.dead_after_s)
+            except Exception as error:
+                raise ClusterError(f"the door for host agents (scheduler.address, scheduler.port): {error}") from None
+            self._local.watch(self._door.fileno())
+            if self._starter is not None:
+                self._starter.start_agents(self._door.endpoint, self.key_file)
+        return self._door
+
+    def _wait_for_hosts(self, door: Door) -> None:
+        """Wait until the hosts that were asked for are there, and when the run begins again, those of before or what is
+        left of them after ``REJOIN_S``. Raises ClusterError."""
+        options = self._options
+        again = self._before is not None
+        wanted = self._before if self._before is not None else set(options.hosts)
+        limit_s = REJOIN_S if again else options.wait_s
+        deadline, told = time.monotonic() + limit_s, again
+        while True:
+            self._pump()
+            missing = wanted - set(self._table.hosts)
+            short = 0 if again else options.min_hosts - len(self._table.hosts)
+            if not missing and short <= 0:
+                return
+            if not told:
+                self._say(
+                    f"waiting {limit_s:g} s for {_who(missing, short)}; on each: python -m realhf.worker --join "
+                    f"{door.endpoint} --key-file {self.key_file} --host-agent" + " --name NAME" * bool(missing)
+                )
+                told = True
+            problem = self._starter.problem() if self._starter is not None else ""
+            if problem or time.monotonic() > deadline:
+                if again and not problem:
+                    return
+                there = ", ".join(sorted(self._table.hosts)) or "none"
+                raise ClusterError(
+                    f"{_who(missing, short)} did not join {door.endpoint}"
+                    + (f": {problem}" if problem else f" within {limit_s:g} s")
+                    + f"; joined so far: {there} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
+                )
+            self._local.wait(min(0.5, max(0.01, deadline - time.monotonic())))
+
+    def _look_at_folders(self, door: Door, spec: WorkerSpec) -> None:
+        """Ask hosts that have come whether they share the run folder. One that does not answer is lost soon anyway."""
+        new = {name: host for name, host in self._table.hosts.items() if host.shared is None}
+        if not new:
+            return
+        run_dir = spec.log.parent.parent
+        paths = [*needed_paths(run_dir)][:256]
+        probe = FolderProbe(run_dir, dict(zip(paths, prints_of(paths), strict=True)))
+        try:
+            deadline = time.monotonic() + PROBE_S
+            for name, host in new.items():
+                number = self._probes = self._probes + 1
+                door.send(name, "probe", probe.question(number))
+                while number not in self._answers and name in self._table.hosts and time.monotonic() < deadline:
+                    self._pump()
+                    self._local.wait(0.05)
+                answer = self._answers.pop(number, None)
+                if answer is None:
+                    self._backlog.append(Notice(f"host {name} did not say within {PROBE_S:g} s what it shares"))
+                else:
+                    probe.judge(host, answer)
+        finally:
+            probe.close()
+
+    # ---- starting
+
+    def _start_here(self, spec: WorkerSpec) -> None:
+        self._local.start(spec)
+        self._table.workers[spec.name] = Running(spec, LAUNCHER, time.monotonic(), spec.gpu)
+
+    def _start_there(self, door: Door, spec: WorkerSpec, name: str, gpu: int | None) -> None:
+        host = self._table.hosts[name]
+        shared = bool(host.shared)
+        brought = cargo(
+            spec.log.parent.parent,
+            host.hello.folder,
+            key_file_in(spec.argv),
+            shared=shared,
+            there=[*host.there],
+            limit_mb=self._options.carry_mb,
+            host=name,
+        )
+        brought.files = {here: there for here, there in brought.files.items() if there not in host.sent}
+        brought.texts = {there: text for there, text in brought.texts.items() if there not in host.sent}
+        for piece in brought.pieces():
+            door.send(name, "file", piece)
+            host.sent.add(piece.path)
+        placed = with_place(spec, brought.rewritten, gpu, shared)
+        door.send(
+            name,
+            "start",
+            StartWorker(
+                placed.name, placed.module, list(placed.argv), str(placed.log), placed.events, placed.niceness, gpu
+            ),
+        )
+        self._table.workers[spec.name] = Running(spec, name, time.monotonic(), gpu)
+
+    # ---- what happens
+
+    def _pump(self) -> None:
+        """Take note of what hosts and operators have said."""
+        for event in self._door.events() if self._door is not None else ():
+            self._happened(event)
+
+    def _happened(self, event: DoorEvent) -> None:
+        if isinstance(event, HostCame):
+            self._came(Host(event.hello))
+        elif isinstance(event, HostGone):
+            self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
+        elif isinstance(event, FromOperator) and self._door is not None:
+            desk = OperatorDesk(self._door, self._table, running=self._running)
+            self._backlog += desk.serve(event)
+        elif isinstance(event, FromHost):
+            self._said(event)
+
+    def _came(self, host: Host) -> None:
+        hello = host.hello
+        self._table.hosts[hello.name] = host
+        self._backlog += [Notice(text) for text in warnings(hello)]
+        late = self._running and bool(self._table.workers)
+        wants = hello.wants or (self._options.joining if late else {})
+        if late:
+            self._backlog.append(Notice(f"host {hello.name} ({hello.address}) joins the run"))
+        self._backlog += [WorkersWanted(hello.name, kind, count) for kind, count in wants.items() if count]
+
+    def _gone(self, name: str, cause: str) -> None:
+        left = self._table.take(name)
+        self._backlog.append(Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there"))
+        for worker, running in left.items():
+            self._backlog.append(WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause))
+
+    def _said(self, event: FromHost) -> None:
+        message, host = event.message, self._table.hosts.get(event.name)
+        if isinstance(message, Ended):
+            self._ended.add(event.name)
+        elif isinstance(message, Probed):
+            self._answers[message.number] = message
+        elif isinstance(message, (Exited, NotStarted, Lines)):
+            running = self._table.workers.get(message.name)
+            if running is None or running.host != event.name or host is None:
+                return
+            if isinstance(message, Lines):
+                self._backlog += [WorkerLine(message.name, line) for line in message.lines]
+                return
+            del self._table.workers[message.name]
+            self._backlog.append(_exit(message, running, host))
+            if host.leaving and not self._table.on(event.name) and self._door is not None:
+                self._door.send_away(event.name)
+                self._table.take(event.name)
+
+
+def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerExit:
+    """Return the exit of a worker; the end of a log that is elsewhere is kept in a file here, which says where."""
+    log = running.spec.log
+    if isinstance(message, NotStarted):
+        return WorkerExit(message.name, 1, log, _size(log), f"host {host.hello.name} cannot start it: {message.reason}")
+    cause = f"removed with its host {host.hello.name}" if host.leaving else ""
+    if host.shared:
+        return WorkerExit(message.name, message.exit_code, log, message.log_from, cause)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = _size(log)
+    with log.open("ab") as file:
+        file.write(f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail)
+        if not message.tail.endswith(b"\n"):
+            file.write(b"\n")
+    return WorkerExit(message.name, message.exit_code, log, start, cause)
+
+
+def _size(log: Path) -> int:
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def _who(missing: set[str], short: int) -> str:
+    """Return for whom is waited, in words."""
+    names = f"host{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}" if missing else ""
+    further = short - len(missing)
+    more = f"{further} {'more ' if missing else ''}host{'s' if further > 1 else ''}" if further > 0 else ""
+    return " and ".join(text for text in (names, more) if text)

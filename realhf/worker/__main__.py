@@ -1,0 +1,72 @@
+"""Lend this host to the run of a launcher: register with it, and start workers when it asks.
+
+    python -m realhf.worker --join tcp://HOST:PORT --key-file FILE --host-agent
+    python -m realhf.worker --join tcp://HOST:PORT --key-file FILE --kind rollout_worker --count 4
+
+It may be started before the launcher, and ends with its run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from realhf.cluster.agent import HostAgent
+from realhf.cluster.options import ELASTIC
+from realhf.cluster.own_host import host_name
+from realhf.scheduler.failure import run_guarded
+from realhf.scheduler.process_control import orphans_adopted
+from realhf.transport.network.addresses import host_of
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import LOOPBACK_ADDRESS, Network
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the launcher's run is over. Returns the exit code: 0, or 1 with a line that says why not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m realhf.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's door for hosts")
+    parser.add_argument("--key-file", type=Path, required=True, help="a copy of the cluster's keys (mode 600)")
+    parser.add_argument("--name", default=host_name(), help="name of this host in the run (%(default)s)")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--host-agent", action="store_true", help="the launcher decides what runs here")
+    kind.add_argument("--kind", choices=ELASTIC, help="this host gets more workers of this kind")
+    parser.add_argument("--count", type=int, default=1, help="with --kind: how many (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder for what a run brings (~/.realhf/hosts/NAME)")
+    parser.add_argument("--patience-s", type=float, default=600.0, help="wait for the launcher so long (%(default)s)")
+    parser.add_argument("--linger-s", type=float, default=30.0, help="wait for another run so long (%(default)s)")
+    given = parser.parse_args(argv)
+    if not NAME.fullmatch(given.name):
+        parser.error(f"--name {given.name!r}: use letters, digits, '_', '-' and '.'; at most 63")
+    if not 1 <= given.count <= 4096:
+        parser.error(f"--count {given.count}: must be between 1 and 4096")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return run_guarded(lambda: _serve(given))
+
+
+def _serve(given: argparse.Namespace) -> None:
+    host_of(given.join)
+    folder = (given.folder or Path("~/.realhf/hosts").expanduser() / given.name).absolute()
+    network = Network(LOOPBACK_ADDRESS, LOOPBACK_ADDRESS, RunKeys.read(given.key_file.expanduser()))
+    agent = HostAgent(
+        given.join,
+        network,
+        given.name,
+        folder,
+        wants={given.kind: given.count} if given.kind else {},
+        patience_s=given.patience_s,
+        linger_s=given.linger_s,
+    )
+    with orphans_adopted():
+        agent.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""A run over hosts that are network namespaces: its launcher, its host agents, and what befalls them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.network.hosts import Host, NoNamespaces
+from benchmarks.network.lan import Lan, lan
+from realhf.dataflow.journal.audit import Tally, audit_folder
+from realhf.transport.network.keys import RunKeys
+from tests.process_family import family
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 7788
+OPTIONS = (
+    "experiment=grpo_async",
+    "env=sql",
+    "scheduler=join",
+    "dataset.train_bs_n_seqs=2",
+    "ppo.group_size=2",
+    "gen.max_new_tokens=8",
+    "rollout.sessions=4",
+    "rollout.max_turns=1",
+    "rollout.max_total_tokens=640",
+    "async_rl.weights=disk",
+    "async_rl.max_head_offpolicyness=2",
+    "async_rl.keep_journal=true",
+    "async_rl.recover_retries=5",
+    "evaluation.episodes_per_task=0",
+    "evaluation.greedy_episodes_per_task=0",
+    "exp_ctrl.ckpt_freq_steps=2",
+    "torch_threads=1",
+    "monitor.tensorboard=false",
+    "monitor.progress=false",
+    "monitor.plot_every_steps=0",
+)
+STALENESS = 2
+
+
+@contextlib.contextmanager
+def hosts(*names: str) -> Iterator[Lan]:
+    """Hosts with these names; the test is skipped where they cannot be made."""
+    try:
+        with lan(names) as found:
+            yield found
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+
+
+class ClusterRun:
+    """One run whose launcher is on the first host of a network."""
+
+    def __init__(self, network: Lan, folder: Path, policy: Path) -> None:
+        self.lan, self.folder, self._policy = network, folder, policy
+        self.door = f"tcp://{self.first.address}:{PORT}"
+        self.keys = folder / "cluster.key"
+        RunKeys.make().write(self.keys)
+        self.log = folder / "launcher.log"
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.run_dir = folder / "runs" / "grpo_async" / "default"
+
+    @property
+    def first(self) -> Host:
+        return next(iter(self.lan.hosts.values()))
+
+    def launch(self, *options: str) -> None:
+        """Start the launcher."""
+        where = (f"network.bind={self.first.address}", f"scheduler.key_file={self.keys}")
+        given = (*OPTIONS, *where, f"fileroot={self.folder / 'runs'}", f"actor.path={self._policy}", *options)
+        command = [*self.first.enter, sys.executable, "-m", "realhf.launch", *given]
+        self.launcher = self._started(command, self.log)
+
+    def join(self, name: str, *options: str, before: tuple[str, ...] = ()) -> None:
+        """Start the agent of a host; ``before`` are words before its command."""
+        given = ["--join", self.door, "--key-file", str(self.keys), "--name", name, "--linger-s", "5"]
+        given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent",))]
+        command = [*self.lan.hosts[name].enter, *before, sys.executable, "-m", "realhf.worker", *given]
+        self.agents[name] = self._started(command, self.folder / f"agent-{name}.log")
+
+    @staticmethod
+    def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with log.open("ab") as file:
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+
+    def kill(self, name: str) -> None:
+        """Kill everything that runs on a host at once."""
+        agent = self.agents.pop(name)
+        for process in [*family(agent.pid), psutil.Process(agent.pid)]:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        agent.wait(20)
+
+    def operator(self, *arguments: str) -> str:
+        """What ``python -m realhf.cluster`` prints on the first host."""
+        words = [*arguments, "--join", self.door, "--key-file", str(self.keys)]
+        return self.first.run(sys.executable, "-m", "realhf.cluster", *words)
+
+    def said(self) -> str:
+        """What the launcher has printed."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of the steps so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until(self, what: Callable[[], object], within_s: float) -> float:
+        """Wait for a condition; how long it took, in seconds. Fails with the launcher's words when it is late or the
+        run ends before."""
+        began = time.monotonic()
+        while not what():
+            assert self.launcher is not None and self.launcher.poll() is None, self.said()[-4000:]
+            assert time.monotonic() - began < within_s, f"not within {within_s:g} s; {self.said()[-4000:]}"
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+    def ended(self, within_s: float) -> str:
+        """Wait for the end of the run, which must be a good one; what the launcher said."""
+        assert self.launcher is not None
+        try:
+            code = self.launcher.wait(within_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end within {within_s:g} s: {self.said()[-4000:]}")
+        assert code == 0, self.said()[-4000:]
+        return self.said()
+
+    def tally(self) -> Tally:
+        """The audit of the journal."""
+        return audit_folder(self.run_dir / "journal")
+
+    def end(self) -> None:
+        """Leave nothing running."""
+        for process in [self.launcher, *self.agents.values()]:
+            if process is not None and process.poll() is None:
+                process.terminate()
+        for process in [self.launcher, *self.agents.values()]:
+            if process is not None:
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    for child in [*family(process.pid), psutil.Process(process.pid)]:
+                        with contextlib.suppress(psutil.Error):
+                            child.kill()
+
+
+@contextlib.contextmanager
+def running(network: Lan, folder: Path, policy: Path) -> Iterator[ClusterRun]:
+    """A run, which is ended however the test does."""
+    run = ClusterRun(network, folder, policy)
+    try:
+        yield run
+    finally:
+        run.end()

@@ -1,0 +1,217 @@
+"""A scheduler and real host agents on the loopback: what they start, report and survive."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from realhf.cluster.errors import ClusterError
+from realhf.cluster.messages import Order
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.scheduler import ClusterScheduler
+from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
+from tests.process_family import gone
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+LONG_S = 60.0
+SLEEPER = """
+import os, sys, time
+print(f"pid {os.getpid()}", flush=True)
+print("last words", file=sys.stderr, flush=True)
+time.sleep(float(sys.argv[1]))
+sys.exit(3)
+"""
+
+
+class Cluster:
+    """A launcher's scheduler in this process, and agents that join it."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.folder, self.keys = folder, folder / "cluster.key"
+        RunKeys.make().write(self.keys)
+        (folder / "sleeper.py").write_text(SLEEPER)
+        (folder / "exp" / "run" / "logs").mkdir(parents=True)
+        plan = {"spec": {"models": {}, "source": {}}, "plugins": []}
+        (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
+        given = {"address": "127.0.0.1", "port": 0, "key_file": str(self.keys), "dead_after_s": 3.0, **options}
+        self.said: list[str] = []
+        self.scheduler = ClusterScheduler(ClusterOptions(**given), say=self.said.append)  # pyright: ignore
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.events: list[WorkerEvent] = []
+
+    @property
+    def door(self) -> str:
+        opened = self.scheduler._opened()
+        return opened.endpoint
+
+    def join(self, name: str, *options: str, keys: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start an agent."""
+        given = ["--join", self.door, "--key-file", str(keys or self.keys), "--name", name, "--linger-s", "2"]
+        given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent",))]
+        command = [sys.executable, "-m", "realhf.worker", *given]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.agents[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        return self.agents[name]
+
+    def start(self, name: str, seconds: float = LONG_S, **more: object) -> None:
+        """Start a worker that sleeps."""
+        log = self.folder / "exp" / "run" / "logs" / f"{name.replace('/', '-')}.log"
+        self.scheduler.start(WorkerSpec(name, "sleeper", (str(seconds),), log, **more))  # pyright: ignore
+
+    def where(self, name: str) -> str:
+        """The host of a worker."""
+        return self.scheduler._table.workers[name].host
+
+    def until(self, what: Callable[[WorkerEvent], bool]) -> WorkerEvent:
+        """Wait for an event."""
+        end = time.monotonic() + LONG_S
+        while True:
+            for event in [*self.events]:
+                if what(event):
+                    self.events.remove(event)
+                    return event
+            assert time.monotonic() < end, self.events
+            self.events += self.scheduler.wait(0.5)
+
+    def exit_of(self, name: str) -> WorkerExit:
+        """Wait for the end of a worker."""
+        found = self.until(lambda event: isinstance(event, WorkerExit) and event.name == name)
+        assert isinstance(found, WorkerExit)
+        return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the module that workers run lies, too."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[2]}")
+    return tmp_path
+
+
+@pytest.fixture
+def clusters(folder: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(**options: object) -> Cluster:
+        made.append(Cluster(folder, **options))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.scheduler.stop(1.0)
+        for agent in cluster.agents.values():
+            agent.kill()
+            agent.wait()
+
+
+def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(clusters: Callable[..., Cluster]):
+    """One host is then killed, one comes later and is removed by an operator."""
+    cluster = clusters(hosts=["a", "b"], placement={"generation": "a"})
+    agents = [cluster.join(name) for name in ("a", "b")]
+    cluster.start("master", events=True)
+    for name in ("generation/0", "rollout_worker/0"):
+        cluster.start(name, events=True)
+    cluster.start("rollout_worker/1", 0.1)
+    assert [cluster.where(f"{name}/0") for name in ("generation", "rollout_worker")] == ["a", "b"]
+    pids = [int(said(cluster, name).split()[1]) for name in ("master", "generation/0", "rollout_worker/0")]
+    ended = cluster.exit_of("rollout_worker/1")
+    assert (ended.exit_code, ended.reason) == (3, "exit code 3")
+    assert "last words" in ended.log.read_text()
+
+    agents[0].kill()
+    lost = cluster.exit_of("generation/0")
+    assert lost.exit_code < 0 and lost.reason.startswith("its host a was lost: nothing was heard of it for ")
+    assert gone([pids[1]], LONG_S), "its workers end with an agent"
+
+    cluster.join("c", "--kind", "rollout_worker", "--count", "2")
+    assert cluster.until(lambda event: isinstance(event, WorkersWanted)) == WorkersWanted("c", "rollout_worker", 2)
+    cluster.start("rollout_worker/2", host="c")
+    operator = Operator(cluster)
+    assert "rollout_worker/2" in operator.says("status")
+    assert operator.says("add", Order("x", "generation", 1)) == "no host x; there are b, c"
+    assert operator.says("remove", Order("c", "", 0)) == "c leaves; its workers end: rollout_worker/2"
+    assert cluster.exit_of("rollout_worker/2").reason == "removed with its host c"
+    assert cluster.agents["c"].wait(LONG_S) == 0, "an agent that was sent away ends in peace"
+
+    cluster.scheduler.stop(2.0)
+    assert gone(pids, 1.0)
+    assert agents[1].wait(LONG_S) == 0, "and so does one whose run is over"
+
+
+def said(cluster: Cluster, name: str) -> str:
+    found = cluster.until(lambda event: isinstance(event, WorkerLine) and event.name == name)
+    assert isinstance(found, WorkerLine)
+    return found.text
+
+
+class Operator:
+    """Asks while the scheduler of this thread serves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def says(self, kind: str, order: Order | None = None) -> str:
+        code = (
+            "import sys; from pathlib import Path; from realhf.cluster.operator import asked\n"
+            "from realhf.cluster.messages import Order\n"
+            "order = Order(sys.argv[4], sys.argv[5], int(sys.argv[6])) if len(sys.argv) > 4 else None\n"
+            "print('\\n'.join(asked(sys.argv[1], Path(sys.argv[2]), sys.argv[3], order).lines))"
+        )
+        words = [self._cluster.door, str(self._cluster.keys), kind]
+        words += [order.host, order.kind, str(order.count)] if order else []
+        process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True)
+        end = time.monotonic() + LONG_S
+        while process.poll() is None and time.monotonic() < end:
+            self._cluster.events += self._cluster.scheduler.wait(0.1)
+        process.kill()
+        return process.communicate()[0].strip()
+
+
+def test_who_does_not_join_is_named_and_how_to_join(clusters: Callable[..., Cluster]):
+    cluster = clusters(hosts=["a", "b"], min_hosts=3, wait_s=0.5)
+    with pytest.raises(ClusterError, match=r"hosts a, b and 1 more host did not join .*:\d+ within 0\.5 s"):
+        cluster.start("master")
+    assert "python -m realhf.worker --join tcp://127.0.0.1:" in cluster.said[0]
+
+
+def test_an_agent_with_other_keys_says_so_and_takes_no_part(clusters: Callable[..., Cluster]):
+    cluster = clusters()
+    RunKeys.make().write(cluster.folder / "other.key")
+    agent = cluster.join("a", keys=cluster.folder / "other.key")
+    assert agent.wait(LONG_S) == 1
+    assert "FATAL: host a: the launcher at tcp://127.0.0.1:" in (cluster.folder / "a.log").read_text()
+    assert cluster.scheduler.wait(0.0) == []
+
+
+def test_a_door_goes_on_after_nonsense_and_a_second_host_of_a_name_is_refused(clusters: Callable[..., Cluster]):
+    cluster = clusters(hosts=["a"])
+    first = cluster.join("a")
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    Network("127.0.0.1", "127.0.0.1", RunKeys.read(cluster.keys)).connect(socket, cluster.door)
+    for frames in ([b""], [b"\x81"], [b"\xff" * 100], [b"a", b"b", b"c"], [b"\x80", b"\x80"]):
+        socket.send_multipart(frames)
+    cluster.start("master")
+    second = cluster.join("a")
+    assert second.wait(LONG_S) == 1
+    assert "a host named 'a' takes part already; name this one with --name" in (cluster.folder / "a.log").read_text()
+    assert first.poll() is None
+    context.destroy(0)
+
+
+def test_clocks_that_are_apart_are_told(monkeypatch: pytest.MonkeyPatch, clusters: Callable[..., Cluster]):
+    now = time.time
+    cluster = clusters(hosts=["a"])
+    monkeypatch.setattr("realhf.cluster.host_table.time.time", lambda: now() - 60)
+    cluster.join("a")
+    notice = cluster.until(lambda event: isinstance(event, Notice))
+    assert isinstance(notice, Notice) and "host a: its clock is 60 s ahead of the launcher's" in notice.text
